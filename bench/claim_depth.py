@@ -15,7 +15,7 @@ from bench.contenders.base import QUEUE
 from bench.contenders.ours import Windlass
 from windlass.model.task import Finished
 from windlass.model.worker import Registration
-from windlass.store.postgres import PostgresStore
+from windlass.store.transport import PostgresTransport, open_postgres_transport
 
 QUEUED = {"small table": 5_000, "large table": 100_000}
 CALLS_A_ROUND = 40
@@ -25,7 +25,7 @@ WARM_UP_CALLS = 50
 class _Claimer:
     """A worker without a handler."""
 
-    def __init__(self, store: PostgresStore) -> None:
+    def __init__(self, store: PostgresTransport) -> None:
         self._store = store
         self._finished: list[Finished] = []
 
@@ -47,7 +47,7 @@ async def measure(server: BenchServer, rounds: int) -> dict[str, list[float]]:
         claimers = {}
         for name in QUEUED:
             dsn = server.dsn_of(await server.template(name.replace(" ", "_"), partial(_build, name=name)))
-            store = await stack.enter_async_context(PostgresStore(dsn))
+            store = await stack.enter_async_context(open_postgres_transport(dsn))
             await store.register(Registration("bench", (QUEUE,)))
             claimers[name] = _Claimer(store)
         for claimer in claimers.values():

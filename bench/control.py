@@ -25,7 +25,9 @@ from windlass.model.machine import Machine, MachineRequest, MachineState, Prepar
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local import LocalProvider
 from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
+from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.migrate import migrate
 
 FINISHED, QUEUED = 900_000, 100_000
@@ -94,7 +96,8 @@ async def cycles(dsn: str, workers: int, rounds: int) -> tuple[list[float], list
     )
     connection = await asyncpg.connect(dsn)
     bare, whole = [], []
-    async with PostgresControlStore(dsn) as store:
+    async with Database(dsn) as database:
+        store = PostgresControlStore(database)
         cycle = FleetCycle(FLEET, config, store, StaticProvider(workers), Candidate("bench", 600), random.Random(1))
         for number in range(rounds + 2):
             started = time.perf_counter()
@@ -131,7 +134,8 @@ async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
     connection = await asyncpg.connect(dsn)
     provider = LocalProvider("first", config, identity=dsn, state_dir=folder, database_url=dsn)
     seconds = []
-    async with PostgresControlStore(dsn) as store:
+    async with Database(dsn) as database:
+        store = PostgresControlStore(database)
         cycle = FleetCycle("first", config, store, provider, Candidate("bench", 600), random.Random(2))
         for _ in range(rounds):
             task_id = await connection.fetchval("select windlass.enqueue('first')")
@@ -142,8 +146,8 @@ async def first_claim(dsn: str, folder: Path, rounds: int) -> list[float]:
             seconds.append(time.perf_counter() - started)
             while await connection.fetchval("select finished_at is null from windlass.tasks where id = $1", task_id):
                 await asyncio.sleep(0.005)
-            for worker in await store.workers():
-                await store.terminate_worker(worker.id, "end of the round")
+            for worker in await PostgresFleetQueries(database).workers():
+                await PostgresOperations(database).terminate_worker(worker.id, "end of the round")
             while await connection.fetchval(
                 "select count(*) from windlass.workers where fleet = 'first' and status <> 'terminated'"
             ):

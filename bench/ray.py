@@ -19,9 +19,10 @@ from bench.figures import rate_table
 from windlass.model.ray import RaySettings
 from windlass.model.task import new_task
 from windlass.ray.head import HeadAddress, kept_head
+from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
-from windlass.store.ray import PostgresRayStore
+from windlass.store.tasks import PostgresTaskStore
 
 FLEET = "bench"
 TIMEOUT_S = 300.0
@@ -47,14 +48,14 @@ async def main() -> None:
         folder.chmod(0o711)
         with EmbeddedPostgres(folder / "data") as postgres:
             await migrate(postgres.dsn)
-            async with kept_head() as head, PostgresRayStore(postgres.dsn) as store:
-                print(await _measure(chosen, folder, postgres.dsn, head, store))
+            async with kept_head() as head, Database(postgres.dsn) as database:
+                print(await _measure(chosen, folder, postgres.dsn, head, database))
 
 
-async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, store: Any) -> str:
+async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, database: Database) -> str:
     (folder / "windlass.toml").write_text(TOML.format(margin=chosen.margin))
     offered = RaySettings(node_cpus=chosen.cpus, node_gpus=0, object_store_mb=100).model_dump_json()
-    async with store._connection("setting up") as connection:
+    async with database.connection("setting up") as connection:
         await connection.execute("insert into windlass.fleets (name) values ($1)", FLEET)
         await connection.execute("insert into windlass.slots (fleet, slot) values ($1, 0)", FLEET)
         await connection.execute(
@@ -70,11 +71,11 @@ async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, store
     try:
         bare = await asyncio.to_thread(_Bare, head.address)
         samples: dict[str, list[float]] = {"bare ray.get": [], "through the dispatcher": []}
-        await _ours(store, 100)  # warm-up
+        await _ours(database, 100)  # warm-up
         await asyncio.to_thread(bare.run, 100)
         for _ in range(chosen.rounds):
             samples["bare ray.get"].append(await asyncio.to_thread(bare.run, chosen.tasks))
-            samples["through the dispatcher"].append(await _ours(store, chosen.tasks))
+            samples["through the dispatcher"].append(await _ours(database, chosen.tasks))
         return rate_table(samples, f"tasks/s, {chosen.cpus} CPUs, margin {chosen.margin}", ["through the dispatcher"])
     finally:
         for program in programs:
@@ -89,10 +90,10 @@ def _start(log: Path, arguments: list[str], env: dict[str, str]) -> subprocess.P
         return subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT)
 
 
-async def _ours(store: Any, count: int) -> float:
+async def _ours(database: Database, count: int) -> float:
     started = time.monotonic()
-    await store.enqueue_many([new_task("q") for _ in range(count)])
-    async with store._connection("counting tasks") as connection:
+    await PostgresTaskStore(database).enqueue_many([new_task("q") for _ in range(count)])
+    async with database.connection("counting tasks") as connection:
         while await connection.fetchval("select count(*) from windlass.tasks where status <> 'complete'"):
             if time.monotonic() - started > TIMEOUT_S:
                 raise TimeoutError("the tasks were not completed in time")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.static_control_plane import StaticControlPlane
 from windlass.cli.logs import configure_logs
 from windlass.model.action import Plan
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
@@ -24,13 +25,17 @@ from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, Finished, NewTask
 from windlass.model.worker import Registration
 from windlass.server.app import make_app
-from windlass.server.context import AppContext
+from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
 from windlass.store.auth import PostgresAuthStore
-from windlass.store.postgres import PostgresStore
+from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
+from windlass.store.tasks import PostgresTaskStore
+from windlass.store.transport import open_postgres_transport
 from windlass.wiring import stores
-from windlass.wiring.http_server import MACHINES_CONNECTIONS
+from windlass.wiring.http_server import WORKER_CONNECTIONS
+from windlass.wiring.store_roles import WorkerProtocolStores
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
 QUEUE = "q"
@@ -39,21 +44,17 @@ ROUND_TRIPS = 3_000
 WORKER_COUNTS = (1, 8)
 
 
-async def _no_cycle() -> list[dict[str, Any]]:
-    return []
-
-
 async def serve(dsn: str) -> None:
     configure_logs("json")
-    async with PostgresAuthStore(dsn, max_connections=MACHINES_CONNECTIONS) as store:
+    async with Database(dsn, max_connections=WORKER_CONNECTIONS) as database:
+        store = WorkerProtocolStores(database)
         long_poll_hub, listener = LongPollHub(store.wait_for_work), listen("127.0.0.1", 0)
-        face = AppContext(
-            store=store, access=store,
-            long_poll_hub=long_poll_hub, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
-            max_payload_bytes=MAX_PAYLOAD_BYTES, version="bench", ask_database=store.now, pulses=dict,
-            run_cycle=_no_cycle, wheel=lambda: None,
+        context = WorkerApiContext(
+            worker_store=store, auth_store=store, long_poll_hub=long_poll_hub,
+            control=StaticControlPlane(FLEET), worker_defaults=WorkerConfig(),
+            max_payload_bytes=MAX_PAYLOAD_BYTES, version="bench",
         )  # fmt: skip
-        async with serving(make_app(face), listener):
+        async with serving(make_app(context), listener):
             print(listener.getsockname()[1], flush=True)
             await asyncio.Event().wait()
 
@@ -61,7 +62,8 @@ async def serve(dsn: str) -> None:
 async def join_workers(dsn: str, count: int) -> dict[str, str]:
     """Workers that have joined, and their tokens."""
     chance, ourselves, tokens = random.SystemRandom(), Candidate("bench", 3600.0), {}
-    async with PostgresAuthStore(dsn) as store:
+    async with Database(dsn) as database:
+        store, auth = PostgresControlStore(database), PostgresAuthStore(database)
         for slot in range(count):
             name, join = f"w{slot}", new_token(JOIN_PREFIX, chance)
             tokens[name] = new_token(WORKER_PREFIX, chance)
@@ -69,7 +71,7 @@ async def join_workers(dsn: str, count: int) -> dict[str, str]:
             assert isinstance(observed, tuple)
             intent = Intent(name, slot, "bench", 30.0, join_token_hash=hash_of(join), join_ttl_s=600.0)
             await store.commit_plan(ourselves, observed[0], observed[1], Plan((), PlannerState(), "x"), [intent])
-            await store.activate(name, hash_of(join), hash_of(tokens[name]))
+            await auth.activate(name, hash_of(join), hash_of(tokens[name]))
     return tokens
 
 
@@ -83,8 +85,8 @@ async def work(transport: Any, name: str, count: int) -> None:
 
 
 async def measure(dsn: str, open_transport: Callable[[str], Any], names: list[str]) -> float:
-    async with PostgresStore(dsn) as store:
-        await store.enqueue_many(NewTask(QUEUE) for _ in range(ROUND_TRIPS))
+    async with Database(dsn) as database:
+        await PostgresTaskStore(database).enqueue_many(NewTask(QUEUE) for _ in range(ROUND_TRIPS))
     each = ROUND_TRIPS // len(names)
     started = time.perf_counter()
     await asyncio.gather(*(work(open_transport(name), name, each) for name in names))
@@ -108,7 +110,7 @@ async def main() -> None:
                 for count_ in WORKER_COUNTS:
                     names = list(tokens)[:count_]
                     for what, open_transport in {
-                        "database": lambda _: PostgresStore(dsn, max_connections=2),
+                        "database": lambda _: open_postgres_transport(dsn, max_connections=2),
                         "http": lambda name: HttpTransport(WorkerCredentials(name, url, tokens[name]), False),
                     }.items():
                         rate = await measure(dsn, open_transport, names)

@@ -18,7 +18,7 @@ import asyncpg
 from bench.bench_server import connected
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch
 from bench.worker_processes import python_module
-from windlass.store.postgres import COPY_COLUMNS
+from windlass.store.tasks import COPY_COLUMNS
 
 _named = (block.split("\n", 1) for block in Path(__file__).with_suffix(".sql").read_text().split("-- name: ")[1:])
 SQL = {name.strip(): sql for name, sql in _named}

@@ -8,8 +8,9 @@ from typing import Any
 
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch
 from windlass.model.task import new_task
+from windlass.store.database import Database
 from windlass.store.migrate import migrate
-from windlass.store.postgres import PostgresStore
+from windlass.store.tasks import PostgresTaskStore
 
 
 class Windlass:
@@ -21,9 +22,9 @@ class Windlass:
     async def enqueue(self, dsn: str, count: int) -> float:
         tasks = [new_task(QUEUE, {"n": n}) for n in range(count)]
         stopwatch = Stopwatch()
-        async with PostgresStore(dsn) as store:
+        async with Database(dsn) as database:
             with stopwatch:
-                await store.enqueue_many(tasks)
+                await PostgresTaskStore(database).enqueue_many(tasks)
         return stopwatch.seconds
 
     async def finished(self, connection: Any) -> int:
@@ -32,10 +33,10 @@ class Windlass:
 
     @asynccontextmanager
     async def producer(self, dsn: str) -> AsyncIterator[Send]:
-        async with PostgresStore(dsn) as store:
+        async with Database(dsn) as database:
 
             async def send(sent_at_ns: int) -> None:
-                await store.enqueue(new_task(QUEUE, sent_at_ns))
+                await PostgresTaskStore(database).enqueue(new_task(QUEUE, sent_at_ns))
 
             yield send
 

@@ -1,7 +1,7 @@
 """Windlass: elastic workers for a PostgreSQL task queue.
 
-Producers use `Client` (or `SyncClient`), handlers take a `RunningTask`. Everything is imported when first used, so that
-a handler's process starts in milliseconds and never loads what it does not need.
+Producers use `Client` or `SyncClient`. Handlers take a `RunningTask`. Names are imported when they are first used, so
+that the process of a handler starts in milliseconds.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m windlass`: the command line, with this very Python."""
+"""`python -m windlass`: the command line."""
 
 from windlass.cli.app import main
 

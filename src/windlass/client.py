@@ -1,13 +1,13 @@
-"""For producers: put tasks in, see what became of them.
+"""The Python client for producers: enqueues tasks, and reads their state and results.
 
     async with windlass.Client() as client:
         task_id = await client.enqueue("renders", {"prompt": "a lighthouse"})
         result = await client.result(task_id, timeout_s=60)
 
-Without an address the client uses DATABASE_URL, windlass.toml or the embedded PostgreSQL, like the command line does.
-`SyncClient` is the same without async. What goes wrong is raised as a WindlassError, whose text says what to do, and
-for what is no input's fault as DatabaseUnavailable: then what was asked may have happened, and a `unique_key` makes
-asking again safe. Only on a connection of your own do the driver's errors come through: it is your transaction.
+Without a URL the client uses DATABASE_URL, windlass.toml or the embedded PostgreSQL, like the command line.
+`SyncClient` is the same without async. Errors are WindlassError, with a message that says what to do. After
+DatabaseUnavailable the operation may have taken effect; with a `unique_key` it is safe to repeat. On a connection of
+your own, errors of asyncpg are raised unchanged.
 """
 
 import asyncio
@@ -23,16 +23,18 @@ from windlass.config_loader import load_config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.event import check_reason
 from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
-from windlass.store.postgres import PostgresStore, enqueue_on
+from windlass.operations import task_not_found
+from windlass.store.tasks import enqueue_on
 from windlass.wiring import stores
+from windlass.wiring.stores import CommandStore
 
 RESULT_POLL_MIN_S = 0.02
 RESULT_POLL_MAX_S = 1.0
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class TaskFailed(WindlassError):
-    """The task whose result was awaited is a dead letter. `task` says all that is known of it."""
+    """The task whose result was awaited has failed permanently. `task` has all its fields."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(f"task {task.id} failed ({task.error_code}): {task.error}")
@@ -40,7 +42,7 @@ class TaskFailed(WindlassError):
 
 
 class ClientConnection(Protocol):
-    """What is needed of an asyncpg connection."""
+    """The part of an asyncpg connection that is used."""
 
     async def fetchval(self, query: str, *args: Any) -> Any: ...
 
@@ -49,15 +51,15 @@ class Client:
     def __init__(
         self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
     ) -> None:
-        """`data_dir` chooses the embedded PostgreSQL there; `config` names a file to read instead of windlass.toml."""
+        """`data_dir` selects the embedded PostgreSQL in that folder. `config` replaces windlass.toml."""
         given = {"database_url": database_url, "data_dir": data_dir}
         file = Path(config) if config is not None else None
         self._config = load_config(file, given, overrides_from="the arguments of Client", has_fleets=False).config
         self._open = AsyncExitStack()
-        self._store: PostgresStore | None = None
+        self._store: CommandStore | None = None
 
     async def __aenter__(self) -> Self:
-        self._store = await self._open.enter_async_context(stores.store(self._config))
+        self._store = await self._open.enter_async_context(stores.store(self._config, is_contract_sufficient=True))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -75,10 +77,10 @@ class Client:
         unique_key: str | None = None,
         connection: ClientConnection | None = None,
     ) -> int:
-        """Add a task and return its id. With a unique key that is already there: that task's id, unchanged.
+        """Add a task and return its id. If the queue has a task with this unique key, return its id and add nothing.
 
-        `connection`: an asyncpg connection of yours to the same database. The task is then part of the transaction
-        it is in: it exists if and when that commits. What the database has against it is raised as asyncpg raises it.
+        `connection` is your own asyncpg connection to the same database. The task is then a part of its transaction,
+        and exists if that commits. Errors of asyncpg are raised unchanged.
         """
         task = new_task(
             queue,
@@ -95,20 +97,21 @@ class Client:
         return await self._opened.enqueue(task)
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
-        """Add many at once, all or none; `new_task` makes them. Returns how many were new."""
+        """Add many tasks, created with `new_task`: either all or none. Returns how many were new."""
         limit = self._config.max_payload_bytes
         if isinstance(tasks, AsyncIterable):
             return await self._opened.enqueue_many(check_payload_size(task, limit) async for task in tasks)
         return await self._opened.enqueue_many(check_payload_size(task, limit) for task in tasks)
 
     async def task(self, task_id: int) -> Task | None:
-        """The task as it is now. None if it never was, or its retention is over."""
+        """The current state of a task. None if it is unknown, or already purged."""
         return await self._opened.task(task_id)
 
     async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
-        """Wait until the task is complete and return its result. Raises TaskFailed, or TimeoutError (it goes on).
+        """Wait until the task is complete and return its result.
 
-        A result that is nested more deeply, or has longer numbers, than Python reads is a WindlassError.
+        Raises TaskFailed if it failed, TimeoutError if it is unfinished (it keeps running), and WindlassError if Python
+        cannot parse the result, because it is nested too deeply or has numbers that are too long.
         """
         status = None
         try:
@@ -117,7 +120,7 @@ class Client:
                 while True:
                     task = await self._opened.task(task_id)
                     if task is None:
-                        raise BadInput(f"there is no task {task_id}: it was never enqueued, or its retention is over.")
+                        raise BadInput(f"{task_not_found(task_id)}.")
                     status = task.status
                     if status is TaskStatus.COMPLETE:
                         return _read(task_id, task.result) if task.result is not None else None
@@ -128,20 +131,20 @@ class Client:
         except TimeoutError:
             state = f"is still {status}" if status is not None else "could not be read"
             raise TimeoutError(
-                f"task {task_id} {state} after {timeout_s:g} s: `windlass explain {task_id}` says why."
+                f"task {task_id} {state} after {timeout_s:g} s. Run `windlass explain {task_id}` to see why."
             ) from None
 
     async def retry(self, task_id: int) -> bool:
-        """Put a failed task, or one that waits for its retry, back into its queue. False if it is neither."""
+        """Requeue a failed or retrying task. Returns False if it is neither."""
         return await self._opened.retry_task(task_id)
 
     async def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
-        """End an unfinished task. False if it was finished already. Raises BadInput for a reason without a word."""
+        """Fail an unfinished task. Returns False if it is finished already. Raises BadInput for an empty reason."""
         check_reason(reason, "reason")
         return await self._opened.cancel_task(task_id, reason)
 
     @property
-    def _opened(self) -> PostgresStore:
+    def _opened(self) -> CommandStore:
         if self._store is None:
             raise WindlassError("the client is not open: use it inside `async with windlass.Client() as client:`.")
         return self._store
@@ -152,12 +155,12 @@ def _read(task_id: int, result: str) -> Any:
         return json.loads(result)
     except (ValueError, RecursionError) as error:
         raise WindlassError(
-            f"the result of task {task_id} is JSON that Python does not read ({error}): `task({task_id})` has its text."
+            f"Python cannot parse the result of task {task_id} ({error}). `task({task_id})` has its text."
         ) from None
 
 
 class SyncClient:
-    """The same for code without an event loop. Safe to share between threads."""
+    """`Client` for code without an event loop. Threads may share it."""
 
     def __init__(
         self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
@@ -224,7 +227,7 @@ class SyncClient:
     def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
         return self._wait(self._client.cancel(task_id, reason))
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
+    def _wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         if not self._thread.is_alive():
             coroutine.close()
             raise WindlassError("the client is not open: use it inside `with windlass.SyncClient() as client:`.")
@@ -232,5 +235,5 @@ class SyncClient:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # Ctrl-C while we wait: nobody will ask for the answer any more
+            future.cancel()  # Ctrl-C: the result is not needed any more
             raise

@@ -14,8 +14,8 @@ from typing import Protocol
 from windlass.model.cycle import Fleet
 from windlass.model.task import NewTask, check_queue_name
 from windlass.model.worker import LIVE, Worker, WorkerStatus
-from windlass.ports.control import Operations
-from windlass.ports.store import Store
+from windlass.ports.fleets import FleetQueries, Operations
+from windlass.ports.tasks import TaskStore
 
 RESTART_REASON = "restarted by an operator"
 TERMINATE_REASON = "terminated by an operator"
@@ -26,8 +26,8 @@ RETRY_BATCH = 1_000
 OTHER_ACCOUNT = "OTHER_ACCOUNT"
 
 
-class OperationStore(Store, Operations, Protocol):
-    """The store methods that operations on workers and fleets need. Operations on tasks need only `Store`."""
+class OperationStore(TaskStore, FleetQueries, Operations, Protocol):
+    """The store methods that operations on workers and fleets need. Operations on tasks need only `TaskStore`."""
 
 
 class OperationOutcome(StrEnum):
@@ -118,28 +118,32 @@ def _count(number: int, noun: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- tasks
 
 
-async def enqueue_task(store: Store, task: NewTask) -> EnqueueResult:
-    task_id, is_new = await store.enqueue_or_find(task)
+async def enqueue_task(store: TaskStore, task: NewTask) -> EnqueueResult:
+    if task.unique_key is None:
+        # One statement, and a producer role needs no right to read tasks for it.
+        task_id, is_new = await store.enqueue(task), True
+    else:
+        task_id, is_new = await store.enqueue_or_find(task)
     outcome = OperationOutcome.DONE if is_new else OperationOutcome.UNCHANGED
     message = f"task {task_id} enqueued in {task.queue}" if is_new else f"unique key already used by task {task_id}"
     return EnqueueResult(outcome=outcome, message=message, changed=int(is_new), task_id=task_id)
 
 
-async def retry_task(store: Store, task_id: int) -> OperationResult:
+async def retry_task(store: TaskStore, task_id: int) -> OperationResult:
     """Requeue a failed or retrying task with its full number of attempts."""
     if await store.retry_task(task_id):
         return _done(f"task {task_id} requeued")
     return await _refuse_task(store, task_id, "only failed and retrying tasks can be retried")
 
 
-async def cancel_task(store: Store, task_id: int, reason: str = CANCEL_REASON) -> OperationResult:
+async def cancel_task(store: TaskStore, task_id: int, reason: str = CANCEL_REASON) -> OperationResult:
     """Fail an unfinished task with code CANCELLED. A worker that is running it stops the attempt."""
     if await store.cancel_task(task_id, reason):
         return _done(f"task {task_id} cancelled")
     return await _refuse_task(store, task_id, "only unfinished tasks can be cancelled")
 
 
-async def _refuse_task(store: Store, task_id: int, rule: str) -> OperationResult:
+async def _refuse_task(store: TaskStore, task_id: int, rule: str) -> OperationResult:
     task = await store.task(task_id)
     if task is None:
         return _not_found(task_not_found(task_id))
@@ -147,7 +151,7 @@ async def _refuse_task(store: Store, task_id: int, rule: str) -> OperationResult
 
 
 async def retry_failed_tasks(
-    store: Store,
+    store: TaskStore,
     queue: str,
     *,
     limit: int | None = None,
@@ -184,7 +188,7 @@ async def retry_failed_tasks(
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-async def _live_worker(store: Store, worker_id: str) -> Worker | OperationResult:
+async def _live_worker(store: OperationStore, worker_id: str) -> Worker | OperationResult:
     worker = await store.worker(worker_id)
     if worker is None:
         return _not_found(worker_not_found(worker_id))
@@ -194,7 +198,7 @@ async def _live_worker(store: Store, worker_id: str) -> Worker | OperationResult
     return worker
 
 
-async def pause_worker(store: Store, worker_id: str) -> OperationResult:
+async def pause_worker(store: OperationStore, worker_id: str) -> OperationResult:
     """The worker finishes its current tasks and claims no others."""
     worker = await _live_worker(store, worker_id)
     if isinstance(worker, OperationResult):
@@ -204,7 +208,7 @@ async def pause_worker(store: Store, worker_id: str) -> OperationResult:
     return _unchanged(f"worker {worker_id} was already paused")
 
 
-async def resume_worker(store: Store, worker_id: str) -> OperationResult:
+async def resume_worker(store: OperationStore, worker_id: str) -> OperationResult:
     worker = await _live_worker(store, worker_id)
     if isinstance(worker, OperationResult):
         return worker

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from support.http_transport_fixture import OverHttp, over_http
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
-from windlass.ports.store import Store
-from windlass.store.memory.store import MemoryStore
-from windlass.store.postgres import PostgresStore
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
+from support.stores import AnyStore, PostgresStores
+from windlass.store.memory.stores import MemoryStores
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +31,13 @@ async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Any
 
 
 @asynccontextmanager
-async def _store(kind: str, request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Store]:
+async def _store(kind: str, request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[AnyStore]:
     if kind == "memory":
-        yield MemoryStore(clock, RETENTION, Random(1))  # noqa: S311
+        yield MemoryStores(clock, RETENTION, Random(1))  # noqa: S311
         return
     dsn = request.getfixturevalue("shared_dsn")
     await empty_tables(dsn)
-    async with PostgresStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+    async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock) as postgres:
         yield postgres
 
 
@@ -48,8 +47,8 @@ def hire(request: pytest.FixtureRequest, store: Any, clock: Any) -> Callable[[st
     behind = store.behind if isinstance(store, OverHttp) else store
 
     async def hire(worker_id: str, fleet: str, slot: int) -> None:
-        if isinstance(behind, MemoryStore):
-            behind.hire(worker_id, fleet, slot)
+        if isinstance(behind, MemoryStores):
+            spawn_in_memory(behind, worker_id, fleet, slot)
         else:
             await hire_in_postgres(request.getfixturevalue("shared_dsn"), clock(), worker_id, fleet, slot)
 

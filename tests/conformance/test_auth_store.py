@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from support.http_transport_fixture import URL, face_over
+from support.http_transport_fixture import URL, worker_api_context
 from support.provider_fixtures import RETENTION, empty_tables
+from support.stores import PostgresStores
 from windlass.model.action import Plan
 from windlass.model.auth import (
     API_PREFIX,
@@ -39,11 +40,10 @@ from windlass.model.task import new_task
 from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
 from windlass.server.app import make_app
 from windlass.server.long_poll import LongPollHub
-from windlass.store.auth import PostgresAuthStore
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
-Stores = MemoryAuthStore | PostgresAuthStore
+Stores = MemoryStores | PostgresStores
 ANN = Candidate("ann", ttl_s=3600.0)
 FLEET = FleetConfig(queues=("a", "b"), max_workers=4)
 TTL_S = 120.0
@@ -54,11 +54,11 @@ TOKEN, OTHER_TOKEN = hash_of("token"), hash_of("another token")
 @pytest.fixture(params=["memory", "postgres"])
 async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Stores]:
     if request.param == "memory":
-        yield MemoryAuthStore(clock, RETENTION, Random(1))  # noqa: S311
+        yield MemoryStores(clock, RETENTION, Random(1))  # noqa: S311
         return
     dsn = request.getfixturevalue("shared_dsn")
     await empty_tables(dsn)
-    async with PostgresAuthStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+    async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock) as postgres:
         yield postgres
 
 
@@ -226,7 +226,7 @@ async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores
 
 async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> None:
     await store.create_token("cron", Role.VIEWER, TOKEN)
-    with pytest.raises(BadInput, match="there is a token cron already"):
+    with pytest.raises(BadInput, match="a token cron exists already"):
         await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
     assert await store.authenticate(OTHER_TOKEN) is None
     await store.revoke_token("cron")
@@ -280,7 +280,7 @@ async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: St
     await hire(store, "w0")
     await store.register(MINE)
     for name in ("w0", "mine"):
-        with pytest.raises(BadInput, match=f"there is a worker {name} already"):
+        with pytest.raises(BadInput, match=f"a worker {name} exists already"):
             await store.self_register(hash_of(API), TOKEN, replace(MINE, worker_id=name))
     assert await store.authenticate(TOKEN) is None
 
@@ -288,7 +288,7 @@ async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: St
 async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     long_poll_hub = LongPollHub(store.wait_for_work)
-    app = make_app(face_over(store, store, long_poll_hub))
+    app = make_app(worker_api_context(store, store, long_poll_hub))
     enlistments = [new_self_registration(URL, API, False, httpx.ASGITransport(app)) for _ in range(2)]
     async with SelfRegisteredTransport(enlistments[0]) as one, SelfRegisteredTransport(enlistments[1]) as other:
         await one.register(MINE)

@@ -8,14 +8,14 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
+from support.stores import PostgresStores
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
-from windlass.store.memory.ray import MemoryRayStore
-from windlass.store.ray import PostgresRayStore
+from windlass.store.memory.stores import MemoryStores
 
 FLEET = "many"
 LEASE_S = 30.0
@@ -33,7 +33,7 @@ class World:
 
     async def hire(self, worker_id: str, slot: int, **registration: Any) -> None:
         if self._dsn is None:
-            self.store.hire(worker_id, FLEET, slot)
+            spawn_in_memory(self.store, worker_id, FLEET, slot)
         else:
             await hire_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
         await self.store.register(
@@ -69,13 +69,13 @@ def alive(worker_id: str, **changes: Any) -> AliveNode:
 @pytest.fixture(params=["memory", "postgres"])
 async def world(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[World]:
     if request.param == "memory":
-        made = World(MemoryRayStore(clock, RETENTION, Random(1)), clock, None)  # noqa: S311
+        made = World(MemoryStores(clock, RETENTION, Random(1)), clock, None)  # noqa: S311
         await _furnish(made)
         yield made
         return
     dsn = request.getfixturevalue("shared_dsn")
     await empty_tables(dsn)
-    async with PostgresRayStore(dsn, retention=RETENTION, virtual_now=clock) as postgres:
+    async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock) as postgres:
         made = World(postgres, clock, dsn)
         await _furnish(made)
         yield made
@@ -276,7 +276,7 @@ async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, 
     await world.report(*news)
     node = (await world.store.worker("n1")).node
     assert (node.state, node.since, node.node_id) == (NodeState.DEAD, world.clock(), "id-of-n1")
-    assert node.note == (death or "it is no longer in the cluster")
+    assert node.note == (death or "no longer in the Ray cluster")
     world.clock.advance(5)
     await world.report()
     assert (await world.store.worker("n1")).node.note == node.note

@@ -27,14 +27,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from support.http_transport_fixture import OverHttp, over_http
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
+from support.stores import AnyStore, PostgresStores
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
-from windlass.ports.store import Store
-from windlass.store.memory.control import MemoryControlStore
-from windlass.store.postgres import PostgresStore
+from windlass.store.memory.stores import MemoryStores
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
 HISTORIES = MORE or 60
@@ -84,7 +83,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.clock.now = self.start
         # Workers that are hired owe: the ledger is a part of it.
-        self.memory = MemoryControlStore(self.clock, RETENTION, Random(1))  # noqa: S311
+        self.memory = MemoryStores(self.clock, RETENTION, Random(1))  # noqa: S311
         # What the ids and tokens of PostgreSQL are called in memory.
         self.task_ids: dict[int, int] = {}
         self.tokens: dict[UUID | None, UUID | None] = {None: None}
@@ -107,7 +106,7 @@ class Histories(RuleBasedStateMachine):
     def both(self, in_postgres: Awaitable[Any], in_memory: Awaitable[Any]) -> tuple[Any, Any]:
         return self.run(outcome(in_postgres)), self.run(outcome(in_memory))
 
-    def same(self, act: Callable[[Store], Awaitable[Any]]) -> Any:
+    def same(self, act: Callable[[AnyStore], Awaitable[Any]]) -> Any:
         one, other = self.both(act(self.postgres), act(self.memory))
         assert one == other
         return other
@@ -132,7 +131,7 @@ class Histories(RuleBasedStateMachine):
         return claims[-1 - ordinal % len(claims)] if claims else None
 
     def is_valid(self, claim: tuple[str, Claim, Claim]) -> bool:
-        row = self.memory._tasks.rows.get(claim[2].task_id)
+        row = self.memory.tables.tasks.rows.get(claim[2].task_id)
         return row is not None and row.is_held_by(claim[2].token)
 
     def some_task(self, ordinal: int) -> tuple[int, int] | None:
@@ -175,7 +174,7 @@ class Histories(RuleBasedStateMachine):
         worker_id = self.worker_at(place)
         if place in SLOTS and before is None:
             self.run(hire_in_postgres(self.dsn, self.clock(), worker_id, "gpus", SLOTS[place]))
-            self.memory.hire(worker_id, "gpus", SLOTS[place])
+            spawn_in_memory(self.memory, worker_id, "gpus", SLOTS[place])
         self.same(lambda store: store.register(Registration(worker_id, queues, lease_s=lease_s, start_id="first")))
 
     @rule(place=places, queues=queues, limit=st.integers(0, 3))
@@ -352,10 +351,10 @@ class Histories(RuleBasedStateMachine):
         """What no call shows but later answers hang on: the claim's token, and since when heartbeats had no gap."""
         rows = self.run(self.eye.fetch("select id, claim_token from windlass.tasks"))
         theirs = {self.task_ids[row["id"]]: self.tokens[row["claim_token"]] for row in rows}
-        assert theirs == {row.id: row.token for row in self.memory._tasks.rows.values()}
+        assert theirs == {row.id: row.token for row in self.memory.tables.tasks.rows.values()}
         rows = self.run(self.eye.fetch("select id, heartbeat_gapless_since from windlass.workers"))
         gapless: dict[str, datetime | None] = dict(map(tuple, rows))
-        assert gapless == {row.id: row.heartbeat_gapless_since for row in self.memory._workers.rows.values()}
+        assert gapless == {row.id: row.heartbeat_gapless_since for row in self.memory.tables.workers.rows.values()}
 
     def no_task_is_lost(self, tasks: list[Task]) -> None:
         """Each task is in exactly one state, only finished ones go, and what is complete stays as it is."""
@@ -370,7 +369,7 @@ class Histories(RuleBasedStateMachine):
 
     def a_running_task_has_exactly_one_valid_claim(self) -> None:
         """And its holder is a worker that has not ended."""
-        rows = {row.id: row for row in self.memory._tasks.rows.values()}
+        rows = {row.id: row for row in self.memory.tables.tasks.rows.values()}
         valid = Counter(
             other.task_id
             for _, _, other in self.claims
@@ -416,7 +415,7 @@ def stories(events: list[Event]) -> tuple[Counter[str], dict[int, list[str]]]:
 
 @asynccontextmanager
 async def seen_postgres(dsn: str, clock: Any, *, is_over_http: bool) -> AsyncIterator[Any]:
-    async with PostgresStore(dsn, retention=RETENTION, virtual_now=clock, max_connections=1) as postgres:
+    async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock, max_connections=1) as postgres:
         if not is_over_http:
             yield postgres
             return

@@ -1,4 +1,4 @@
-"""The program as a whole: how it starts, how it ends, what it loads."""
+"""The program `windlass`: help, imports, exit codes, interrupts, logs."""
 
 import os
 import re
@@ -14,9 +14,9 @@ import typer
 
 from support.command_line import CommandLine
 from windlass import __version__
-from windlass.cli.app import app
+from windlass.cli.app import COMMANDS, app
 
-HEAVY = ("rich", "asyncio", "asyncpg", "structlog", "pynvml", "psutil")
+SLOW_IMPORTS = ("rich", "asyncio", "asyncpg", "structlog", "pynvml", "psutil")
 
 
 @pytest.fixture
@@ -28,46 +28,63 @@ def loaded_modules(importtime: str) -> set[str]:
     return set(re.findall(r"\|\s+([\w.]+)$", importtime, re.MULTILINE))
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("worker", "--help"), ("tasks", "list", "--help")])
-def test_nothing_heavy_is_loaded_for(windlass: CommandLine, arguments: tuple[str, ...]) -> None:
-    done = windlass(*arguments, python=("-X", "importtime"))
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_help_and_version_import_no_command(windlass: CommandLine, argument: str) -> None:
+    done = windlass(argument, python=("-X", "importtime"))
     assert done.code == 0
-    assert loaded_modules(done.err).isdisjoint(HEAVY)
+    loaded = loaded_modules(done.err)
+    assert loaded.isdisjoint(SLOW_IMPORTS)
+    assert {name for name in loaded if name.startswith("windlass.cli.")} == {"windlass.cli.app", "windlass.cli.errors"}
 
 
-def test_a_worker_starts_without_rich(windlass: CommandLine, dsn: str) -> None:
+@pytest.mark.parametrize("arguments", [("enqueue", "--help"), ("tasks", "list", "--help"), ("worker", "--help")])
+def test_commands_import_only_their_own_modules(windlass: CommandLine, arguments: tuple[str, ...]) -> None:
+    loaded = loaded_modules(windlass(*arguments, python=("-X", "importtime")).err)
+    assert not {name for name in loaded if name.startswith(("rich.", "hcloud", "asyncssh", "fastapi", "ray."))}
+    assert "windlass.cli.demo" not in loaded
+
+
+def test_each_summary_in_the_help_is_the_one_of_the_command(windlass: CommandLine) -> None:
+    group: Any = typer.main.get_command(app)
+    for entry in (entry for entries in COMMANDS.values() for entry in entries):
+        command = group.get_command(None, entry.name)
+        assert command.help.partition("\n")[0] == entry.summary, entry.name
+
+
+def test_worker_starts_without_rich(windlass: CommandLine, dsn: str) -> None:
     windlass = windlass.with_env(DATABASE_URL=dsn)
     done = windlass("worker", "-q", "q", "--exec", "missing-command", python=("-X", "importtime"))
     assert "cannot find the command 'missing-command'" in done.err
     assert "windlass.worker.lifecycle" in loaded_modules(done.err)
-    # The word alone is an attempt; with parts it succeeded.
+    # A failed import lists "rich" only; a successful one lists its submodules too.
     assert not [name for name in loaded_modules(done.err) if name.startswith("rich.")]
 
 
 def commands(group: Any, *path: str) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if hasattr(command, "commands"):
             yield from commands(command, *path, name)
         else:
             yield " ".join((*path, name)), command
 
 
-def test_every_command_that_answers_a_program_can_answer_in_json() -> None:
+def test_every_command_with_a_result_has_json_output() -> None:
     without = {
         name
         for name, command in commands(typer.main.get_command(app))
         if "--json" not in {option for parameter in command.params for option in parameter.opts}
     }
-    run_until_ended = {"up", "worker", "ray dispatch", "ray node", "emulate hetzner", "emulate runpod"}
-    print_a_file = {"db sql", "bootstrap render"}
-    assert without == run_until_ended | print_a_file
+    run_until_stopped = {"up", "worker", "ray dispatch", "ray node", "emulate hetzner", "emulate runpod"}
+    print_a_document = {"db sql", "bootstrap render", "cycle"}
+    assert without == run_until_stopped | print_a_document
 
 
-def test_the_version_is_printed(windlass: CommandLine) -> None:
+def test_version_option_prints_the_version(windlass: CommandLine) -> None:
     assert windlass("--version").out == f"windlass {__version__}\n"
 
 
-def test_without_a_command_the_help_is_shown(windlass: CommandLine) -> None:
+def test_no_command_prints_the_help(windlass: CommandLine) -> None:
     done = windlass()
     assert (done.code, done.out) == (2, "")
     assert "Usage: windlass" in done.err
@@ -77,18 +94,18 @@ def test_without_a_command_the_help_is_shown(windlass: CommandLine) -> None:
     ("words", "offered"),
     [
         pytest.param("windlass ta", "tasks", id="a command"),
-        pytest.param("windlass tasks re", "retry", id="a command of a group"),
-        pytest.param("windlass tasks list --status ", "failed", id="a value"),
+        pytest.param("windlass tasks re", "retry", id="a subcommand"),
+        pytest.param("windlass tasks list --status ", "failed", id="a value of an option"),
     ],
 )
-def test_the_shell_completes(windlass: CommandLine, words: str, offered: str) -> None:
+def test_shell_completion(windlass: CommandLine, words: str, offered: str) -> None:
     windlass = windlass.with_env(_WINDLASS_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" ")))
     assert offered in windlass().out.split()
 
 
 def test_completion_can_be_installed(windlass: CommandLine, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    # In a shell that stays: typer finds out which shell it is from its parent.
+    # A shell that keeps running: typer detects the shell from its parent process.
     done = subprocess.run(
         ["bash", "-c", "windlass --install-completion; windlass --show-completion; exit $?"],
         env={**windlass.environment(), "HOME": str(tmp_path), "PATH": path},
@@ -101,7 +118,7 @@ def test_completion_can_be_installed(windlass: CommandLine, tmp_path: Path) -> N
     assert (tmp_path / ".bash_completions" / "windlass.sh").exists()
 
 
-def test_a_reader_that_has_enough_is_left_in_peace(windlass: CommandLine, dsn: str) -> None:
+def test_closed_output_pipe_ends_the_command_quietly(windlass: CommandLine, dsn: str) -> None:
     windlass = windlass.with_env(DATABASE_URL=dsn)
     assert windlass("enqueue", "q", "-", stdin='{"long": "line"}\n' * 5_000).code == 0
     with windlass.start("tasks", "list", "--limit", 5_000, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -113,18 +130,18 @@ def test_a_reader_that_has_enough_is_left_in_peace(windlass: CommandLine, dsn: s
     assert process.returncode == 141
 
 
-def test_a_question_that_is_interrupted_ends_the_command(windlass: CommandLine) -> None:
+def test_ctrl_c_at_a_question_ends_the_command(windlass: CommandLine) -> None:
     purge = ("tasks", "purge", "--status", "failed", "--older-than", "7d")
     with windlass.start(*purge, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        question = "Delete all failed tasks of all queues that ended more than 7d ago, for good? [y/N] "
+        question = "Delete all failed tasks of all queues that finished more than 7d ago, permanently? [y/N] "
         assert process.stderr.read(len(question)) == question
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == ""
     assert process.returncode == 130
 
 
-def test_a_defect_is_one_sentence_and_its_traceback_is_there_for_the_asking(windlass: CommandLine) -> None:
+def test_internal_error_is_one_line_and_debug_shows_the_traceback(windlass: CommandLine) -> None:
     (windlass.folder / "sitecustomize.py").write_text(
         "import windlass.config_loader\n"
         "def broken(*_, **__): raise KeyError('postgresql://u:hunter2@h/d')\n"
@@ -133,14 +150,14 @@ def test_a_defect_is_one_sentence_and_its_traceback_is_there_for_the_asking(wind
     broken = windlass.with_env(PYTHONPATH=str(windlass.folder))
     done = broken("config", "show")
     assert done.code == 1
-    assert done.err.startswith("windlass: unexpected KeyError (")
-    assert done.err.endswith("WINDLASS_DEBUG=1 shows where it happened.\n")
+    assert done.err.startswith("windlass: unexpected KeyError: ")
+    assert done.err.endswith("Set WINDLASS_DEBUG=1 to see the traceback.\n")
     assert done.err.count("\n") == 1
     assert "hunter2" not in done.err
     assert "Traceback" in broken.with_env(WINDLASS_DEBUG="1")("config", "show").err
 
 
-def test_a_worker_goes_on_when_nobody_reads_its_log(windlass: CommandLine, dsn: str) -> None:
+def test_worker_keeps_running_when_its_log_pipe_is_closed(windlass: CommandLine, dsn: str) -> None:
     windlass = windlass.with_env(DATABASE_URL=dsn)
     (windlass.folder / "app.py").write_text("def handle(task): return task.payload\n")
     arguments = ("worker", "-q", "q", "--handler", "app:handle", "--log-format", "json")
@@ -154,9 +171,7 @@ def test_a_worker_goes_on_when_nobody_reads_its_log(windlass: CommandLine, dsn: 
 
 
 @pytest.mark.parametrize("log_format", ["json", "human"])
-def test_the_log_of_a_failed_attempt_says_why_and_paints_nothing(
-    windlass: CommandLine, dsn: str, log_format: str
-) -> None:
+def test_log_of_a_failed_attempt_has_the_error_and_no_colors(windlass: CommandLine, dsn: str, log_format: str) -> None:
     windlass = windlass.with_env(DATABASE_URL=dsn)
     (windlass.folder / "app.py").write_text("def handle(task): return 1 / task.payload\n")
     windlass("enqueue", "q", "0", "--max-attempts", "1")
@@ -170,7 +185,7 @@ def test_the_log_of_a_failed_attempt_says_why_and_paints_nothing(
     assert "\x1b" not in line
 
 
-def test_config_show_names_every_value_and_its_source_but_no_secret(windlass: CommandLine) -> None:
+def test_config_show_prints_values_and_sources_without_secrets(windlass: CommandLine) -> None:
     (windlass.folder / "other.toml").write_text("[retention]\ncomplete_s = 60")
     windlass = windlass.with_env(DATABASE_URL="postgresql://u:hunter2@h:5432/d?sslpassword=hunter2")
     shown = windlass("config", "show", "--config", "other.toml")
@@ -187,7 +202,7 @@ def test_config_show_names_every_value_and_its_source_but_no_secret(windlass: Co
     assert settings["worker.lease_s"]["source"] == "default"
 
 
-def test_the_installed_program_is_the_same(tmp_path: Path) -> None:
+def test_installed_program_runs(tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("windlass")
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert done.stdout == f"windlass {__version__}\n"

@@ -1,4 +1,4 @@
-"""`windlass bootstrap render`: what a machine would be told, for people to read."""
+"""`windlass bootstrap render`: the cloud-init document of a machine."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def windlass(tmp_path: Path) -> CommandLine:
     return CommandLine(tmp_path)
 
 
-def test_it_shows_what_a_machine_of_the_fleet_would_get_with_a_token_that_is_none(windlass: CommandLine) -> None:
+def test_document_has_a_placeholder_for_the_token(windlass: CommandLine) -> None:
     (windlass.folder / "windlass.toml").write_text('[fleets.renders.bootstrap]\npackages = ["git"]\n')
     done = windlass("bootstrap", "render", "--worker-id", "renders-7-00c0ffee00", "--url", "https://c.example.org")
     assert (done.code, done.err) == (0, "")
@@ -33,7 +33,7 @@ def test_it_shows_what_a_machine_of_the_fleet_would_get_with_a_token_that_is_non
     assert "PLACEHOLDER" in PLACEHOLDER_TOKEN
 
 
-def test_without_any_configuration_it_shows_the_defaults(windlass: CommandLine) -> None:
+def test_document_without_configuration_has_defaults(windlass: CommandLine) -> None:
     done = windlass("bootstrap", "render")
     assert (done.code, done.err) == (0, "")
     assert PLACEHOLDER_TOKEN in done.out
@@ -47,7 +47,7 @@ def test_without_any_configuration_it_shows_the_defaults(windlass: CommandLine) 
         ('control_plane_ip = "10.0.0.2"\n[api]\nhost = "0.0.0.0"\nport = 8080', "http://10.0.0.2:8080"),
     ],
 )
-def test_the_address_is_the_one_that_machines_will_call(windlass: CommandLine, content: str, url: str) -> None:
+def test_document_has_the_url_of_the_control_plane(windlass: CommandLine, content: str, url: str) -> None:
     (windlass.folder / "windlass.toml").write_text(content)
     assert url_in(windlass("bootstrap", "render").out) == url
     assert (
@@ -59,7 +59,7 @@ def url_in(document: str) -> str:
     return str(json.loads(yaml.safe_load(document)["write_files"][0]["content"])["url"])
 
 
-def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:
+def test_document_contains_no_secret(windlass: CommandLine) -> None:
     secrets = [name for name, field in Config.model_fields.items() if "SecretStr" in str(field.annotation)]
     assert {"database_url", "hetzner_api_token"} <= set(secrets)
     lines = [f'{name} = "{SECRET}-{name}"' for name in secrets if name != "database_url"]
@@ -77,10 +77,12 @@ def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("content", "args", "sentence"),
     [
-        pytest.param("[fleets.a]\n[fleets.b]", [], "there are several fleets (a, b): choose one", id="which fleet"),
-        pytest.param("[fleets.a]", ["--fleet", "b"], "there is no fleet 'b': there is a.", id="no such fleet"),
-        pytest.param("", ["--worker-id", "a b"], "'a b' is not a valid worker id", id="no id"),
-        pytest.param("", ["--url", "example.org"], "Write https://host:port", id="no address"),
+        pytest.param(
+            "[fleets.a]\n[fleets.b]", [], "several fleets are configured (a, b): choose one", id="several fleets"
+        ),
+        pytest.param("[fleets.a]", ["--fleet", "b"], "fleet b not found; configured fleets: a.", id="no such fleet"),
+        pytest.param("", ["--worker-id", "a b"], "'a b' is not a valid worker id", id="an invalid worker id"),
+        pytest.param("", ["--url", "example.org"], "https://host:port", id="an invalid URL"),
         pytest.param(
             '[fleets.a.bootstrap]\ntemplate = "missing.j2"',
             [],
@@ -104,9 +106,7 @@ def test_no_secret_of_a_configuration_is_in_it(windlass: CommandLine) -> None:
         ),
     ],
 )
-def test_what_cannot_be_shown_is_said_in_one_sentence(
-    windlass: CommandLine, content: str, args: list[str], sentence: str
-) -> None:
+def test_bad_input_is_refused_in_one_line(windlass: CommandLine, content: str, args: list[str], sentence: str) -> None:
     (windlass.folder / "windlass.toml").write_text(content)
     done = windlass("bootstrap", "render", *args)
     assert (done.code, done.out) == (2, "")
@@ -114,7 +114,7 @@ def test_what_cannot_be_shown_is_said_in_one_sentence(
     assert done.err.count("\n") == 1
 
 
-def test_a_setting_of_a_section_can_stand_in_the_environment(windlass: CommandLine) -> None:
+def test_section_settings_can_be_environment_variables(windlass: CommandLine) -> None:
     done = windlass.with_env(WINDLASS_FLEETS__RENDERS__BOOTSTRAP__HAS_DOCKER="true")("bootstrap", "render")
     assert done.code == 0
     assert "docker.io" in yaml.safe_load(done.out)["packages"]

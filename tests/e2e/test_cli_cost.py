@@ -1,4 +1,4 @@
-"""`windlass cost`, and the cost of a task: over a morning in which two machines were paid by the hour."""
+"""`windlass cost`, and the cost of a task: two machines billed by the hour, over one morning."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -9,6 +9,7 @@ import asyncpg
 import pytest
 
 from support.command_line import CommandLine
+from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Promote
 from windlass.model.fleet import FleetConfig
@@ -17,7 +18,6 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import Finished, NewTask
-from windlass.store.control import PostgresControlStore
 
 ANN = Candidate("ann", 100_000.0)
 FLEET = FleetConfig(queues=("renders", "mail"), max_workers=4)
@@ -36,31 +36,31 @@ class Clock:
         self.now += timedelta(**span)
 
 
-async def hire(store: PostgresControlStore, clock: Clock, worker_id: str, slot: int) -> None:
+async def spawn(store: PostgresStores, clock: Clock, worker_id: str, slot: int) -> None:
     observed = await store.observe(ANN, "red", FLEET)
     assert not isinstance(observed, Standby)
     term, seen = observed
     intent = Intent(worker_id, slot, "wanted", 30.0)
-    await store.commit_plan(ANN, term, seen, Plan((), PlannerState(), "hiring"), [intent])
+    await store.commit_plan(ANN, term, seen, Plan((), PlannerState(), "spawn"), [intent])
     machine = replace(PRICED, id=f"m{slot}", name=worker_id, created_at=clock())
     await store.commit_outcomes(ANN, term, "red", 1, [Created(worker_id, machine, billing_unit_s=3600)], [], None)
     clock.advance(minutes=1)
-    await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "heard"),), PlannerState(), "up"), [])
+    await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "first heartbeat"),), PlannerState(), "up"), [])
 
 
-async def work(store: PostgresControlStore, clock: Clock, worker_id: str, queue: str, minutes: float) -> None:
+async def work(store: PostgresStores, clock: Clock, worker_id: str, queue: str, minutes: float) -> None:
     await store.enqueue(NewTask(queue))
     (claim,) = await store.claim(worker_id, (queue,), 1)
     clock.advance(minutes=minutes)
     await store.finish_and_claim(worker_id, [Finished(claim.task_id, claim.token, None)], (), 0)
 
 
-async def live_through_a_morning(dsn: str) -> datetime:
-    """w0: an hour, with 1 min of boot, 20 of renders, 9 of mail, 20 idle, gone after 50. w1: began 30 min ago, and has
-    been at its task for 19 min."""
+async def record_a_morning(dsn: str) -> datetime:
+    """w0: billed for an hour, with 1 min of boot, 20 of renders, 9 of mail, 20 idle, deleted after 50. w1: started 30
+    min ago, and has run its task for 19 min."""
     clock = Clock()
-    async with PostgresControlStore(dsn, virtual_now=clock) as store:
-        await hire(store, clock, "w0", 0)
+    async with PostgresStores(dsn, virtual_now=clock) as store:
+        await spawn(store, clock, "w0", 0)
         await work(store, clock, "w0", "renders", 20)
         await work(store, clock, "w0", "mail", 9)
         clock.advance(minutes=20)
@@ -68,7 +68,7 @@ async def live_through_a_morning(dsn: str) -> datetime:
         clock.advance(minutes=2)
         accounts = await store.accounts_to_settle("red", 10)
         assert await store.settle([settle(account, clock()) for account in accounts]) == 1
-        await hire(store, clock, "w1", 1)
+        await spawn(store, clock, "w1", 1)
         clock.advance(minutes=10)
         await store.enqueue(NewTask("renders"))
         assert len(await store.claim("w1", ("renders",), 1)) == 1
@@ -78,10 +78,10 @@ async def live_through_a_morning(dsn: str) -> datetime:
 
 @pytest.fixture
 async def windlass(tmp_path: Path, dsn: str) -> CommandLine:
-    now = await live_through_a_morning(dsn)
+    now = await record_a_morning(dsn)
     connection = await asyncpg.connect(dsn)
     try:
-        # What every connection from now on takes for the time.
+        # The clock of all later connections.
         name = await connection.fetchval("select current_database()")
         await connection.execute(f"alter database {name} set windlass.now = '{now.isoformat()}'")
     finally:
@@ -89,15 +89,15 @@ async def windlass(tmp_path: Path, dsn: str) -> CommandLine:
     return CommandLine(tmp_path, {"DATABASE_URL": dsn})
 
 
-def test_a_day_is_shown_with_what_it_was_for_and_how_the_month_ends(windlass: CommandLine) -> None:
+def test_cost_by_day_shows_kinds_of_use_and_a_forecast(windlass: CommandLine) -> None:
     done = windlass("cost")
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     assert lines[0].split() == ["day", "currency", "task", "boot", "idle", "tail", "ahead", "total", "wasted"]
-    # 20 + 9 + 19 min of tasks, 2 of boot, 20 + 10 idle, 10 of tail; 30 min are paid ahead.
+    # 20 + 9 + 19 min of tasks, 2 of boot, 20 + 10 idle, 10 of tail; 30 min are billed ahead.
     assert lines[1].split() == ["2030-01-31", "EUR", "2.88", "0.12", "1.80", "0.60", "1.80", "~7.20", "47%"]
     assert lines[2].split() == ["total", "EUR", "2.88", "0.12", "1.80", "0.60", "1.80", "~7.20", "47%"]
-    assert lines[3] == "this month: EUR 7.20 so far; EUR 61.20 by its end if the 1 worker there stays at 3.60 an hour"
+    assert lines[3] == "this month: EUR 7.20 so far, EUR 61.20 at month end with 1 worker at 3.60 per hour"
 
 
 @pytest.mark.parametrize(
@@ -110,45 +110,49 @@ def test_a_day_is_shown_with_what_it_was_for_and_how_the_month_ends(windlass: Co
                   None: (0, 4_320_000)}),
     ],
 )  # fmt: skip
-def test_it_is_added_up_by(windlass: CommandLine, by: str, expected: dict[str | None, tuple[int, int]]) -> None:
+def test_cost_is_grouped_by(windlass: CommandLine, by: str, expected: dict[str | None, tuple[int, int]]) -> None:
     report = windlass("cost", "--by", by, "--json").json
     assert {cost["key"]: (cost["task_micros"], cost["total_micros"]) for cost in report["costs"]} == expected
     (total,) = report["total"]
     assert (total["total_micros"], total["is_estimate"]) == (7_200_000, True)
-    (told,) = report["forecast"]
-    assert (told["spent_micros"], told["rest_micros"], told["month_micros"]) == (7_200_000, 54_000_000, 61_200_000)
+    (forecast,) = report["forecast"]
+    assert (forecast["spent_micros"], forecast["rest_micros"], forecast["month_micros"]) == (
+        7_200_000,
+        54_000_000,
+        61_200_000,
+    )
 
 
-def test_only_the_dearest_are_shown_and_the_total_is_of_all(windlass: CommandLine) -> None:
+def test_limit_keeps_the_largest_rows_and_the_full_total(windlass: CommandLine) -> None:
     report = windlass("cost", "--by", "task", "--limit", 1, "--json").json
     assert len(report["costs"]) == 1
     assert report["total"][0]["total_micros"] == 7_200_000
 
 
-def test_what_was_paid_before_is_left_out(windlass: CommandLine) -> None:
+def test_since_excludes_earlier_costs(windlass: CommandLine) -> None:
     report = windlass("cost", "--since", "20m", "--by", "worker", "--json").json
     assert report["since"] == "2030-01-31T09:00:00+00:00"
     assert report["costs"] == []
     later = windlass("cost", "--since", "2030-02-01T00:00Z")
-    assert later.out.startswith("nothing was paid since 2030-02-01 00:00 UTC")
+    assert later.out.startswith("no costs since 2030-02-01 00:00 UTC")
 
 
-def test_a_task_shows_what_it_cost(windlass: CommandLine) -> None:
+def test_task_shows_its_cost(windlass: CommandLine) -> None:
     assert "cost           EUR 1.20\n" in windlass("tasks", "show", 1).out
     assert "cost           ~EUR 1.14\n" in windlass("tasks", "show", 3).out
     cost = windlass("tasks", "show", 1, "--json").json["cost"]
     assert (cost["total_micros"], cost["currency"], cost["is_estimate"]) == (1_200_000, "EUR", False)
 
 
-def test_a_fleet_nobody_knows_is_refused(windlass: CommandLine) -> None:
+def test_unknown_fleet_is_refused(windlass: CommandLine) -> None:
     done = windlass("cost", "--fleet", "blue")
-    assert (done.code, done.err) == (2, "windlass: there is no fleet blue: known are red.\n")
+    assert (done.code, done.err) == (2, "windlass: fleet blue not found; known fleets: red.\n")
     assert windlass("cost", "--fleet", "red").code == 0
 
 
-def test_where_nothing_has_a_price_nothing_was_paid(tmp_path: Path, dsn: str) -> None:
+def test_no_costs_without_prices(tmp_path: Path, dsn: str) -> None:
     plain: Any = CommandLine(tmp_path, {"DATABASE_URL": dsn})
-    assert plain("cost").out.startswith("nothing was paid since ")
+    assert plain("cost").out.startswith("no costs since ")
     assert plain("cost", "--json").json["costs"] == []
     plain("enqueue", "q", "{}")
     assert plain("tasks", "show", 1, "--json").json["cost"] is None

@@ -1,4 +1,4 @@
-"""`enqueue`, `tasks` and `status`: what people do with a queue."""
+"""`windlass enqueue`, `tasks`, `workers` and `status`."""
 
 import asyncio
 import json
@@ -11,10 +11,12 @@ import pytest
 
 from support.command_line import CommandLine
 
-UNSERVED = "windlass: nobody serves queue q yet: start `windlass worker --queue q`, or add it to a fleet's queues."
+UNSERVED = (
+    "windlass: no fleet or worker serves queue q yet. Start `windlass worker --queue q`, or add it to a fleet's queues."
+)
 
-# Two commands take a few seconds; a question to the database is given up after 30.
-IN_SPITE_OF_A_LOCK_S = 25.0
+# Two commands take a few seconds. A query times out after 30.
+LOCK_TIMEOUT_S = 25.0
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ async def ask(dsn: str, sql: str) -> Any:
 
 
 async def set_status(dsn: str, status: str, *task_ids: int, finished_days_ago: float = 0) -> None:
-    """As a worker would have left them."""
+    """Finish tasks as a worker would."""
     connection = await asyncpg.connect(dsn)
     await connection.execute(
         "update windlass.tasks set status = $1, attempts = 3, error_code = 'HANDLER_ERROR', error = $4,"
@@ -47,7 +49,7 @@ async def set_status(dsn: str, status: str, *task_ids: int, finished_days_ago: f
 # ----------------------------------------------------------------------------------------------------------- enqueue
 
 
-def test_a_task_is_enqueued_with_all_it_was_given(windlass: CommandLine) -> None:
+def test_enqueue_stores_every_option(windlass: CommandLine) -> None:
     due = datetime(2100, 1, 31, 8, tzinfo=UTC)
     options = (
         "--priority",
@@ -77,38 +79,39 @@ def test_a_task_is_enqueued_with_all_it_was_given(windlass: CommandLine) -> None
     assert {name: task[name] for name in expected} == expected
 
 
-def test_a_key_that_is_known_gives_the_task_that_has_it(windlass: CommandLine) -> None:
+def test_known_unique_key_returns_the_existing_task(windlass: CommandLine) -> None:
     first = windlass("enqueue", "q", "1", "--unique-key", "k")
     again = windlass("enqueue", "q", "2", "--unique-key", "k")
     assert (again.code, again.out) == (0, first.out)
-    assert (first.err, again.err) == (f"{UNSERVED}\n", "windlass: already there as 1; nothing was added.\n")
+    assert (first.err, again.err) == (
+        f"{UNSERVED}\n",
+        "windlass: unique key already used by task 1; nothing was added.\n",
+    )
     same = {"id": 1, "queue": "q", "is_new": False}
     assert windlass("enqueue", "q", "2", "--unique-key", "k", "--json").json == same
     (task,) = windlass("tasks", "list", "--json").json
-    assert not {"payload", "result"} & task.keys(), "a list is for looking over; payloads may be large"
+    assert not {"payload", "result"} & task.keys(), "payloads may be large"
     assert windlass("tasks", "show", task["id"], "--json").json["payload"] == 1
 
 
-async def test_whoever_enqueues_hears_that_nobody_serves_the_queue(windlass: CommandLine, dsn: str) -> None:
+async def test_enqueue_warns_about_a_queue_without_workers(windlass: CommandLine, dsn: str) -> None:
     done = windlass("enqueue", "q", "1")
     assert (done.code, done.out, done.err) == (0, "1\n", f"{UNSERVED}\n")
     assert windlass("enqueue", "q", "1", "--json").err == ""
-    assert "q (nobody serves it)" in windlass("status").out
+    assert "q (not served)" in windlass("status").out
     asked = windlass("explain", "q")
     assert asked.code == 2
-    assert "q is a queue: no fleet serves it; `windlass tasks list --queue q` shows its tasks" in asked.err
+    assert "q is a queue: no fleet serves it; `windlass tasks list --queue q` lists its tasks" in asked.err
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
     assert windlass("enqueue", "q", "1").err == ""
-    assert "nobody serves it" not in windlass("status").out
+    assert "not served" not in windlass("status").out
 
 
-async def test_a_program_that_enqueues_does_not_wait_for_what_only_people_are_told(
-    windlass: CommandLine, dsn: str
-) -> None:
+async def test_enqueue_with_json_does_not_wait_for_the_warning(windlass: CommandLine, dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     try:
-        async with connection.transaction(), asyncio.timeout(IN_SPITE_OF_A_LOCK_S):
-            # Whoever asks who serves a queue now waits for its answer, and in vain.
+        async with connection.transaction(), asyncio.timeout(LOCK_TIMEOUT_S):
+            # The query for the warning would block.
             await connection.execute("lock windlass.fleets, windlass.workers in access exclusive mode")
             one = await asyncio.to_thread(windlass, "enqueue", "q", "1", "--json")
             many = await asyncio.to_thread(windlass, "enqueue", "q", "-", "--json", stdin="2\n3\n")
@@ -117,7 +120,7 @@ async def test_a_program_that_enqueues_does_not_wait_for_what_only_people_are_to
     assert (one.json["id"], many.json["enqueued"]) == (1, 2)
 
 
-def test_a_span_counts_from_the_databases_time(windlass: CommandLine) -> None:
+def test_run_after_counts_from_the_databases_clock(windlass: CommandLine) -> None:
     windlass("enqueue", "q", "1", "--run-after", "90m")
     (task,) = windlass("tasks", "list", "--json").json
     assert windlass("tasks", "list", "--status", "scheduled", "--json").json == [task]
@@ -126,7 +129,7 @@ def test_a_span_counts_from_the_databases_time(windlass: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("way", ["--file", "-", "--file -"])
-async def test_every_line_becomes_a_task_in_order(windlass: CommandLine, dsn: str, way: str) -> None:
+async def test_each_line_becomes_a_task_in_order(windlass: CommandLine, dsn: str, way: str) -> None:
     lines = "\ufeff" + "".join(f'{{"n": {n}}}\r\n\n' for n in range(1_500)) + '"the last has no end"'
     (windlass.folder / "lines").write_text(lines, newline="")
     arguments = {"--file": ["--file", "lines"], "-": ["-"], "--file -": ["--file", "-"]}[way]
@@ -137,8 +140,8 @@ async def test_every_line_becomes_a_task_in_order(windlass: CommandLine, dsn: st
     assert await ask(dsn, "select count(*) from windlass.tasks where priority = 3") == 1_501
 
 
-async def test_a_database_that_fails_in_the_middle_has_none_of_the_lines(windlass: CommandLine, dsn: str) -> None:
-    # The last line is refused by the database alone.
+async def test_database_error_enqueues_none_of_the_lines(windlass: CommandLine, dsn: str) -> None:
+    # Only the database refuses the last line.
     await ask(dsn, "alter table windlass.tasks add check (payload <> '\"bad\"')")
     done = windlass("enqueue", "q", "-", stdin="1\n" * 20_000 + '"bad"\n')
     assert (done.code, done.out) == (2, "")
@@ -165,10 +168,10 @@ async def test_tasks_are_listed_newest_first_and_filtered(windlass: CommandLine,
     assert ids("--queue", "b", "--status", "failed") == []
     page = windlass("tasks", "list", "--limit", 2).out
     assert page.splitlines()[0].split() == ["id", "queue", "status", "attempt", "age", "due", "took", "worker", "note"]
-    assert page.splitlines()[-1] == "more: --before 3"
+    assert page.splitlines()[-1] == "next page: --before 3"
 
 
-async def test_what_a_handler_wrote_cannot_move_the_cursor_or_paint(windlass: CommandLine, dsn: str) -> None:
+async def test_control_characters_in_errors_are_escaped(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "1")
     await set_status(dsn, "failed", 1)
     for arguments in (("list",), ("show", 1)):
@@ -177,7 +180,7 @@ async def test_what_a_handler_wrote_cannot_move_the_cursor_or_paint(windlass: Co
         assert "ZeroDivisionError: [red]by\\x1b[2Jzero[/red]" in out
 
 
-def test_a_task_is_shown_with_its_story(windlass: CommandLine) -> None:
+def test_task_is_shown_with_its_events(windlass: CommandLine) -> None:
     windlass("enqueue", "q", '{"a": 1}')
     assert windlass("tasks", "cancel", 1, "--reason", "no longer wanted").out == "cancelled task 1\n"
     shown = windlass("tasks", "show", 1)
@@ -188,8 +191,8 @@ def test_a_task_is_shown_with_its_story(windlass: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("payload", ["[" * 3_000 + "]" * 3_000, "9" * 5_000], ids=["nested deeply", "a long number"])
-async def test_a_task_is_shown_whatever_the_database_holds(windlass: CommandLine, dsn: str, payload: str) -> None:
-    """Python reads neither; PostgreSQL takes both."""
+async def test_task_is_shown_with_json_that_python_cannot_parse(windlass: CommandLine, dsn: str, payload: str) -> None:
+    """PostgreSQL accepts both."""
     await ask(dsn, f"select windlass.enqueue('q', '{payload}')")
     await ask(dsn, "update windlass.tasks set result = payload")
     shown = windlass("tasks", "show", 1)
@@ -201,19 +204,17 @@ async def test_a_task_is_shown_whatever_the_database_holds(windlass: CommandLine
     assert json.loads(as_json.replace(payload, "0"))["payload"] == 0
 
 
-async def test_failed_tasks_are_retried_by_id_and_others_are_refused(windlass: CommandLine, dsn: str) -> None:
+async def test_retry_by_id_refuses_tasks_that_did_not_fail(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
     await set_status(dsn, "failed", 1, 2)
     done = windlass("tasks", "retry", 1, 2, 3, "--json")
     assert done.code == 2
     assert json.loads(done.out) == {"retried": [1, 2], "refused": [{"id": 3, "status": "queued"}]}
-    assert json.loads(done.err) == {
-        "error": "task 3 is queued: only failed tasks and those that wait for a retry can be retried."
-    }
+    assert json.loads(done.err) == {"error": "task 3 is queued: only failed and retrying tasks can be retried."}
     assert await ask(dsn, "select array_agg(status) from windlass.tasks") == ["queued"] * 3
 
 
-async def test_all_dead_letters_of_a_queue_are_retried(windlass: CommandLine, dsn: str) -> None:
+async def test_all_failed_tasks_of_a_queue_are_retried(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n" * 1_200)
     windlass("enqueue", "other", "1")
     await set_status(dsn, "failed", *range(1, 1_202))
@@ -222,7 +223,7 @@ async def test_all_dead_letters_of_a_queue_are_retried(windlass: CommandLine, ds
     assert windlass("tasks", "retry", "--all-failed", "--queue", "q").out == "retried 0 tasks\n"
 
 
-async def test_cancelled_tasks_are_left_alone_unless_they_are_asked_for(windlass: CommandLine, dsn: str) -> None:
+async def test_cancelled_tasks_are_retried_only_on_request(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n3\n")
     windlass("tasks", "cancel", 1, 2)
     await set_status(dsn, "failed", 3)
@@ -231,7 +232,7 @@ async def test_cancelled_tasks_are_left_alone_unless_they_are_asked_for(windlass
     assert windlass(*both).json == {"retried": [1, 2], "refused": []}
 
 
-async def test_a_list_says_when_a_task_is_due_and_how_far_it_has_come(windlass: CommandLine, dsn: str) -> None:
+async def test_list_shows_due_time_and_progress(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "1", "--run-after", "2h")
     windlass("enqueue", "q", "2")
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
@@ -244,7 +245,7 @@ async def test_a_list_says_when_a_task_is_due_and_how_far_it_has_come(windlass: 
     assert ["queues", "q"] in [line.split() for line in windlass("workers", "show", "w1").out.splitlines()]
 
 
-async def test_a_worker_is_shown_with_what_its_machine_is_and_where(windlass: CommandLine, dsn: str) -> None:
+async def test_worker_is_shown_with_type_and_place_of_its_machine(windlass: CommandLine, dsn: str) -> None:
     windlass("db", "migrate")
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
     await ask(
@@ -264,7 +265,7 @@ async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: st
     await set_status(dsn, "complete", 1)
     done = windlass("tasks", "cancel", 1, 2)
     assert (done.code, done.out) == (2, "cancelled task 2\n")
-    assert done.err == "windlass: task 1 is complete: only tasks that are not finished can be cancelled.\n"
+    assert done.err == "windlass: task 1 is complete: only unfinished tasks can be cancelled.\n"
 
 
 async def test_finished_tasks_are_purged_by_status_age_and_queue(windlass: CommandLine, dsn: str) -> None:
@@ -280,13 +281,13 @@ async def test_finished_tasks_are_purged_by_status_age_and_queue(windlass: Comma
     assert await ask(dsn, "select array_agg(id order by id) from windlass.tasks") == [2, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", ""], ids=["no", "nothing", "maybe", "nobody there"])
-async def test_nothing_is_purged_without_a_yes(windlass: CommandLine, dsn: str, answer: str) -> None:
+@pytest.mark.parametrize("answer", ["n\n", "\n", "maybe\n", ""], ids=["no", "empty", "maybe", "end of input"])
+async def test_purge_needs_a_yes(windlass: CommandLine, dsn: str, answer: str) -> None:
     windlass("enqueue", "q", "1")
     await set_status(dsn, "failed", 1, finished_days_ago=8)
     done = windlass("tasks", "purge", "--status", "failed", "--older-than", "7d", stdin=answer)
     assert (done.code, done.out) == (2, "")
-    assert done.err.endswith("windlass: nothing was deleted: answer yes, or add --yes.\n")
+    assert done.err.endswith("windlass: nothing was deleted. Answer yes, or add --yes.\n")
     assert await ask(dsn, "select count(*) from windlass.tasks") == 1
 
 
@@ -311,7 +312,7 @@ async def test_status_shows_queues_workers_and_the_last_hour(windlass: CommandLi
     assert "last hour: 1 complete, 0 failed" in out
 
 
-async def test_a_fleet_that_was_never_configured_has_no_limits(windlass: CommandLine, dsn: str) -> None:
+async def test_unconfigured_fleet_has_no_limits(windlass: CommandLine, dsn: str) -> None:
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
     (row,) = [line for line in windlass("status").out.splitlines() if line.startswith("default ")]
     assert "to 10" not in row
@@ -320,9 +321,9 @@ async def test_a_fleet_that_was_never_configured_has_no_limits(windlass: Command
     assert "default" in windlass("status", "--all").out
 
 
-def test_status_of_an_empty_database_says_so(windlass: CommandLine) -> None:
+def test_status_of_an_empty_database(windlass: CommandLine) -> None:
     assert windlass("status").out.splitlines() == [
-        "nothing waits and nothing runs",
+        "no queued or running tasks",
         "no workers; start some with `windlass up` or `windlass worker`",
         "last hour: 0 complete, 0 failed",
     ]

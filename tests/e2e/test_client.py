@@ -1,4 +1,4 @@
-"""The Python API: what a producer writes, async and not, with a real worker at the other end."""
+"""The Python client, async and sync, with a real worker."""
 
 import json
 import re
@@ -24,13 +24,13 @@ from windlass import DoNotRetry, RunningTask
 
 def double(task: RunningTask) -> int:
     if task.payload is None:
-        raise DoNotRetry("there is nothing to double")
+        raise DoNotRetry("no payload")
     return 2 * task.payload
 """
 
 
 @pytest.fixture(autouse=True)
-def plain_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DATABASE_URL", raising=False)
 
@@ -45,7 +45,7 @@ def worker(tmp_path: Path, dsn: str) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("worker")
-async def test_a_result_comes_back(dsn: str) -> None:
+async def test_result_is_returned(dsn: str) -> None:
     async with Client(dsn) as client:
         task_id = await client.enqueue("numbers", 21)
         assert await client.result(task_id, timeout_s=LIMIT_S) == 42
@@ -55,22 +55,22 @@ async def test_a_result_comes_back(dsn: str) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_a_result_comes_back_without_async(dsn: str) -> None:
+def test_result_is_returned_without_async(dsn: str) -> None:
     with SyncClient(dsn) as client:
         task_id = client.enqueue("numbers", 21)
         assert client.result(task_id, timeout_s=LIMIT_S) == 42
 
 
 @pytest.mark.usefixtures("worker")
-async def test_waiting_for_a_task_that_fails_raises_what_happened(dsn: str) -> None:
+async def test_failed_task_raises_task_failed(dsn: str) -> None:
     async with Client(dsn) as client:
         task_id = await client.enqueue("numbers", None)
-        with pytest.raises(TaskFailed, match="there is nothing to double") as caught:
+        with pytest.raises(TaskFailed, match="no payload") as caught:
             await client.result(task_id, timeout_s=LIMIT_S)
         assert (caught.value.task.id, caught.value.task.error_code) == (task_id, "DO_NOT_RETRY")
 
 
-async def test_a_result_that_python_does_not_read_is_named_and_its_text_is_to_be_had(dsn: str) -> None:
+async def test_unparsable_result_is_an_error_and_its_text_is_available(dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     async with Client(dsn) as client:
         for result in ("[" * 3_000 + "]" * 3_000, "9" * 5_000):
@@ -81,7 +81,7 @@ async def test_a_result_that_python_does_not_read_is_named_and_its_text_is_to_be
                 task_id,
                 result,
             )
-            with pytest.raises(WindlassError, match=f"the result of task {task_id} is JSON that Python does not read"):
+            with pytest.raises(WindlassError, match=f"Python cannot parse the result of task {task_id}"):
                 await client.result(task_id, timeout_s=LIMIT_S)
             task = await client.task(task_id)
             assert task is not None
@@ -89,17 +89,17 @@ async def test_a_result_that_python_does_not_read_is_named_and_its_text_is_to_be
     await connection.close()
 
 
-async def test_waiting_ends_with_its_time(dsn: str) -> None:
+async def test_result_times_out(dsn: str) -> None:
     async with Client(dsn) as client:
-        task_id = await client.enqueue("nobody-serves-this")
-        says = f"task {task_id} is still queued after 0.05 s: `windlass explain {task_id}` says why."
-        with pytest.raises(TimeoutError, match=re.escape(says)):
+        task_id = await client.enqueue("unserved")
+        message = f"task {task_id} is still queued after 0.05 s. Run `windlass explain {task_id}` to see why."
+        with pytest.raises(TimeoutError, match=re.escape(message)):
             await client.result(task_id, timeout_s=0.05)
-        with pytest.raises(BadInput, match="there is no task 404"):
+        with pytest.raises(BadInput, match="task 404 not found"):
             await client.result(404)
 
 
-async def test_a_task_is_part_of_the_callers_own_transaction(dsn: str) -> None:
+async def test_task_is_part_of_the_callers_transaction(dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     async with Client(dsn) as client:
         undone = connection.transaction()
@@ -116,7 +116,7 @@ async def test_a_task_is_part_of_the_callers_own_transaction(dsn: str) -> None:
     await connection.close()
 
 
-async def test_a_json_codec_on_the_callers_connection_does_not_encode_twice(dsn: str) -> None:
+async def test_json_codec_of_the_caller_does_not_encode_twice(dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     await connection.set_type_codec("jsonb", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
     await Client(dsn).enqueue("q", {"a": [1, "x"]}, connection=connection)
@@ -124,14 +124,14 @@ async def test_a_json_codec_on_the_callers_connection_does_not_encode_twice(dsn:
     await connection.close()
 
 
-async def test_a_key_makes_enqueueing_again_safe(dsn: str) -> None:
+async def test_unique_key_makes_enqueue_repeatable(dsn: str) -> None:
     async with Client(dsn) as client:
         first = await client.enqueue("q", 1, unique_key="order-7")
         assert await client.enqueue("q", 2, unique_key="order-7") == first
         assert await client.enqueue("another", 2, unique_key="order-7") != first
 
 
-async def test_many_are_added_at_once_or_not_at_all(dsn: str) -> None:
+async def test_enqueue_many_adds_all_or_none(dsn: str) -> None:
     async with Client(dsn) as client:
         assert await client.enqueue_many(new_task("q", n) for n in range(1_000)) == 1_000
 
@@ -160,7 +160,7 @@ async def test_tasks_are_cancelled_and_retried(dsn: str) -> None:
         assert task.status is TaskStatus.QUEUED
 
 
-def test_one_client_serves_many_threads(dsn: str) -> None:
+def test_threads_share_a_sync_client(dsn: str) -> None:
     with SyncClient(dsn) as client, ThreadPoolExecutor(8) as threads:
         ids = list(threads.map(lambda n: client.enqueue("q", n), range(100)))
         assert len(set(ids)) == 100
@@ -172,7 +172,7 @@ def test_one_client_serves_many_threads(dsn: str) -> None:
         assert task.status is TaskStatus.QUEUED
 
 
-async def test_a_client_that_is_not_open_says_how_to_open_it(dsn: str) -> None:
+async def test_closed_client_is_an_error(dsn: str) -> None:
     with pytest.raises(WindlassError, match="inside `async with"):
         await Client(dsn).enqueue("q")
     closed = SyncClient(dsn)
@@ -184,30 +184,30 @@ async def test_a_client_that_is_not_open_says_how_to_open_it(dsn: str) -> None:
         closed.enqueue("q")
 
 
-def test_a_client_that_cannot_open_leaves_no_thread_behind() -> None:
+def test_failed_open_leaves_no_thread() -> None:
     before = threading.active_count()
     with pytest.raises(DatabaseUnavailable, match=r"127\.0\.0\.1:1"), SyncClient("postgresql://u:pw@127.0.0.1:1/d"):
         pass
     assert threading.active_count() == before
 
 
-async def test_what_cannot_be_a_task_is_refused_before_the_database_is_asked(dsn: str) -> None:
+async def test_invalid_payload_is_refused_without_a_connection(dsn: str) -> None:
     with pytest.raises(BadInput, match="cannot be written as JSON"):
         await Client(dsn).enqueue("q", {1, 2})
 
 
 @pytest.mark.parametrize("name", windlass.__all__)
-def test_everything_promised_can_be_imported(name: str) -> None:
+def test_public_names_can_be_imported(name: str) -> None:
     assert getattr(windlass, name) is not None
 
 
-def test_the_package_itself_loads_nothing() -> None:
+def test_package_imports_nothing_slow() -> None:
     program = "import sys, windlass; print(*(set(sys.modules) & {'asyncpg', 'pydantic', 'asyncio', 'typer'}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
-def test_a_producer_with_an_address_loads_neither_worker_nor_embedded_server() -> None:
+def test_client_imports_neither_worker_nor_embedded_server() -> None:
     unneeded = {"windlass.worker.lifecycle", "windlass.store.embedded", "structlog", "rich", "typer", "psutil"}
     program = f"import sys; from windlass import Client; Client; print(*(set(sys.modules) & {unneeded}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -215,7 +215,7 @@ def test_a_producer_with_an_address_loads_neither_worker_nor_embedded_server() -
 
 
 @pytest.mark.parametrize("name", ["hello", "hello_async"])
-def test_the_example_does_what_it_says(dsn: str, name: str) -> None:
+def test_example_prints_its_greeting(dsn: str, name: str) -> None:
     program = CommandLine(EXAMPLES, {"DATABASE_URL": dsn})
     with program.start("worker", "-q", "greetings", "--handler", f"{name}:greet", stderr=subprocess.DEVNULL) as process:
         done = subprocess.run(
@@ -231,7 +231,7 @@ def test_the_example_does_what_it_says(dsn: str, name: str) -> None:
     assert (done.stdout, done.stderr) == ("Hello, Ada!\n", "")
 
 
-async def test_the_limit_on_payloads_holds_for_many_as_for_one(dsn: str, tmp_path: Path) -> None:
+async def test_payload_limit_applies_to_enqueue_many(dsn: str, tmp_path: Path) -> None:
     (tmp_path / "windlass.toml").write_text("max_payload_bytes = 10")
     fits, too_large = new_task("numbers", "x" * 8), new_task("numbers", "\u00fc" * 8)
 

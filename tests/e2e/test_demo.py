@@ -1,4 +1,4 @@
-"""`windlass demo`, as `make demo` runs it."""
+"""`windlass demo` with local workers."""
 
 import os
 import re
@@ -12,20 +12,20 @@ import pytest
 from support.command_line import CommandLine
 from support.postgres_servers import wait_until
 
-TIDY_TIMEOUT_S = 30.0
+CLEANUP_TIMEOUT_S = 30.0
 
 
 @pytest.fixture
 def windlass(reachable_path: Path) -> CommandLine:
     (reachable_path / "tmp").mkdir()
-    # Whatever is set around it has no say.
+    # The demo ignores the settings of its user.
     (reachable_path / "windlass.toml").write_text("nonsense")
     nonsense = {"DATABASE_URL": "nonsense", "WINDLASS_NONSENSE": "1", "MAX_ACTIVE_GPUS": "0"}
     return CommandLine(reachable_path, {"TMPDIR": str(reachable_path / "tmp"), **nonsense})
 
 
-def remains_of(windlass: CommandLine) -> list[str]:
-    """Files, and processes of which the environment or the command line names the folder."""
+def leftovers_of(windlass: CommandLine) -> list[str]:
+    """Files in the folder, and processes that name it in their environment or command line."""
     found = [str(path) for path in (windlass.folder / "tmp").iterdir()]
     for process in psutil.process_iter():
         try:
@@ -38,7 +38,7 @@ def remains_of(windlass: CommandLine) -> list[str]:
     return found
 
 
-def test_it_hires_heals_buries_and_lets_go_and_nothing_stays_behind(windlass: CommandLine) -> None:
+def test_demo_passes_its_checks_and_leaves_nothing(windlass: CommandLine) -> None:
     done = windlass("demo", "--json", "--workers", 3, "--tasks", 60)
     report = done.json
     assert report["problems"] == []
@@ -50,54 +50,54 @@ def test_it_hires_heals_buries_and_lets_go_and_nothing_stays_behind(windlass: Co
     assert report["worker_ended_as"] == "MACHINE_GONE"
     assert report["completed_by"] not in (None, report["killed_worker_id"])
     assert report["workers_left"] == 1
-    assert remains_of(windlass) == []
+    assert leftovers_of(windlass) == []
 
 
-def test_a_promise_that_is_broken_is_said_and_ends_it_with_1(windlass: CommandLine) -> None:
+def test_failed_check_is_reported_with_exit_code_1(windlass: CommandLine) -> None:
     arguments = ("demo", "--tasks", 50, "--workers", 2)
     with windlass.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         data_dir = next(filter(None, (re.search(r"starting PostgreSQL in (\S+)", line) for line in process.stdout)))[1]
-        assert any("a burst of 50 tasks arrives" in line for line in process.stdout)
-        # Somebody interferes: a task that should have been completed is not.
+        assert any("50 tasks enqueued" in line for line in process.stdout)
+        # Cancel a task, so that it cannot complete.
         assert CommandLine(windlass.folder / "tmp")("tasks", "cancel", 50, "--data-dir", data_dir).code == 0
-        told, problem = process.stdout.read(), process.stderr.read()
-    assert process.returncode == 1, told
-    assert "windlass: the demo failed: 48 of 49 tasks are complete." in problem
-    assert remains_of(windlass) == []
+        printed, problem = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 1, printed
+    assert "windlass: demo check failed: 48 of 49 tasks are complete." in problem
+    assert leftovers_of(windlass) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ended_before_its_time_it_leaves_nothing_behind(windlass: CommandLine, number: signal.Signals) -> None:
+def test_interrupted_demo_leaves_nothing(windlass: CommandLine, number: signal.Signals) -> None:
     with windlass.start("demo", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        assert any("a burst of 200 tasks arrives" in line for line in process.stdout), process.stderr.read()
+        assert any("200 tasks enqueued" in line for line in process.stdout), process.stderr.read()
         process.send_signal(number)
         assert process.stderr.read() == ""
     assert process.returncode == (-number if number is signal.SIGKILL else 128 + number)
-    # After a SIGKILL somebody else tidies up; otherwise it is done when the demo is.
+    # After SIGKILL the clean-up process continues alone. Otherwise the demo waits for it.
     if number is signal.SIGKILL:
-        wait_until(lambda: not remains_of(windlass), TIDY_TIMEOUT_S, "tidying up")
-    assert remains_of(windlass) == []
+        wait_until(lambda: not leftovers_of(windlass), CLEANUP_TIMEOUT_S, "cleaning up")
+    assert leftovers_of(windlass) == []
 
 
-def test_kept_it_can_be_looked_at_until_ctrl_c(windlass: CommandLine) -> None:
+def test_kept_demo_runs_until_ctrl_c(windlass: CommandLine) -> None:
     arguments = ("demo", "--keep", "--tasks", 50, "--workers", 2)
     with windlass.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         shown = next(filter(None, (re.search(r"status --watch --data-dir (\S+)", line) for line in process.stdout)))
         try:
-            look_at(CommandLine(windlass.folder / "tmp"), shown[1])
+            check_status(CommandLine(windlass.folder / "tmp"), shown[1])
         finally:
             process.send_signal(signal.SIGINT)
-        assert "everything is ended and deleted" in process.stdout.read()
+        assert "stopping and deleting everything" in process.stdout.read()
     assert process.returncode == 0
-    assert remains_of(windlass) == []
+    assert leftovers_of(windlass) == []
 
 
-def look_at(windlass: CommandLine, data_dir: str) -> None:
+def check_status(windlass: CommandLine, data_dir: str) -> None:
     """From another terminal."""
     status = windlass("status", "--json", "--data-dir", data_dir).json
     assert [(fleet["name"], fleet["min_workers"], fleet["hold"]) for fleet in status["fleets"]] == [("demo", 1, None)]

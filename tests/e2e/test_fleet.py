@@ -17,12 +17,12 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
+from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, is_alive, until
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import SAME_SIGNAL_S, Worker, WorkerStatus
-from windlass.store.control import PostgresControlStore
 
 QUEUE = "work"
 APP = """
@@ -68,7 +68,7 @@ class Host:
         # In the environment of all that is started, however it detaches itself.
         self._mark = f"HOST_{uuid4().hex}"
         self.windlass = CommandLine(folder, {"DATABASE_URL": dsn, self._mark: "1"})
-        self.store = PostgresControlStore(dsn)
+        self.store = PostgresStores(dsn)
         self.ups: list[subprocess.Popen[str]] = []
         (folder / "app.py").write_text(APP)
         self.configure()
@@ -301,7 +301,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     up.send_signal(signal.SIGTERM)
     told_at = time.monotonic()
     await host.until_decided("shutting down: 1 left")
-    assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
+    assert "stop again (Ctrl-C) to end now and leave the workers to the next start" in host.log()
     # One that comes sooner is the same again.
     await until(lambda: time.monotonic() > told_at + 2 * SAME_SIGNAL_S, "the end of the moment")
     up.send_signal(signal.SIGTERM)
@@ -413,7 +413,7 @@ async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_chan
     # From its first moment on a wish to reload is none to end.
     await until(lambda: _handles_sighup(up.pid), "it heeds the signal")
     up.send_signal(signal.SIGHUP)
-    await until(lambda: "no fleet has changed" in host.log(), f"a first reload\n{host.log()}")
+    await until(lambda: "reloaded configuration" in host.log(), f"a first reload\n{host.log()}")
     changed = settings.replace("max_workers = 3", "max_workers = 2")
     # Each of its checks is passed; what is missing is noticed when its provider is made.
     stranded = f"{far}[fleets.far.hetzner]\nis_ipv4_on = false\nis_ipv6_on = false\n"
@@ -442,7 +442,7 @@ async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_li
     again = host.up()
     told = '"event": "found unconfigured fleet"'
     await until(lambda: told in host.log(), f"it says so\n{host.log()}")
-    assert '"wound_down_in": "300 s"' in host.log()
+    assert '"shut_down_in_s": 300.0' in host.log()
     file.write_text(whole)
     again.send_signal(signal.SIGHUP)
     await until(lambda: '"new": ["default"]' in host.log(), f"it is put back in time\n{host.log()}")
@@ -530,11 +530,11 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     host.configure(min_workers=1)
     up = host.up()
     await host.until_workers(1)
-    assert "nobody runs" not in host.windlass("status").out
+    assert "no orchestrator" not in host.windlass("status").out
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.end(up)
     first, *_, last = [json.loads(line) for line in host.log().splitlines()]
-    assert (first["event"], first["fleets"], last["event"]) == ("up", ["default"], "ended")
+    assert (first["event"], first["fleets"], last["event"]) == ("started", ["default"], "stopped")
     assert first["database"].startswith("postgresql://")
     (task,) = await host.enqueue(None)
     for told in (("status",), ("explain", "default"), ("explain", task)):
@@ -590,7 +590,7 @@ async def test_a_cycle_while_another_leads_says_so_and_does_nothing(host: Host) 
     up = host.up()
     await until(host.store.fleets, "the first cycle")
     before = await host.store.now()
-    done = host.windlass("cycle", "--json").json
+    done = host.windlass("cycle").json
     assert done["is_leader"] is False
     assert datetime.fromisoformat(done["timestamp"]) >= before
     assert done["actions"]["workers_spawned"] == 0
@@ -626,17 +626,17 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
     await host.until_workers(2)
     host.windlass("pause", "--all")
     assert host.windlass("spawn", "--fleet", "default", "-n", 9).out == (
-        "asked for 1 more in fleet default, not 9: its maximum is 3, and that is all it has room for\n"
+        "1 of 9 workers requested in fleet default: max_workers is 3, and no more slots are free\n"
     )
     await host.store.request_workers("default", -1)
-    assert host.windlass("resume", "--all").out == "1 fleet and 2 workers resumed\n"
-    assert host.windlass("pause", "default").out == "1 fleet and 2 workers paused\n"
+    assert host.windlass("resume", "--all").out == "fleet default resumed, with 2 workers\n"
+    assert host.windlass("pause", "default").out == "fleet default paused, with 2 workers\n"
     assert host.windlass("resume", "default", "--json").json == {
         "changed": 2,
         "fleets": ["default"],
         "is_paused": False,
     }
-    sentence = "there is no slot 17 in fleet default: its slots are 0 to 2"
+    sentence = "slot 17 not found in fleet default: its slots are 0 to 2"
     assert sentence in host.windlass("restart", "default", "--slot", "17").err
     tasks = await host.enqueue(*[{"go": str(go)}] * 2)
     await host.until_status(TaskStatus.RUNNING, *tasks)
@@ -663,7 +663,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
 
 
 async def test_cycles_run_by_cron_apply_retention_and_refuse_what_cannot_be_run(host: Host) -> None:
-    async with host.store._connection("a finished task") as connection:
+    async with host.store.database.connection("a finished task") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at)"
             " values ('red', 'complete', now() - interval '1 year')"
@@ -710,8 +710,8 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
     host.configure("other.toml", max_workers=1)
     other = host.windlass("replay", number, "--with", "other.toml", "--json").json
     assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
-    assert "decided again: the same" in host.windlass("replay", number).out
-    assert "decided again: hiring 1" in host.windlass("replay", number, "--with", "other.toml").out
+    assert "replayed: same decision" in host.windlass("replay", number).out
+    assert "replayed: spawn 1" in host.windlass("replay", number, "--with", "other.toml").out
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
@@ -736,7 +736,7 @@ async def test_a_live_view_is_drawn_until_ctrl_c(host: Host) -> None:
             nonlocal drawn
             with suppress(BlockingIOError):
                 drawn += os.read(terminal, 65_536)  # perhaps a part of a character
-            return b"spawn 1: 1 queued" in drawn and b"at work on" in drawn
+            return b"spawn 1: 1 queued" in drawn and b"running tasks" in drawn
 
         try:
             await until(is_drawn, "a picture")
@@ -761,26 +761,26 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        pytest.param(("spawn", "nobody"), "no fleet nobody", id="spawn for an unknown fleet"),
-        pytest.param(("restart", "nobody"), "no fleet nobody", id="restart of an unknown fleet"),
-        pytest.param(("pause", "--fleet", "nobody"), "no fleet nobody", id="pause of an unknown fleet"),
-        pytest.param(("resume", "--fleet", "nobody"), "no fleet nobody", id="resume of an unknown fleet"),
-        pytest.param(("terminate", "--fleet", "nobody"), "no fleet nobody", id="terminate an unknown fleet"),
-        pytest.param(("workers", "list", "--fleet", "nobody"), "no fleet nobody", id="workers of an unknown fleet"),
-        pytest.param(("terminate", "nobody"), "no live worker is called nobody", id="an unknown worker"),
-        pytest.param(("terminate",), "say which workers", id="nobody to terminate"),
-        pytest.param(("pause",), "say what is meant", id="nothing to pause"),
-        pytest.param(("pause", "--all", "--fleet", "x"), "say what is meant", id="two things to pause"),
-        pytest.param(("workers", "show", "nobody"), "there is no worker nobody", id="show an unknown worker"),
-        pytest.param(("workers", "logs", "nobody"), "there is no worker nobody", id="logs of an unknown worker"),
+        pytest.param(("spawn", "nobody"), "fleet nobody not found", id="spawn for an unknown fleet"),
+        pytest.param(("restart", "nobody"), "fleet nobody not found", id="restart of an unknown fleet"),
+        pytest.param(("pause", "--fleet", "nobody"), "fleet nobody not found", id="pause of an unknown fleet"),
+        pytest.param(("resume", "--fleet", "nobody"), "fleet nobody not found", id="resume of an unknown fleet"),
+        pytest.param(("terminate", "--fleet", "nobody"), "fleet nobody not found", id="terminate an unknown fleet"),
+        pytest.param(("workers", "list", "--fleet", "nobody"), "fleet nobody not found", id="list of an unknown fleet"),
+        pytest.param(("terminate", "nobody"), "live worker or fleet nobody not found", id="an unknown worker"),
+        pytest.param(("terminate",), "nothing to terminate", id="nobody to terminate"),
+        pytest.param(("pause",), "pass exactly one of", id="nothing to pause"),
+        pytest.param(("pause", "--all", "--fleet", "x"), "pass exactly one of", id="two things to pause"),
+        pytest.param(("workers", "show", "nobody"), "worker nobody not found", id="show an unknown worker"),
+        pytest.param(("workers", "logs", "nobody"), "worker nobody not found", id="logs of an unknown worker"),
         pytest.param(("explain", "nobody"), "no task, worker or fleet nobody", id="explain the unknown"),
-        pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
-        pytest.param(("replay", "4711"), "there is no cycle 4711", id="an unknown cycle"),
+        pytest.param(("explain", "4711"), "task 4711 not found", id="explain an unknown task"),
+        pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
         pytest.param(
             ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
         ),
-        pytest.param(("explain", "9" * 20), "there is no task 99999999999999999999", id="a task beyond all numbers"),
+        pytest.param(("explain", "9" * 20), "task 99999999999999999999 not found", id="a task beyond all numbers"),
         pytest.param(("spawn", "--count", "99999999999"), "should be less than or equal to 100000", id="too many"),
         pytest.param(
             ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
@@ -791,20 +791,20 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
-        pytest.param(("spawn", "a", "--fleet", "b"), "name two fleets", id="two fleets"),
-        pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
+        pytest.param(("spawn", "a", "--fleet", "b"), "are different fleets", id="two fleets"),
+        pytest.param(("cycle",), "add a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
         pytest.param(
             ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
         ),
         pytest.param(
             ("up", "-q", "q", "--handler", "a:b", "--chdir", "/nowhere"),
-            "fleets.default.chdir (from command line) is /nowhere: there is no such folder.",
+            "fleets.default.chdir (from command line) is /nowhere: folder not found.",
             id="no folder to work in",
         ),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
-    done: Done = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
+    done: Completed = CommandLine(tmp_path, {"DATABASE_URL": dsn})(*arguments)
     assert (done.code, done.out) == (2, ""), done
     assert sentence in done.err
     assert done.err.count("\n") == 1

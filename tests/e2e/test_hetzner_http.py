@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from windlass.model.errors import Ambiguous, Throttled, Unavailable
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -45,7 +45,7 @@ def configure(windlass: CommandLine, text: str = "") -> None:
     (windlass.folder / "windlass.toml").write_text(f'[fleets.crunch]\nprovider = "hetzner"\nhandler = "a:b"\n{text}')
 
 
-def findings(done: Done) -> dict[str, tuple[str, str]]:
+def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 

@@ -23,6 +23,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from support.stores import PostgresStores
 from support.worker_harness import is_alive, until
 from windlass.control.cycle import FleetCycle
 from windlass.model.config import Config
@@ -37,8 +38,6 @@ from windlass.providers.local.logs import MAX_KEPT_LOGS, MAX_LOG_BYTES
 from windlass.providers.local.processes import Process, ProcFs, send_signal
 from windlass.providers.local.provider import children
 from windlass.providers.local.spawn import MARK
-from windlass.store.control import PostgresControlStore
-from windlass.store.postgres import PostgresStore
 from windlass.wiring import stores
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
@@ -111,7 +110,7 @@ from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.providers.local import LocalProvider
-from windlass.store.control import PostgresControlStore
+from windlass.store.control import PostgresStores
 
 async def main():
     given = json.loads(sys.argv[1])
@@ -119,7 +118,7 @@ async def main():
     provider = LocalProvider(
         "crowd", config, identity=given["identity"], state_dir=state_dir, database_url=dsn
     )
-    async with PostgresControlStore(dsn) as store:
+    async with PostgresStores(dsn) as store:
         cycle = FleetCycle("crowd", config, store, provider, Candidate("first", ttl_s=2.0), random.Random())
         while True:
             await cycle.run()
@@ -437,7 +436,7 @@ COMMAND = (
 )
 async def test_a_hired_worker_works_under_the_name_it_was_given(ground: Ground, dsn: str, runs: dict[str, Any]) -> None:
     provider = ground.real_provider(dsn, env={"COLOUR": "green"}, **runs)
-    async with PostgresStore(dsn) as store:
+    async with PostgresStores(dsn) as store:
         task_id = await store.enqueue(new_task("default", None))
         machine = await provider.create(named("crowd-0-aa"))
         task = await until(lambda: _complete(store, task_id), "the task is complete")
@@ -456,7 +455,7 @@ async def test_a_hired_worker_works_under_the_name_it_was_given(ground: Ground, 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU here")
 async def test_a_worker_of_a_fleet_with_gpus_claims_nothing_on_a_host_without_one(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, has_gpu=True)
-    async with PostgresStore(dsn) as store:
+    async with PostgresStores(dsn) as store:
         task_id = await store.enqueue(new_task("default", None))
         machine = await provider.create(named("crowd-0-aa"))
 
@@ -499,7 +498,7 @@ async def test_a_handler_that_exits_at_import_is_named_as_the_reason(ground: Gro
 
 async def test_deleting_a_worker_ends_its_handler_and_what_that_started(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, handler="some_handlers:long", stop_timeout_s=60)
-    async with PostgresStore(dsn) as store:
+    async with PostgresStores(dsn) as store:
         task_id = await store.enqueue(new_task("default", str(ground.folder / "running")))
         machine = await provider.create(named("crowd-0-aa"))
         pids = await until(lambda: _text(ground.folder / "running"), "the task runs")
@@ -513,7 +512,7 @@ async def test_deleting_a_worker_ends_its_handler_and_what_that_started(ground: 
 
 async def test_a_worker_killed_from_outside_leaves_nothing_behind(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, handler="some_handlers:long")
-    async with PostgresStore(dsn) as store:
+    async with PostgresStores(dsn) as store:
         await store.enqueue(new_task("default", str(ground.folder / "running")))
         machine = await provider.create(named("crowd-0-aa"))
         pids = await until(lambda: _text(ground.folder / "running"), "the task runs")
@@ -524,7 +523,7 @@ async def test_a_worker_killed_from_outside_leaves_nothing_behind(ground: Ground
         assert (found.note or "").startswith("its process was killed by SIGKILL (out of memory?)")
 
 
-async def _complete(store: PostgresStore, task_id: int) -> Any:
+async def _complete(store: PostgresStores, task_id: int) -> Any:
     task = await store.task(task_id)
     return task if task is not None and task.status is TaskStatus.COMPLETE else None
 
@@ -595,7 +594,7 @@ async def test_an_orchestrator_killed_at_work_is_followed_by_one_that_adopts_its
     first = start_script(ORCHESTRATOR, given)
     provider = ground.real_provider(dsn, **fleet)
     try:
-        async with PostgresControlStore(dsn) as store:
+        async with PostgresStores(dsn) as store:
 
             async def active() -> list[Worker]:
                 return [row for row in await store.workers() if row.status is WorkerStatus.ACTIVE]

@@ -1,4 +1,4 @@
-"""docs/python.md: every snippet runs, and prints what its comments say."""
+"""Every snippet in docs/python.md runs, and prints what its comments say."""
 
 import re
 import subprocess
@@ -15,12 +15,12 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 HANDLER, *PRODUCERS = SNIPPETS
 
 
-def test_the_first_snippet_is_the_handler_of_the_others() -> None:
+def test_first_snippet_is_the_handler() -> None:
     assert HANDLER.startswith("# app.py\n")
     assert len(PRODUCERS) == 5
 
 
-def test_every_snippet_does_what_it_says(tmp_path: Path, dsn: str) -> None:
+def test_snippets_print_what_their_comments_say(tmp_path: Path, dsn: str) -> None:
     (tmp_path / "app.py").write_text(HANDLER)
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
     worker = ("worker", "--queue", "numbers", "--handler", "app:double")
@@ -43,15 +43,15 @@ def test_every_snippet_does_what_it_says(tmp_path: Path, dsn: str) -> None:
 
 
 def assert_printed(snippet: str, output: str) -> None:
-    said = re.findall(r"# → (.*)$", snippet, re.MULTILINE)
-    # A name in braces stands for a number that differs.
-    patterns = [re.sub(r"\\\{waiting\\\}", r"\\d+", re.escape(line)) for line in said]
+    expected = re.findall(r"# → (.*)$", snippet, re.MULTILINE)
+    # A name in braces stands for any number.
+    patterns = [re.sub(r"\\\{waiting\\\}", r"\\d+", re.escape(line)) for line in expected]
     lines = output.splitlines()
-    assert len(lines) == len(said), output
+    assert len(lines) == len(expected), output
     for pattern, line in zip(patterns, lines, strict=True):
         assert re.fullmatch(pattern, line), (pattern, line)
 
 
 @pytest.mark.parametrize("name", ["hello.py", "hello_async.py"])
-def test_the_examples_that_the_page_names_are_there(name: str) -> None:
+def test_linked_examples_exist(name: str) -> None:
     assert (Path(__file__).parents[2] / "examples" / name).exists()

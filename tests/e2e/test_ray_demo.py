@@ -1,17 +1,17 @@
-"""`windlass demo --on ray`, whole: a Ray head, raylets that are hired for a burst, and one that is killed."""
+"""`windlass demo --on ray`: a Ray head, raylets that are spawned for a burst, and one that is killed."""
 
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from test_demo import remains_of
+from test_demo import leftovers_of
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
 from support.postgres_servers import wait_until
 
 TASKS, NODES = 50, 2
-# It takes 45 s alone, and a minute on a busy machine; after three of them the demo itself would give up.
+# It takes 45 s on an idle machine. The time limit of the demo itself is longer.
 RUN_TIMEOUT_S = 170.0
 HEAD_TIMEOUT_S = 60.0
 RAY_FOLDER = re.compile(r"/tmp/wl-ray-\w+")
@@ -25,31 +25,31 @@ def windlass(reachable_path: Path) -> CommandLine:
     return CommandLine(reachable_path, {"TMPDIR": str(reachable_path / "tmp")})
 
 
-def test_nodes_are_hired_one_is_killed_and_nothing_is_lost_or_stays_behind(windlass: CommandLine) -> None:
+def test_demo_on_ray_passes_its_checks_and_leaves_nothing(windlass: CommandLine) -> None:
     arguments = ("demo", "--on", "ray", "--json", "--workers", NODES, "--tasks", TASKS)
     with windlass.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             ray_folders: set[str] = set()
 
-            def is_head_there() -> bool:
+            def is_head_running() -> bool:
                 assert process.poll() is None, process.stderr and process.stderr.read()
-                ray_folders.update(RAY_FOLDER.findall(" ".join(remains_of(windlass))))
+                ray_folders.update(RAY_FOLDER.findall(" ".join(leftovers_of(windlass))))
                 return bool(ray_folders)
 
-            wait_until(is_head_there, HEAD_TIMEOUT_S, "starting a Ray head")
+            wait_until(is_head_running, HEAD_TIMEOUT_S, "starting a Ray head")
             out, err = process.communicate(timeout=RUN_TIMEOUT_S)
         finally:
-            process.kill()  # of a demo that was killed, its guard ends the rest
-    report = Done(process.returncode, out, err).json
+            process.kill()  # its clean-up process stops the rest
+    report = Completed(process.returncode, out, err).json
     assert report["problems"] == []
     assert (report["enqueued"], report["complete"]) == (TASKS, TASKS)
     assert (report["accepted_once"], report["accepted_twice"], report["dead_letters"]) == (TASKS, 0, [])
     assert report["attempts"] == TASKS + report["lost_attempts"] > TASKS
-    # The raylet was killed, and with it ended the process that kept it; another node took its place.
+    # The process that supervised the raylet exited with it, and another node replaced it.
     assert report["worker_ended_as"] == "MACHINE_GONE"
     assert report["completed_by"] not in (None, report["killed_worker_id"])
     assert report["workers_spawned"] > NODES
     assert report["nodes_at_work"] >= NODES
     assert report["workers_left"] == 0
-    assert remains_of(windlass) == []
+    assert leftovers_of(windlass) == []
     assert [folder for folder in ray_folders if Path(folder).exists()] == []

@@ -1,5 +1,7 @@
-"""A Runpod fleet, whole: `windlass demo --on runpod` with pods that are real processes behind a real OpenSSH server,
-and the vendor's published contract between the control plane and the emulated cloud."""
+"""`windlass demo --on runpod`: pods are real processes behind a real OpenSSH server.
+
+Runpod's published contract checks every request between the control plane and the emulated cloud.
+"""
 
 import asyncio
 
@@ -14,41 +16,43 @@ from windlass_emulators.runpod.pod_host import find_sshd
 TASKS, PODS = 60, 3
 TIMEOUT_S = 110.0
 
-pytestmark = pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")
+pytestmark = pytest.mark.skipif(find_sshd() is None, reason="sshd not found: install openssh-server")
 
 
-async def test_pods_that_do_not_work_are_gone_and_every_second_is_in_the_ledger() -> None:
-    told: list[str] = []
-    judges: list[RecordingEmulator] = []
+async def test_demo_on_runpod_replaces_failed_pods_and_the_bill_matches() -> None:
+    printed: list[str] = []
+    recorders: list[RecordingEmulator] = []
 
-    def judged(emulator: Emulator) -> Emulator:
+    def with_contract(emulator: Emulator) -> Emulator:
         contract = Contract.find_or_none()
-        if contract is None:  # the rest is worth seeing all the same
+        if contract is None:  # the published contract is not installed
             return emulator
-        judges.append(RecordingEmulator(emulator, contract))
-        return judges[-1]
+        recorders.append(RecordingEmulator(emulator, contract))
+        return recorders[-1]
 
-    demonstration = RunpodDemo(TASKS, PODS, told.append, front=judged)
-    async with asyncio.timeout(TIMEOUT_S), demonstration.running() as (report, _):
-        story = "\n".join(told)
-        assert report.problems() == [], story
+    demo = RunpodDemo(TASKS, PODS, printed.append, wrap=with_contract)
+    async with asyncio.timeout(TIMEOUT_S), demo.run() as (report, _):
+        output = "\n".join(printed)
+        assert report.problems() == [], output
         assert report.complete == report.accepted_once >= TASKS
         assert report.accepted_twice == 0
+        assert report.bill is not None
+        pods, details = report.bill.machines, report.details
         for code in ("GPU_NOT_DETECTED", "GPU_READY_NOT_CLAIMING", "STUCK_TASK"):
-            assert len(report.ended_as(code)) == 1, story
+            assert [pod.terminated_as for pod in pods].count(code) == 1, output
         assert report.worker_ended_as == "STUCK_TASK"
         assert report.completed_by not in (None, report.killed_worker_id)
-        assert report.drained_completed_by == report.drained_worker_id
-        # The first ones have the first choice, and whoever came after them the second.
-        assert [line.gpu for line in report.pods[:PODS]] == [GPUS[0]] * PODS
-        assert {line.gpu for line in report.pods[PODS:]} == {GPUS[1]}
-        # Each was looked over and started over SSH, once.
-        assert report.starts == report.prepared == len(report.pods)
-        assert (report.volume_gb, report.volume_grown_gb) == (100, 150)
-        for line in report.pods:
-            assert line.ledger_micros == line.bill_micros > 0
-        assert report.ledger_micros == report.bill_micros
-    for judge in judges:
-        assert judge.violations == []
-        # All but the one that made the volume before anybody listened.
-        assert judge.checked >= report.requests - 1
+        assert details["drained_completed_by"] == details["drained_worker_id"]
+        # The first pods have the first choice of GPU, their replacements the second.
+        assert [pod.gpu for pod in pods[:PODS]] == [GPUS[0]] * PODS
+        assert {pod.gpu for pod in pods[PODS:]} == {GPUS[1]}
+        # Each was checked and started over SSH, once.
+        assert details["starts"] == details["prepared"] == len(pods)
+        assert (details["volume_gb"], details["volume_grown_gb"]) == (100, 150)
+        for pod in pods:
+            assert pod.ledger_micros == pod.bill_micros > 0
+        assert report.bill.ledger_micros == report.bill.total_micros
+    for recorder in recorders:
+        assert recorder.violations == []
+        # All requests except the one that created the volume before the server started.
+        assert recorder.checked >= report.bill.requests - 1

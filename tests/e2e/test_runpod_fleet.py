@@ -12,12 +12,12 @@ from typing import Any
 import asyncssh
 import pytest
 
-from support.command_line import CommandLine, Done
+from support.command_line import CommandLine, Completed
+from support.stores import PostgresStores
 from support.worker_harness import until
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
 from windlass.providers.runpod.naming import fleet_tag
-from windlass.store.control import PostgresControlStore
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
 from windlass_emulators.serve import serving
@@ -92,7 +92,7 @@ class Site:
             "RUNPOD_SSH_PRIVATE_KEY_PATH": str(key_file),
         }  # fmt: skip
         self.windlass = CommandLine(folder, env)
-        self.store = PostgresControlStore(dsn)
+        self.store = PostgresStores(dsn)
         body = json.dumps({"name": "models", "size": 100, "dataCenter": "EU-RO-1"}).encode()
         made = emulator.handle("POST", "/v2/network-volumes", [], {"Authorization": f"Bearer {KEY}"}, body)
         self.volume_id = json.loads(made.body)["id"]
@@ -257,7 +257,7 @@ async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
     await end(site, processes[1])
 
 
-def findings(done: Done) -> dict[str, tuple[str, str]]:
+def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 

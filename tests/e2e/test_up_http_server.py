@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from support.command_line import CommandLine
+from support.stores import PostgresStores
 from support.worker_harness import until
 from windlass.model.auth import ServerAddress
 from windlass.model.fleet import FleetConfig
@@ -27,8 +28,6 @@ from windlass.model.lease import Candidate
 from windlass.model.task import new_task
 from windlass.server.auth import session_cookie
 from windlass.server.server import listen
-from windlass.store.alerts import PostgresAlertStore
-from windlass.store.dashboard_queries import PostgresQueryStore
 
 APP = """
 def work(task):
@@ -55,7 +54,7 @@ max_workers = 1
 """
 
 
-DELIVERED = 'windlass_alert_messages_total{outcome="delivered",receiver="webhook"}'
+DELIVERED = 'windlass_alert_messages_total{notifier="webhook",outcome="delivered"}'
 
 
 class Outside:
@@ -98,7 +97,7 @@ async def outside_of() -> AsyncIterator[tuple[Outside, str]]:
 
 
 async def test_up_shows_itself_to_whoever_watches(tmp_path: Path, dsn: str) -> None:
-    async with outside_of() as (outside, inbox), PostgresQueryStore(dsn) as store:
+    async with outside_of() as (outside, inbox), PostgresStores(dsn) as store:
         (tmp_path / "app.py").write_text(APP)
         (tmp_path / "windlass.toml").write_text(TOML.format(inbox=inbox, folder=tmp_path))
         windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "OTEL_BSP_SCHEDULE_DELAY": "200"})
@@ -118,13 +117,13 @@ async def test_up_shows_itself_to_whoever_watches(tmp_path: Path, dsn: str) -> N
 
 
 async def test_cycles_run_by_cron_tell_what_is_the_matter_and_when_it_is_over(tmp_path: Path, dsn: str) -> None:
-    async with outside_of() as (outside, inbox), PostgresAlertStore(dsn) as store:
+    async with outside_of() as (outside, inbox), PostgresStores(dsn) as store:
         (tmp_path / "app.py").write_text(APP)
         (tmp_path / "windlass.toml").write_text(TOML.format(inbox=inbox, folder=tmp_path))
         windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
 
         async def cycle_after(change: str) -> list[tuple[str, str]]:
-            async with store._connection("changing what is the matter") as connection:
+            async with store.database.connection("changing what is the matter") as connection:
                 await connection.execute(change)
             done = await asyncio.to_thread(windlass, "cycle")
             assert done.json["is_leader"] is True
@@ -138,13 +137,13 @@ async def test_cycles_run_by_cron_tell_what_is_the_matter_and_when_it_is_over(tm
         assert await cycle_after(mended) == [began, ("resolved", "DEAD_LETTERS")]
         # While another leads, it is the one who tells.
         await store.observe(Candidate("another", ttl_s=60.0), "default", FleetConfig(queues=("work",), exec="true"))
-        async with store._connection("changing what is the matter") as connection:
+        async with store.database.connection("changing what is the matter") as connection:
             await connection.execute(given_up)
         assert (await asyncio.to_thread(windlass, "cycle")).json["is_leader"] is False
         assert len(outside.alerts) == 2
 
 
-async def _watch(outside: Outside, store: PostgresQueryStore, log: Callable[[], str]) -> None:
+async def _watch(outside: Outside, store: PostgresStores, log: Callable[[], str]) -> None:
     async def printed() -> str | None:
         found = re.search(r"^dashboard: (http\S+)$", log(), re.MULTILINE)
         return found.group(1) if found else None
@@ -197,17 +196,20 @@ async def _let_another_in(windlass: CommandLine) -> None:
         assert (await browser.get(made.json["link"])).status_code == 200
 
 
-async def _ask_in_vain(windlass: CommandLine, store: PostgresQueryStore) -> None:
+async def _ask_in_vain(windlass: CommandLine, store: PostgresStores) -> None:
     refused = await asyncio.to_thread(windlass, "tokens", "link")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == (
-        "windlass: no `windlass up --port` is running that would say where the dashboard is: start one, or give --url "
-        "http://127.0.0.1:8080, or set api.port or api.url.\n"
+        "windlass: no running `windlass up --port` was found: start one, or give --url http://127.0.0.1:8080, or set "
+        "api.port or api.url.\n"
     )
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "elsewhere"))
     refused = await asyncio.to_thread(windlass, "tokens", "link")
     assert (refused.code, refused.out) == (2, "")
-    assert "the dashboard is at http://127.0.0.1:8080 of elsewhere: make the link there, or give --url" in refused.err
+    assert (
+        "the dashboard runs at http://127.0.0.1:8080 on host elsewhere: create the link there, or give --url"
+        in refused.err
+    )
     given = await asyncio.to_thread(windlass, "tokens", "link", "--url", "http://127.0.0.1:1")
     assert given.out.startswith("http://127.0.0.1:1/login?key=wll_")
     await store.record_server(ServerAddress("http://10.0.0.2:8080", "elsewhere"))

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from support.command_line import CommandLine
+from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, until
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Worker
-from windlass.store.auth import PostgresAuthStore
 
 HERE = Path(__file__).parent
 QUEUE = "work"
@@ -70,7 +70,7 @@ class Site:
         self.machines = folder / "machines"
         self._mark = f"SITE_{uuid4().hex}"
         self.windlass = CommandLine(folder, {"DATABASE_URL": dsn, self._mark: "1"})
-        self.store = PostgresAuthStore(dsn)
+        self.store = PostgresStores(dsn)
         self.ups: list[subprocess.Popen[str]] = []
         (folder / "app.py").write_text(APP)
         (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))
@@ -264,12 +264,12 @@ def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        pytest.param(("create", "a b", "--role", "viewer"), "'a b' cannot be a token's name", id="a name"),
+        pytest.param(("create", "a b", "--role", "viewer"), "invalid token name 'a b'", id="an invalid name"),
         pytest.param(("create", "a", "--role", "king"), "invalid value for '--role'", id="a role"),
-        pytest.param(("revoke", "nobody"), "there is no token nobody in use", id="nobody's"),
-        pytest.param(("revoke",), "say what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
-        pytest.param(("revoke", "--session", "f00"), "there is no session f00", id="nobody's session"),
-        pytest.param(("link", "--url", "here"), "'here' is not where a dashboard is", id="no address"),
+        pytest.param(("revoke", "nobody"), "active token nobody not found", id="an unknown token"),
+        pytest.param(("revoke",), "choose what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
+        pytest.param(("revoke", "--session", "f00"), "session f00 not found", id="an unknown session"),
+        pytest.param(("link", "--url", "here"), "'here' is not the URL of a dashboard", id="not a URL"),
         pytest.param(("link", "--role", "worker"), "invalid value for '--role'", id="no role of people"),
     ],
 )

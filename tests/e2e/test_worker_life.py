@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from support.worker_harness import PATIENCE_S, WorkerHarness, WorkerProcess, is_alive, until
-from windlass.cli.worker import END_TIMEOUT_S
+from windlass.cli.worker import EXIT_TIMEOUT_S
 from windlass.model.task import Task, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.worker.attempts import CANCEL_TIMEOUT_S
@@ -359,7 +359,7 @@ async def test_unstoppable_inline_handler_does_not_block_exit(harness: WorkerHar
     process.send(signal.SIGTERM)
     await until(lambda: "draining" in process.log(), "the first signal is handled")
     await process.send_again(signal.SIGTERM)
-    assert await process.exit_code(CANCEL_TIMEOUT_S + END_TIMEOUT_S + PATIENCE_S) == 0
+    assert await process.exit_code(CANCEL_TIMEOUT_S + EXIT_TIMEOUT_S + PATIENCE_S) == 0
     tasks = [await harness.task(task_id) for task_id in task_ids]
     assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.QUEUED, 0)}
     assert '"worker stopped"' in process.log().splitlines()[-1]

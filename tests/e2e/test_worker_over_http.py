@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from support.command_line import CommandLine
+from support.fake_control_plane import FakeControlPlane
 from support.postgres_servers import reachable_temp_dir
+from support.stores import PostgresStores
 from support.worker_harness import HERE, PROGRAM, QUEUE, KillableServer, WorkerHarness, WorkerProcess, until
 from windlass.model.action import Fail, Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, Role, hash_of, new_token
@@ -25,10 +27,9 @@ from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 from windlass.server import auth as gate
 from windlass.server.app import make_app
-from windlass.server.context import AppContext
+from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
-from windlass.store.auth import PostgresAuthStore
 
 ANN = Candidate("ann", ttl_s=3600.0)
 SETTINGS: dict[str, Any] = {
@@ -47,36 +48,30 @@ class Plane:
 
     def __init__(self, harness: WorkerHarness) -> None:
         self.harness = harness
-        self.store = PostgresAuthStore(harness.dsn)
-        self.fleet = FleetConfig(**SETTINGS)
+        self.store = PostgresStores(harness.dsn)
+        self.control = FakeControlPlane()
+        self.configure()
         self.port = 0
         self._open = AsyncExitStack()
 
     def configure(self, **settings: Any) -> None:
-        self.fleet = FleetConfig(**{**SETTINGS, **settings})
+        self.fleet = self.control.default_fleet = FleetConfig(**{**SETTINGS, **settings})
 
     async def open(self) -> None:
         listener = listen("127.0.0.1", self.port)
         self.port = listener.getsockname()[1]
         long_poll_hub = LongPollHub(self.store.wait_for_work)
-        face = AppContext(
-            store=self.store,
-            access=self.store,
+        context = WorkerApiContext(
+            worker_store=self.store,
+            auth_store=self.store,
             long_poll_hub=long_poll_hub,
-            fleet=lambda _: self.fleet,
+            control=self.control,
             worker_defaults=WorkerConfig(),
             max_payload_bytes=MAX_PAYLOAD_BYTES,
             version="test",
-            ask_database=self.store.now,
-            pulses=dict,
-            run_cycle=self._no_cycle,
-            wheel=lambda: None,
         )
-        await self._open.enter_async_context(serving(make_app(face), listener))
+        await self._open.enter_async_context(serving(make_app(context), listener))
         self._open.push_async_callback(long_poll_hub.close)
-
-    async def _no_cycle(self) -> list[dict[str, Any]]:
-        raise TimeoutError
 
     async def close(self) -> None:
         await self._open.aclose()
@@ -217,7 +212,7 @@ async def test_attempt_of_killed_worker_counts_after_service_restart(plane: Plan
 
 async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     # Terminated, so that the token is refused and not only the worker.
-    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
     process, task_id = await started(plane)
     await plane.end("far-0")
     assert await process.exit_code() == 3
@@ -226,7 +221,7 @@ async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane, monk
     # A restarted service exits with 3 too.
     again = plane.start(plane.harness.folder / "far-0.json")
     assert await again.exit_code() == 3
-    assert "windlass: reading the work order: worker far-0 has ended" in again.log()
+    assert "windlass: reading the work order: worker far-0 has terminated" in again.log()
 
 
 async def test_used_join_token_is_refused_elsewhere(plane: Plane) -> None:
@@ -237,7 +232,7 @@ async def test_used_join_token_is_refused_elsewhere(plane: Plane) -> None:
     await until(lambda: plane.has_heartbeat("far-0"), "a heartbeat")
     thief = plane.start(copy)
     assert await thief.exit_code() == 3
-    assert "windlass: joining as far-0: the join token of worker far-0 was used already." in thief.log()
+    assert "windlass: joining as far-0: the join token of worker far-0 was already used." in thief.log()
 
 
 @pytest.mark.parametrize(
@@ -304,13 +299,13 @@ async def test_self_registered_worker_works_over_http(plane: Plane) -> None:
 
 
 async def test_revoked_api_token_terminates_its_workers(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
     process = await self_register(plane)
     await plane.harness.enqueue(files(plane.harness))
     await until((plane.harness.folder / "running-1").exists, f"the handler runs\n{process.last_lines()}")
     await plane.store.revoke_token("anywhere")
     assert await process.exit_code() == 3
-    assert "windlass: registering the worker: this token is not known, or was revoked." in process.log()
+    assert "windlass: registering the worker: unknown or revoked token." in process.log()
 
 
 # -------------------------------------------------------------------------------------------------------- databases
@@ -359,19 +354,21 @@ WORK = ("--queue", "q", "--handler", "a:b")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(("--join", "f", "--queue", "q"), "--join brings the work order along", id="join with queue"),
-        pytest.param(("--join", "f", "--handler", "a:b"), "--join brings the work order along", id="join with handler"),
+        pytest.param(("--join", "f", "--queue", "q"), "--join cannot be combined", id="join with queue"),
+        pytest.param(("--join", "f", "--handler", "a:b"), "--join cannot be combined", id="join with handler"),
         pytest.param(("--join", "missing"), "cannot read the join file missing: No such file", id="missing file"),
-        pytest.param(("--handler", "a:b"), "a worker needs a queue to serve", id="no queue"),
-        pytest.param((*WORK, "--url", "http://192.0.2.1:80000"), "--url has a host or port that", id="invalid port"),
+        pytest.param(("--handler", "a:b"), "no queue to serve", id="no queue"),
         pytest.param(
-            (*WORK, "--url", "http://example.com"), "--url is http to example.com, where", id="http to a public host"
+            (*WORK, "--url", "http://192.0.2.1:80000"), "--url has an invalid host or port", id="invalid port"
         ),
-        pytest.param((*WORK, "--url", "https://example.com"), "there is no token in WINDLASS_TOKEN", id="no token"),
         pytest.param(
-            (*WORK, "--url", "https://e.com", "--token-file", "f"), "the token in f cannot", id="missing file"
+            (*WORK, "--url", "http://example.com"), "--url uses http to example.com, which", id="http to a public host"
         ),
-        pytest.param((*WORK, "--token-file", "f"), "--token-file goes with --url", id="token file without url"),
+        pytest.param((*WORK, "--url", "https://example.com"), "no token in WINDLASS_TOKEN", id="no token"),
+        pytest.param(
+            (*WORK, "--url", "https://e.com", "--token-file", "f"), "cannot read the token file f", id="missing file"
+        ),
+        pytest.param((*WORK, "--token-file", "f"), "--token-file needs --url", id="token file without url"),
     ],
 )
 def test_invalid_arguments_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -101,12 +101,12 @@ REFUSALS = [
     (
         "nothing is to run",
         [],
-        "a worker needs exactly one of --handler and --exec: say what to run.",
+        "pass exactly one of --handler and --exec.",
     ),
     (
         "two things are to run",
         ["--handler", "odd:two", "--exec", "cat"],
-        "a worker needs exactly one of --handler and --exec: say what to run.",
+        "pass exactly one of --handler and --exec.",
     ),
     (
         "the database is not there",
@@ -123,7 +123,7 @@ REFUSALS = [
         "the lease is shorter than three beats",
         ["--exec", "cat", "--lease", "10"],
         "lease_s is 10 and heartbeat_interval_s is 5: "
-        "at least three beats must fit into a lease, or one lost packet costs a worker its tasks.",
+        "a lease must be at least three heartbeat intervals, or one lost packet costs a worker its tasks.",
     ),
     (
         "more at once than a heartbeat can name",
@@ -133,7 +133,7 @@ REFUSALS = [
     (
         "there is no such folder",
         ["--exec", "cat", "--chdir", "/nowhere"],
-        "cannot work in /nowhere (No such file or directory): check --chdir.",
+        "cannot change to the folder /nowhere: No such file or directory. Check --chdir.",
     ),
 ]
 

@@ -313,7 +313,7 @@ def _boot(command: Command, tmp_path: Path) -> list[int]:
 
 
 def test_booted_server_starts_its_worker(command: Command, tmp_path: Path) -> None:
-    assert command.first_line.startswith("Hetzner Cloud, emulated: http://127.0.0.1:")
+    assert command.first_line.startswith("emulated Hetzner Cloud: http://127.0.0.1:")
     assert len(_boot(command, tmp_path)) >= 3
 
 

@@ -483,7 +483,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_pods_end_with_the_emulator(command: Command, tmp_path: Path, number: int) -> None:
     """Including a process that left its session and lost its parent."""
-    assert command.first_line.startswith("Runpod, emulated: http://127.0.0.1:")
+    assert command.first_line.startswith("emulated Runpod: http://127.0.0.1:")
     script = "setsid sh -c 'sleep 600 & echo $! > orphan' ; touch up; sleep 600"
     order = {"name": "gpu-1", "image": "i", "gpu": {"id": GPU}, "args": shlex.join(["sh", "-c", script])}
     pod_id = command.client.post("/v2/pods", json=order).json()["id"]

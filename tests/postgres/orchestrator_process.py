@@ -12,12 +12,12 @@ import sys
 
 import asyncpg
 
+from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
 from windlass.control.fleet_task import FleetTask
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
-from windlass.store.control import PostgresControlStore
 
 MAX_WORKERS = 4
 TTL_S = 1.0
@@ -87,7 +87,7 @@ async def main(dsn: str, name: str) -> None:
         min_spawns_for_rate=100_000,
         restart_window_s=0.001,
     )
-    async with PostgresControlStore(dsn) as store, asyncpg.create_pool(dsn, min_size=0) as pool:
+    async with PostgresStores(dsn) as store, asyncpg.create_pool(dsn, min_size=0) as pool:
         provider = TableProvider(pool, name)
         cycle = FleetCycle(
             "f", config, store, provider, Candidate(name, TTL_S), random.SystemRandom(), call_timeout_s=CALL_TIMEOUT_S

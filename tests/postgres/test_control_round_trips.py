@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.worker import WorkerStatus
-from windlass.store.control import PostgresControlStore
 
 
 class Clock:
@@ -36,15 +36,21 @@ class Counted:
         return getattr(self._connection, name)
 
 
-class CountingStore(PostgresControlStore):
+class CountingStore(PostgresStores):
     """Counts what goes over the wire; not what sets virtual time, nor what asyncpg asks about types."""
 
     round_trips = 0
 
-    @asynccontextmanager
-    async def _connection(self, doing: str) -> AsyncIterator[Any]:
-        async with super()._connection(doing) as connection:
-            yield Counted(connection, self)
+    def __init__(self, dsn: str, **options: Any) -> None:
+        super().__init__(dsn, **options)
+        connect = self.database.connection
+
+        @asynccontextmanager
+        async def counted(doing: str) -> AsyncIterator[Any]:
+            async with connect(doing) as connection:
+                yield Counted(connection, self)
+
+        self.database.connection = counted  # type: ignore[method-assign]
 
 
 class Shed:

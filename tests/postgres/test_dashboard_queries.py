@@ -8,6 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.control.unconfigured_fleets import CARETAKER
 from windlass.cost.report import read_meter
 from windlass.model.auth import ServerAddress
@@ -17,16 +18,15 @@ from windlass.model.listing import Page, TaskList
 from windlass.model.overview import MAX_QUEUES
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.store import control
 from windlass.store import dashboard_queries as reading
-from windlass.store.dashboard_queries import PostgresQueryStore
+from windlass.store import fleets, overview
 
-Store = PostgresQueryStore
+Store = PostgresStores
 
 
 @pytest.fixture
 async def store(dsn: str, clock: Any) -> AsyncIterator[Store]:
-    async with PostgresQueryStore(dsn, virtual_now=clock) as store:
+    async with PostgresStores(dsn, virtual_now=clock) as store:
         yield store
 
 
@@ -138,7 +138,7 @@ async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: 
 async def test_a_busy_queue_does_not_hide_a_quiet_one(
     store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "RECENT_TASKS_OF_QUEUE", 20)
+    monkeypatch.setattr(overview, "RECENT_TASKS_OF_QUEUE", 20)
     await add_fleet(sql)
     for queue, count, every_ms, wait_s in (("a", 2500, 100, 1), ("b", 5, 50_000, 60)):
         await sql.execute(
@@ -156,7 +156,7 @@ async def test_a_busy_queue_does_not_hide_a_quiet_one(
     # Each counts for as many as were completed: nearly all waited for a second.
     assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
     assert gpus.work.completed_per_minute == pytest.approx(2505 / 5)
-    monkeypatch.setattr(reading, "RECENT_TASKS", 100)
+    monkeypatch.setattr(overview, "RECENT_TASKS", 100)
     assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
 
 
@@ -400,7 +400,7 @@ async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock
 
 @pytest.mark.parametrize("cursor", ["x", "W10", "WzFd" * 2, "é", "bnVsbA", "WyJhIiwgMSwgImIiXQ", "WzFlNDBd"])
 async def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, cursor: str) -> None:
-    with pytest.raises(BadInput, match=r"the cursor is none of ours"):
+    with pytest.raises(BadInput, match=r"invalid cursor"):
         await store.tasks_page(cursor=cursor)
 
 
@@ -434,7 +434,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
     plan = "\n".join(
         row[0]
-        for row in await sql.fetch(f"explain (analyze, timing off) {control.QUERIES['tasks_ahead']}", first, 10_001)
+        for row in await sql.fetch(f"explain (analyze, timing off) {fleets.QUERIES['tasks_ahead']}", first, 10_001)
     )
     # It is the next, and nothing is read of the thousands behind it.
     assert "Rows Removed by Filter" not in plan, plan
@@ -444,7 +444,7 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
 async def test_a_million_that_wait_are_counted_up_to_a_bound(
     store: Store, sql: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "COUNT_LIMIT", 10)
+    monkeypatch.setattr(overview, "COUNT_LIMIT", 10)
     await sql.execute("insert into windlass.tasks (queue) select 'a' from generate_series(1, 25)")
     assert (await store.overview()).queues["a"].queued == 10
     assert len(await everything(store.tasks_page, which=TaskList.QUEUED, limit=10)) == 25

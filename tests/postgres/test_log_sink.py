@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable
-from windlass.store.dashboard_queries import PostgresQueryStore
-from windlass.store.log_sink import LogSink, PostgresLogStore
+from windlass.store.log_sink import LogSink
 
 
-class Flaky(PostgresLogStore):
+class Flaky(PostgresStores):
     is_away = False
 
     async def add_logs(self, rows: list[dict[str, Any]]) -> None:
@@ -29,7 +29,7 @@ async def store(dsn: str) -> AsyncIterator[Flaky]:
 
 
 async def written(dsn: str) -> list[Any]:
-    async with PostgresQueryStore(dsn) as reading:
+    async with PostgresStores(dsn) as reading:
         return list((await reading.logs_page(limit=500)).rows)[::-1]
 
 

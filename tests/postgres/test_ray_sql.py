@@ -8,25 +8,25 @@ from uuid import uuid4
 import asyncpg
 import pytest
 
+from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerKind, WorkerStatus
-from windlass.store.ray import PostgresRayStore
 
 LOOKS_EVERY_S = 0.01
 NAMES = ("n1", "n2", "n3")
 DISPATCHER = Candidate("h", 60.0, dispatcher_lease("f"))
-Act = Callable[[PostgresRayStore, int], Awaitable[Any]]
+Act = Callable[[PostgresStores, int], Awaitable[Any]]
 
 
-async def place(store: PostgresRayStore, term: int) -> None:
+async def place(store: PostgresStores, term: int) -> None:
     del term
     await store.place([Placement(number, uuid4(), name) for number, name in enumerate(reversed(NAMES))])
 
 
-async def report(store: PostgresRayStore, term: int) -> None:
+async def report(store: PostgresStores, term: int) -> None:
     nodes = [AliveNode(name, f"id-of-{name}", {"CPU": 2.0}, {}) for name in reversed(NAMES)]
     await store.report_nodes(DISPATCHER, term, "f", ["q"], 30.0, nodes)
 
@@ -54,7 +54,7 @@ async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) ->
     person, onlooker = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
     try:
         await hire_nodes(person)
-        async with PostgresRayStore(dsn) as store:
+        async with PostgresStores(dsn) as store:
             term = await store.acquire_lease(DISPATCHER)
             assert isinstance(term, int)
             async with person.transaction():
@@ -69,7 +69,7 @@ async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) ->
         await onlooker.close()
 
 
-async def placed_tasks(store: PostgresRayStore, count: int) -> list[Claim]:
+async def placed_tasks(store: PostgresStores, count: int) -> list[Claim]:
     """Of the dispatcher `d`, on the node n1."""
     await store.register(Registration("d", ("q",), "f", 10, 30.0, kind=WorkerKind.DISPATCHER))
     for number in range(count):
@@ -85,7 +85,7 @@ async def test_who_takes_over_waits_for_what_somebody_has_locked(dsn: str) -> No
     person, onlooker = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
     try:
         await hire_nodes(person)
-        async with PostgresRayStore(dsn) as store:
+        async with PostgresStores(dsn) as store:
             await store.acquire_lease(DISPATCHER)
             claims = await placed_tasks(store, 2)
             await store.release_lease(DISPATCHER)
@@ -108,7 +108,7 @@ async def test_who_waits_too_long_to_take_over_lets_go_of_the_lease_and_asks_aga
     person = await asyncpg.connect(dsn)
     try:
         await hire_nodes(person)
-        async with PostgresRayStore(dsn) as store, PostgresRayStore(dsn) as elsewhere:
+        async with PostgresStores(dsn) as store, PostgresStores(dsn) as elsewhere:
             term = await store.acquire_lease(DISPATCHER)
             assert isinstance(term, int)
             (claim,) = await placed_tasks(store, 1)
@@ -128,7 +128,7 @@ async def test_a_lost_dispatcher_is_not_over_while_somebody_has_a_task_of_its_no
         await hire_nodes(person)
         # Somebody orchestrates, so the nodes are not the judge's.
         leader = Candidate("leader", 60.0)
-        async with PostgresRayStore(dsn) as store:
+        async with PostgresStores(dsn) as store:
             await store.acquire_lease(leader)
             locked, free = await placed_tasks(store, 2)
             await store.register(Registration("judge", ("other",), "other", lease_s=30.0))

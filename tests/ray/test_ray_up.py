@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from support.ray_fixture import HANDLERS, head_beside, until
+from support.stores import PostgresStores
 from windlass.model.lease import Candidate, Standby
 from windlass.model.node import HEAD_LEASE
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind
 from windlass.ray.versions import PYTHON_OF_IMAGE, our_versions
-from windlass.store.ray import PostgresRayStore
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.serve import serving
@@ -112,7 +112,7 @@ async def test_servers_of_hetzner_become_nodes_and_leave(tmp_path: Path, dsn: st
             toml = HETZNER.format(port=port, image=fitting[0] if fitting else "114690387")
             toml = toml.replace("concurrency = 2\n", f"concurrency = 2\n{of_fleet}", 1)
             secrets = {"HCLOUD_ENDPOINT": f"{address}/v1", "HETZNER_API_TOKEN": "any"}
-            async with PostgresRayStore(dsn) as store, up(tmp_path, dsn, toml, **secrets):
+            async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml, **secrets):
                 ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.1})) for number in range(6)]
                 tasks = await until(all_over(store, ids), "all tasks", RUN_TIMEOUT_S)
                 assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
@@ -140,7 +140,7 @@ def _free_port() -> int:
 
 async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, dsn: str) -> None:
     toml = LOCAL + COMMON.format(chdir=HANDLERS)
-    async with PostgresRayStore(dsn) as store, up(tmp_path, dsn, toml) as process:
+    async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml) as process:
         ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.5})) for number in range(40)]
 
         async def are_some_complete() -> bool:
@@ -165,7 +165,7 @@ async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_whoever_has_another
     (tmp_path / "second").mkdir()
     toml = LOCAL + COMMON.format(chdir=HANDLERS)
     more = toml.replace("fleets.many", "fleets.more").replace('"q"', '"r"')
-    async with PostgresRayStore(dsn) as store, up(tmp_path, dsn, toml) as process:
+    async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml) as process:
 
         async def is_there() -> bool:
             return '"dispatching"' in (tmp_path / "up.log").read_text()
@@ -215,7 +215,7 @@ async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_
     another = Candidate("another", 10.0, HEAD_LEASE)
     with head_beside() as head:
         given = {**head.env, "RAY_ADDRESS": head.address}
-        async with PostgresRayStore(dsn) as store, up(tmp_path, dsn, plain, **given) as process:
+        async with PostgresStores(dsn) as store, up(tmp_path, dsn, plain, **given) as process:
 
             async def is_said(words: str) -> bool:
                 return words in (tmp_path / "up.log").read_text()
@@ -240,7 +240,7 @@ async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_
                 return '"dispatching"' in log.read_text()
 
             await until(is_dispatching, "its dispatcher", RUN_TIMEOUT_S)
-            assert (process.poll(), '"ended"' in log.read_text()) == (None, False)
+            assert (process.poll(), '"stopped"' in log.read_text()) == (None, False)
 
 
 def _dispatcher(pid: int) -> psutil.Process:

@@ -73,7 +73,7 @@ def at(world: World, at_s: float, action_label: Callable[[], Awaitable[None]]) -
 
 
 def total(world: World, kind: ChargeKind | None = None) -> int:
-    return sum(charge.amount_micros for charge in world.store._tables.ledger.charges if kind in (None, charge.kind))
+    return sum(charge.amount_micros for charge in world.store.tables.ledger.charges if kind in (None, charge.kind))
 
 
 # --------------------------------------------------------------------------------------------------------- the hour
@@ -121,7 +121,7 @@ def test_the_time_of_a_task_on_two_workers_is_paid_on_both() -> None:
     world.on_ready = lambda _: world.next_worker(boots_s=5.0, crashes_at_s=50.0)
     world.run()
     first, second = red(world).books.values()
-    charges = [charge for charge in world.store._tables.ledger.charges if charge.task_id == 1]
+    charges = [charge for charge in world.store.tables.ledger.charges if charge.task_id == 1]
     assert {charge.worker_id for charge in charges} == {first.name, second.name}
     assert total(world) == 2 * PRICE
 
@@ -201,7 +201,7 @@ def test_the_bed_notices_a_ledger_that_is_wrong_by_a_micro() -> None:
     world = paid_world()
 
     async def forge() -> None:
-        ledger = world.store._tables.ledger
+        ledger = world.store.tables.ledger
         honest = ledger.settle
 
         def generous(worker: Any, settlement: Any) -> bool:

@@ -66,7 +66,7 @@ def test_idle_servers_leave_at_the_end_of_their_hour_and_cost_what_the_vendor_sa
     report = history.run()
     assert history.tally == {"for want of work, at the end of an hour": 2}
     assert (report.paid, report.guessed) == (2, 0)
-    ours = sum(charge.amount_micros for charge in history.store._tables.ledger.charges)
+    ours = sum(charge.amount_micros for charge in history.store.tables.ledger.charges)
     assert ours == history.project.bill()["total_micros"] == 2 * 6_400
 
 
@@ -74,7 +74,7 @@ def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their
     history = HetznerHistory(calm())
     history.on_ready = lambda _: history.project.emulator.faults.next_create("invalid_input", times=9)
     history.run()
-    alerts = {event.detail["code"] for event in history.store._tables.journal.events if event.code == "ALERT"}
+    alerts = {event.detail["code"] for event in history.store.tables.journal.events if event.code == "ALERT"}
     assert "INVALID_REQUEST" in alerts
     assert "FAILURE_RATE" not in alerts
 

@@ -16,7 +16,7 @@ from windlass.model.snapshot import Hold
 from windlass.model.task import new_task
 from windlass.model.worker import WorkerStatus
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 
 CYCLE_S = 5.0
 SILENCE_S = 120.0
@@ -27,7 +27,7 @@ class Shop:
     """One fleet and whoever works in it, and two accounts of its vendor."""
 
     def __init__(self, vendor: str, max_workers: int = 3) -> None:
-        self.store = MemoryAuthStore(virtual_now)
+        self.store = MemoryStores(virtual_now)
         self.former, self.other = VENDORS[vendor](), VENDORS[vendor]()
         self.fleet = FleetConfig(
             provider=vendor,
@@ -88,7 +88,7 @@ class Shop:
         await self.store.set_terminating(workers, "restarted by hand")
 
     def told(self, code: str) -> list[Event]:
-        alerts = [event for event in self.store._tables.journal.events if event.code == "ALERT"]
+        alerts = [event for event in self.store.tables.journal.events if event.code == "ALERT"]
         return [event for event in alerts if event.detail["code"] == code]
 
     async def left_behind(self) -> dict[str, str]:
@@ -227,7 +227,7 @@ def test_a_person_who_restarts_the_fleet_gives_up_the_former_account_and_its_mac
         assert former_workers.isdisjoint(worker.id for worker in await shop.store.workers())
         assert former_workers.isdisjoint(account.worker_id for account in await shop.store.open_accounts())
         for worker_id in former_workers:
-            charges = [each for each in shop.store._tables.ledger.charges if each.worker_id == worker_id]
+            charges = [each for each in shop.store.tables.ledger.charges if each.worker_id == worker_id]
             assert max(charge.until_at for charge in charges) >= abandoned_at, "it was paid for until then, at least"
         left = await shop.left_behind()
         assert set(left) == former_workers

@@ -12,7 +12,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.task import new_task
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 
 
 def hetzner() -> tuple[Any, str, str]:
@@ -31,7 +31,7 @@ def runpod() -> tuple[Any, str, str]:
 def test_a_single_cycle_tells_of_a_choice_that_was_refused(vendor: Any) -> None:
     async def live() -> None:
         provider, refused, words = vendor()
-        store = MemoryAuthStore(virtual_now)
+        store = MemoryStores(virtual_now)
         fleet = FleetConfig(
             provider=vendor.__name__,
             queues=("red",),

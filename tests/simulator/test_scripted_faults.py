@@ -142,7 +142,7 @@ def test_a_refusal_has_a_code_like_those_of_events(problem: Exception, code: str
     world = quiet_world(max_workers=1, lasts_s=900.0)
     script(world, (0, lambda: red(world).next_create(raises=problem)))
     world.run()
-    refusals = [event.detail for event in world.store._tables.journal.events if event.code == "MACHINE_REFUSED"]
+    refusals = [event.detail for event in world.store.tables.journal.events if event.code == "MACHINE_REFUSED"]
     assert {"code": code} in refusals
     assert {detail["code"] for detail in refusals if detail} <= {code, "LEASE_LOST"}
 
@@ -178,7 +178,7 @@ def test_a_long_pause_stops_hiring_for_as_long_as_it_lasts_and_is_said_aloud() -
     assert 1200.0 < entry.began_at < 1520.0
     assert red(world).created_calls == 2
     assert "PROVIDER_PAUSE" in {
-        event.detail["code"] for event in world.store._tables.journal.events if event.code == "ALERT"
+        event.detail["code"] for event in world.store.tables.journal.events if event.code == "ALERT"
     }
 
 
@@ -716,7 +716,7 @@ def test_the_bed_notices_a_store_that_accepts_what_was_lost() -> None:
         honest = world.store._complete
 
         def accept_all(done: Any) -> bool:
-            row = world.store._tasks.rows[done.task_id]
+            row = world.store.tables.tasks.rows[done.task_id]
             if row.status == "running":
                 row.token = done.token
             return bool(honest(done))
@@ -733,7 +733,7 @@ def test_the_bed_notices_a_task_that_is_lost() -> None:
 
     def forge() -> None:
         world.next_worker(boots_s=2.0, crashes_at_s=8.0)
-        world.store._tables.requeue_tasks_of = lambda *_: 0
+        world.store.tables.requeue_tasks_of = lambda *_: 0
 
     script(world, (0, forge))
     with pytest.raises(InvariantViolation, match=r"rest was not reached .* tasks \[1\] are not finished"):
@@ -826,7 +826,7 @@ def test_a_machine_without_a_gpu_takes_no_task_and_is_replaced() -> None:
     script(world, (0, lambda: world.next_worker(boots_s=2.0, has_no_gpu=True)))
     world.run()
     assert all(task.accepted is not None for task in world.watch.tasks.values())
-    errors = [event.detail for event in world.store._tables.journal.events if event.code == "WORKER_ERROR"]
+    errors = [event.detail for event in world.store.tables.journal.events if event.code == "WORKER_ERROR"]
     assert errors == [{"code": "GPU_NOT_DETECTED"}]
 
 

@@ -20,9 +20,9 @@ import httpx
 from playwright.sync_api import Page
 
 from support.postgres_servers import run_aside, wait_until
+from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker
-from windlass.store.dashboard_queries import PostgresQueryStore
 
 PATIENCE_S = 30.0
 T = TypeVar("T")
@@ -168,9 +168,9 @@ class House:
 
     # ------------------------------------------------------------------------------------------------- the database
 
-    def ask(self, question: Callable[[PostgresQueryStore], Coroutine[Any, Any, T]]) -> T:
+    def ask(self, question: Callable[[PostgresStores], Coroutine[Any, Any, T]]) -> T:
         async def asked() -> T:
-            async with PostgresQueryStore(self.dsn) as store:
+            async with PostgresStores(self.dsn) as store:
                 return await question(store)
 
         return run_aside(asked())

@@ -1,4 +1,4 @@
-"""The command line as its users have it: a process, what it prints, how it ends."""
+"""Runs `windlass` as a process, and returns its output and exit code."""
 
 import json
 import os
@@ -13,7 +13,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Done:
+class Completed:
     code: int
     out: str
     err: str
@@ -25,7 +25,7 @@ class Done:
 
 
 class CommandLine:
-    """`windlass`, in a folder of its own and with nothing of the surrounding environment that it would read."""
+    """`windlass` in a folder, without the settings in the environment of the test run."""
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class CommandLine:
     def with_env(self, **env: str) -> "CommandLine":
         return CommandLine(self.folder, {**self._env, **env})
 
-    def __call__(self, *args: object, stdin: str | bytes = "", python: tuple[str, ...] = ()) -> Done:
+    def __call__(self, *args: object, stdin: str | bytes = "", python: tuple[str, ...] = ()) -> Completed:
         done = subprocess.run(
             [sys.executable, *python, "-m", "windlass", *map(str, args)],
             input=stdin.encode() if isinstance(stdin, str) else stdin,
@@ -44,7 +44,7 @@ class CommandLine:
             timeout=TIMEOUT_S,
             check=False,
         )
-        return Done(done.returncode, done.stdout.decode(), done.stderr.decode())
+        return Completed(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def start(self, *args: object, **options: Any) -> "subprocess.Popen[str]":
         return subprocess.Popen(

@@ -205,7 +205,7 @@ def unprivileged_user() -> str | None:
 
 
 class VirtualClock:
-    """For PostgresStore(virtual_now=...) and MemoryStore: time that passes only when a test says so."""
+    """For PostgresStores(virtual_now=...) and MemoryStores: time that passes only when a test says so."""
 
     def __init__(self) -> None:
         self.now = datetime(2030, 1, 1, tzinfo=UTC)

@@ -8,6 +8,10 @@ from datetime import datetime
 import asyncpg
 
 from windlass.model.config import Retention
+from windlass.model.worker import WorkerStatus
+from windlass.store.memory.fleets import SlotRow
+from windlass.store.memory.stores import MemoryStores
+from windlass.store.memory.workers import MemoryWorker
 
 RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800)
 EMPTY_TABLES = """
@@ -50,3 +54,19 @@ async def hire_in_postgres(dsn: str, now: datetime, worker_id: str, fleet: str, 
         )
     finally:
         await connection.close()
+
+
+def spawn_in_memory(store: MemoryStores, worker_id: str, fleet: str, slot: int) -> None:
+    """The same as hire_in_postgres."""
+    now = store.tables.now()
+    store.tables.fleet(fleet).slots.setdefault(slot, SlotRow())
+    store.tables.workers.add(MemoryWorker(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=now))
+
+
+def set_status_in_memory(store: MemoryStores, worker_id: str, status: WorkerStatus) -> None:
+    """Set a worker's status as plain SQL would: nothing else changes, and only legal transitions are accepted."""
+    worker = store.tables.workers.rows[worker_id]
+    if status is WorkerStatus.TERMINATED and worker.status is not status:
+        store.tables.terminate(worker)
+    elif worker.status is not status:
+        worker.move(status)

@@ -20,10 +20,10 @@ from typing import Any
 
 import psutil
 
+from support.stores import PostgresStores
 from windlass.model.ray import RaySettings
 from windlass.model.task import NewTask, TaskStatus, new_task
 from windlass.ray.head import HeadAddress, kept_head
-from windlass.store.ray import PostgresRayStore
 
 HANDLERS = Path(__file__).parents[1] / "ray"
 WAIT_S = 60.0
@@ -87,7 +87,7 @@ class Bed:
     head: HeadAddress
     dsn: str
     folder: Path
-    store: PostgresRayStore
+    store: PostgresStores
     # Its own: the head is shared, and takes some seconds to see that the nodes of another test are gone.
     fleet: str = field(default_factory=lambda: f"many-{secrets.token_hex(3)}")
     settings: dict[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Bed:
         self._start(name, [*command, *offered, *ports, f"--temp-dir={folder}"], environment, cwd=HANDLERS)
 
     async def _write_intent(self, worker_id: str, slot: int) -> None:
-        async with self.store._connection("hiring for a test") as connection:
+        async with self.store.database.connection("hiring for a test") as connection:
             await connection.execute(
                 "insert into windlass.fleets (name) values ($1) on conflict do nothing", self.fleet
             )
@@ -221,7 +221,7 @@ class Bed:
 
 @asynccontextmanager
 async def made_bed(head: HeadAddress, dsn: str, folder: Path) -> AsyncIterator[Bed]:
-    async with PostgresRayStore(dsn) as store:
+    async with PostgresStores(dsn) as store:
         bed = Bed(head, dsn, folder, store)
         try:
             yield bed

@@ -18,11 +18,11 @@ import asyncpg
 import psutil
 
 from support.postgres_servers import run_aside, wait_until
+from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
-from windlass.store.postgres import PostgresStore
 
 HERE = Path(__file__).parents[1] / "e2e"
 PROGRAM = Path(sys.executable).with_name("windlass")
@@ -139,7 +139,7 @@ class WorkerHarness:
     def __init__(self, dsn: str, folder: Path) -> None:
         self.dsn = dsn
         self.folder = folder
-        self.store = PostgresStore(dsn)
+        self.store = PostgresStores(dsn)
         self.processes: list[WorkerProcess] = []
         # A marker in the environment of all descendants of the workers, even detached ones.
         self._mark = f"CREW_{uuid4().hex}"

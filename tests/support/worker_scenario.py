@@ -17,7 +17,7 @@ from typing import Any, cast
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.ports.transport import WorkerTransport
-from windlass.store.memory.store import MemoryStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.worker.executor import Executor
 from windlass.worker.handler import RunningTask
 from windlass.worker.inline import InlineExecutor
@@ -49,7 +49,7 @@ class Fault:
 class ScriptedTransport:
     """A transport to a store in memory, used from two threads, that fails on script."""
 
-    store: MemoryStore
+    store: MemoryStores
     faults: defaultdict[str, list[Fault | None]] = field(default_factory=lambda: defaultdict(list))
     calls: list[str] = field(default_factory=list)
     # Called before and after each call of that name; may raise.
@@ -108,7 +108,7 @@ def lengths(results: Sequence[Finished]) -> list[int]:
 @dataclass
 class WorkerScenario:
     transport: ScriptedTransport
-    store: MemoryStore
+    store: MemoryStores
     exit_reason: "asyncio.Task[ExitReason]"
     runtime: WorkerRuntime
 
@@ -171,7 +171,7 @@ async def running_worker(
     prepare: Callable[[WorkerScenario], None] | None = None,
     **settings: Any,
 ) -> AsyncIterator[WorkerScenario]:
-    transport = transport or ScriptedTransport(MemoryStore(lambda: datetime.now(UTC)))
+    transport = transport or ScriptedTransport(MemoryStores(lambda: datetime.now(UTC)))
     executor = InlineExecutor(handler) if callable(handler) else handler
     chosen = {"heartbeat_interval_s": 0.05, "lease_s": 30.0, **settings}
     worker = WorkerRuntime(WorkerSettings(queues=("q",), **chosen), transport.open, executor)

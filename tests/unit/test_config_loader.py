@@ -1,6 +1,7 @@
-"""Where settings come from, and what is said of those that cannot be used."""
+"""Sources of settings, their precedence, and the messages for invalid ones."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from windlass.config_loader import ENVIRONMENT_ALIASES, load_config
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
-from windlass.model.urls import masked, problem_of_database_url
+from windlass.model.redaction import masked
+from windlass.model.urls import problem_of_database_url
 from windlass.wiring.providers import check_machine_url
 
 PASSWORD = "hunter2"
@@ -20,23 +22,19 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture(autouse=True)
-def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
+def no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("WINDLASS_") or name in ENVIRONMENT_ALIASES:
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 
-def test_without_anything_set_every_value_is_its_default() -> None:
+def test_all_values_are_defaults_without_sources() -> None:
     assert {setting.source for setting in load_config().settings()} == {"default"}
     assert load_config().config.database_url is None
 
 
-def test_the_command_line_is_stronger_than_the_environment_and_that_than_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_sources_override_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "windlass.toml").write_text("max_payload_bytes = 1\n[worker]\nlease_s = 101\nheartbeat_interval_s = 11")
     monkeypatch.setenv("WINDLASS_WORKER__LEASE_S", "102")
     monkeypatch.setenv("WINDLASS_WORKER__HEARTBEAT_INTERVAL_S", "12")
@@ -49,8 +47,8 @@ def test_the_command_line_is_stronger_than_the_environment_and_that_than_the_fil
     assert found["worker.timeout_s"] == (None, "default")
 
 
-def test_the_name_that_says_windlass_is_stronger_than_database_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DATABASE_URL", "postgresql://everybody/db")
+def test_prefixed_name_overrides_database_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgresql://shared/db")
     monkeypatch.setenv("WINDLASS_DATABASE_URL", "postgresql://ours/db")
     loaded = load_config()
     assert loaded.config.database_url is not None
@@ -58,18 +56,18 @@ def test_the_name_that_says_windlass_is_stronger_than_database_url(monkeypatch: 
     assert loaded.sources["database_url",] == "WINDLASS_DATABASE_URL"
 
 
-def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", "")
     monkeypatch.setenv("WINDLASS_WORKER__LEASE_S", "")
     assert load_config().settings() == [s for s in load_config().settings() if s.source == "default"]
 
 
-def test_a_data_directory_on_the_command_line_is_stronger_than_database_url(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_dir_option_overrides_database_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://server/db")
     assert load_config(overrides={"data_dir": Path("here")}).config.database_url is None
 
 
-def test_a_relative_data_directory_in_a_file_is_meant_from_where_that_file_is(tmp_path: Path) -> None:
+def test_relative_data_dir_is_relative_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     file = tmp_path / "elsewhere" / "w.toml"
     file.write_text('data_dir = "data"')
@@ -77,7 +75,7 @@ def test_a_relative_data_directory_in_a_file_is_meant_from_where_that_file_is(tm
     assert load_config(file, {"data_dir": Path("data")}).config.data_dir == tmp_path / "data"
 
 
-def test_a_line_end_after_the_address_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_break_after_the_url_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATABASE_URL", "postgresql://server/db\n")
     found = load_config().config.database_url
     assert found is not None
@@ -94,7 +92,7 @@ def test_a_line_end_after_the_address_does_no_harm(monkeypatch: pytest.MonkeyPat
         pytest.param("WINDLASS_DEBUG", id="the switch for tracebacks"),
     ],
 )
-def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_variables_of_other_programs_are_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "tcp://10.0.0.1:5432")
     load_config()
 
@@ -104,7 +102,9 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
     [
         pytest.param("lease = 3", "lease in windlass.toml is not a setting", id="an unknown name"),
         pytest.param("[worker]\nlease = 3", "did you mean worker.lease_s?", id="a name with a typo"),
-        pytest.param("[worker]\nnosuch = 3", "is not a setting: docs/configuration.md lists", id="a name near none"),
+        pytest.param(
+            "[worker]\nnosuch = 3", "is not a setting: docs/configuration.md lists", id="a name like no other"
+        ),
         pytest.param("[woker]\nlease_s = 3", "woker in windlass.toml is not a setting", id="an unknown section"),
         pytest.param("worker = 3", "worker (from windlass.toml)", id="a value where a section belongs"),
         pytest.param("max_payload_bytes = -1", "is -1: it must be greater than 0", id="a number out of range"),
@@ -126,9 +126,11 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
         pytest.param(
             "[fleets.a]\nmax_restarts = 101",
             "fleets.a.max_restarts (from windlass.toml) is 101: it must be less than or equal to 100",
-            id="more restarts than are remembered",
+            id="too many restarts",
         ),
-        pytest.param("[worker]\nlease_s = 3", "at least three beats must fit into a lease", id="values at odds"),
+        pytest.param(
+            "[worker]\nlease_s = 3", "a lease must be at least three heartbeat intervals", id="conflicting values"
+        ),
         *(
             pytest.param(
                 f"[{section}]\n{key} = {value}",
@@ -146,13 +148,13 @@ def test_names_that_others_put_there_do_no_harm(monkeypatch: pytest.MonkeyPatch,
             f"[logs]\ntraces_endpoint = 'https://u:{PASSWORD}/x@otel:4318'", "it has a port that is not", id="traces"
         ),
         pytest.param("[logs]\ntraces_endpoint = 'otel:4318'", "begins with https:// or http://", id="no scheme"),
-        pytest.param("a = = 1", "is not valid TOML (Invalid value (at line 1", id="no TOML"),
-        pytest.param(b"a = '\xff'", "is not valid TOML (byte 5 is not UTF-8)", id="no text"),
+        pytest.param("a = = 1", "is not valid TOML (Invalid value (at line 1", id="not TOML"),
+        pytest.param(b"a = '\xff'", "is not valid TOML (byte 5 is not UTF-8)", id="not UTF-8"),
         pytest.param(f"database_url = ['{PASSWORD}']", "database_url (from windlass.toml): write text", id="a list"),
-        pytest.param(f"database_url = '{PASSWORD}'", "(from windlass.toml) is not an address", id="no address"),
+        pytest.param(f"database_url = '{PASSWORD}'", "(from windlass.toml) is not a URL", id="not a URL"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_with(tmp_path: Path, content: str | bytes, sentence: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, content: str | bytes, sentence: str) -> None:
     (tmp_path / "windlass.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as caught:
         load_config()
@@ -169,35 +171,37 @@ def test_a_file_that_cannot_be_used_is_refused_with(tmp_path: Path, content: str
         pytest.param(f"smtp_url = 'smtp://bot:25/{PASSWORD}@mail'", "%2F", id="a / after digits"),
         pytest.param(f"smtp_url = 'smtp://bot:25#{PASSWORD}@mail'", "%23", id="a # in the password"),
         pytest.param(f"smtp_url = 'smtp://bot:[{PASSWORD}@mail'", "brackets", id="a bracket in the password"),
-        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD} x@mail'", "has a space", id="a space in the password"),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD} x@mail'", "contains a space", id="a space in the password"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@mail:http'", "a port that is not", id="a port in letters"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@a:25,b:26'", "a port that is not", id="two servers"),
         pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@mail:0'", "a port that is not", id="port 0"),
-        pytest.param(f"smtp_url = 'https://bot:{PASSWORD}@mail'", "begins with smtp:// or smtps://", id="no mail"),
-        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@'", "names no host", id="a mail server without a host"),
-        pytest.param("smtp_url = 'smtp://'", "names no host", id="a scheme alone"),
         pytest.param(
-            f"smtp_url = 'smtp://bot:{PASSWORD}%C3%A9@mail'", "letters that a mail", id="an é in the password"
+            f"smtp_url = 'https://bot:{PASSWORD}@mail'", "begins with smtp:// or smtps://", id="not a mail server"
+        ),
+        pytest.param(f"smtp_url = 'smtp://bot:{PASSWORD}@'", "has no host", id="a mail server without a host"),
+        pytest.param("smtp_url = 'smtp://'", "has no host", id="a scheme alone"),
+        pytest.param(
+            f"smtp_url = 'smtp://bot:{PASSWORD}%C3%A9@mail'", "characters other than ASCII", id="an é in the password"
         ),
         pytest.param("smtp_url = 'smtp://mail/x'", "more than a host and a port", id="a mail server with a path"),
-        pytest.param("webhook_url = 'https://'", "names no host", id="a webhook without a host"),
-        pytest.param(f"slack_url = 'https:///{PASSWORD}'", "names no host", id="a path alone"),
+        pytest.param("webhook_url = 'https://'", "has no host", id="a webhook without a host"),
+        pytest.param(f"slack_url = 'https:///{PASSWORD}'", "has no host", id="a path alone"),
         pytest.param(f"webhook_url = 'https://u:{PASSWORD}/x@hook'", "a port that is not", id="a / in its password"),
-        pytest.param(f"webhook_url = '{PASSWORD}'", "begins with https:// or http://", id="no address"),
-        pytest.param(f'slack_url = "https://hook/\\n{PASSWORD}"', "has a space", id="a line's end in it"),
-        pytest.param("email_to = ['']", "is ['']: write each as ops@example.com", id="nobody's address"),
-        pytest.param("email_to = ['a@b', 'ops']", "write each as ops@example.com", id="a name that is no address"),
+        pytest.param(f"webhook_url = '{PASSWORD}'", "begins with https:// or http://", id="not a URL"),
+        pytest.param(f'slack_url = "https://hook/\\n{PASSWORD}"', "contains a space", id="a line break in it"),
+        pytest.param("email_to = ['']", "is ['']: write each as ops@example.com", id="an empty address"),
+        pytest.param("email_to = ['a@b', 'ops']", "write each as ops@example.com", id="a name without a domain"),
         pytest.param("email_to = ['a@b c@d']", "write each as ops@example.com", id="two addresses in one"),
         pytest.param('email_to = ["a@b\\nBcc: c@d"]', "write each as ops@example.com", id="a header in an address"),
-        pytest.param("email_from = '   '", "write it as windlass@example.com", id="from nobody"),
+        pytest.param("email_from = '   '", "write it as windlass@example.com", id="an empty sender"),
         pytest.param("command = '\"abc'", "a quote in it is not closed", id="an open quote"),
         pytest.param("command = 'tell \\'", "ends in a backslash", id="a backslash at the end"),
-        pytest.param("command = ' '", "names no program", id="a command without words"),
-        pytest.param("command = '\"\"'", "names no program", id="a program without a name"),
-        pytest.param('command = "tell \\u0000"', "holds a NUL", id="a NUL"),
+        pytest.param("command = ' '", "has no program", id="a command without words"),
+        pytest.param("command = '\"\"'", "has no program", id="a program without a name"),
+        pytest.param('command = "tell \\u0000"', "contains a NUL", id="a NUL"),
     ],
 )
-def test_who_could_never_be_told_is_refused_without_a_secret(tmp_path: Path, setting: str, sentence: str) -> None:
+def test_invalid_notifier_is_refused_without_its_secret(tmp_path: Path, setting: str, sentence: str) -> None:
     server = "" if setting.startswith("smtp_url") else "\nsmtp_url = 'smtp://mail.example.com'"
     (tmp_path / "windlass.toml").write_text(f"[alerts]\n{setting}{server}")
     with pytest.raises(ConfigError) as caught:
@@ -207,7 +211,7 @@ def test_who_could_never_be_told_is_refused_without_a_secret(tmp_path: Path, set
     assert PASSWORD not in str(caught.value)
 
 
-def test_who_can_be_told_is_taken_as_it_is_written(tmp_path: Path) -> None:
+def test_valid_notifiers_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "windlass.toml").write_text(
         """[alerts]
 webhook_url = "https://user:p%2Fw@hook.example.com:8443/a?key=b"
@@ -224,7 +228,7 @@ command = "tell --to 'all of us'"
     assert alerts.smtp_url.get_secret_value() == "smtps://bot:p%2Fw%40@mail.example.com"
 
 
-def test_values_at_odds_are_named_each_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicting_values_are_reported_with_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "windlass.toml").write_text("[fleets.default]\nmax_workers = 2\nidle_timeout_s = 1")
     monkeypatch.setenv("MIN_ACTIVE_GPUS", "3")
     with pytest.raises(ConfigError) as caught:
@@ -235,10 +239,10 @@ def test_values_at_odds_are_named_each_with_its_source(tmp_path: Path, monkeypat
     )
 
 
-def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no configuration file"):
+def test_file_given_by_option_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="configuration file .* not found"):
         load_config(tmp_path / "missing.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
         load_config(tmp_path)
 
 
@@ -247,18 +251,18 @@ def test_a_file_that_is_named_must_exist(tmp_path: Path) -> None:
     [
         pytest.param("WINDLASS_WORKER__LEASE", "3", "did you mean WINDLASS_WORKER__LEASE_S?", id="an unknown name"),
         pytest.param(
-            "WINDLASS_NOSUCH", "3", "is not a setting: docs/configuration.md lists all", id="a name near none"
+            "WINDLASS_NOSUCH", "3", "is not a setting: docs/configuration.md lists all", id="a name like no other"
         ),
         pytest.param("RUNPOD_ENDPOINT", "http://127.0.0.1:8191/", "it must end in /v2, as https://api.", id="no /v2"),
         pytest.param("HCLOUD_ENDPOINT", "http://127.0.0.1:8190", "it must end in /v1, as https://api.", id="no /v1"),
         pytest.param("WINDLASS_WORKER__LEASE_S", "long", "(from WINDLASS_WORKER__LEASE_S) is 'long'", id="a bad value"),
         pytest.param("WINDLASS_WORKER", "{", "WINDLASS_WORKER in the environment is not a setting", id="a section"),
-        pytest.param("DATABASE_URL", f"mysql://u:{PASSWORD}@h/d", "is not the address of a Post", id="another kind"),
+        pytest.param(
+            "DATABASE_URL", f"mysql://u:{PASSWORD}@h/d", "is not the URL of a Post", id="another kind of database"
+        ),
     ],
 )
-def test_an_environment_that_cannot_be_used_is_refused_with(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, sentence: str
-) -> None:
+def test_invalid_environment_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str, sentence: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
         load_config()
@@ -276,8 +280,8 @@ def test_an_environment_that_cannot_be_used_is_refused_with(
         pytest.param("postgresql://u:p@[::1]:5432/db", None, id="IPv6"),
         pytest.param("postgresql:///db", None, id="no host"),
         pytest.param("postgresql+asyncpg://u:p@h/db", "names a driver", id="another program's driver"),
-        pytest.param("host=h dbname=d", "is not an address", id="keywords"),
-        pytest.param("", "is not an address", id="nothing"),
+        pytest.param("host=h dbname=d", "is not a URL", id="keywords"),
+        pytest.param("", "is not a URL", id="nothing"),
         pytest.param("postgresql://u:p#w@h/db", "%23", id="an unencoded #"),
         pytest.param("postgresql://u:p/w@h/db", "%2F", id="an unencoded /"),
         pytest.param("postgresql://u:p?w@h/db", "%3F", id="an unencoded ?"),
@@ -286,7 +290,7 @@ def test_an_environment_that_cannot_be_used_is_refused_with(
         pytest.param("postgresql://u:p@[::1/db", "brackets", id="half of an IPv6 address"),
     ],
 )
-def test_an_address_is_judged(url: str, problem: str | None) -> None:
+def test_problem_of_database_url(url: str, problem: str | None) -> None:
     found = problem_of_database_url(url)
     assert (found is None) == (problem is None)
     assert (problem or "") in (found or "")
@@ -302,12 +306,12 @@ def test_an_address_is_judged(url: str, problem: str | None) -> None:
         f"https://token:{PASSWORD}@example.org",
     ],
 )
-def test_no_password_in_an_address_is_shown(text: str) -> None:
+def test_passwords_in_urls_are_masked(text: str) -> None:
     assert PASSWORD not in masked(text)
     assert "********" in masked(text)
 
 
-def test_an_address_without_its_password_is_shown_and_the_rest_of_a_secret_is_not(
+def test_database_url_is_shown_without_its_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DATABASE_URL", f"postgresql://u:{PASSWORD}@h:5432/db")
@@ -318,39 +322,39 @@ def test_an_address_without_its_password_is_shown_and_the_rest_of_a_secret_is_no
 # ------------------------------------------------------------------------------------------------------------- fleets
 
 
-# Every name that the seeds have in their environment, as they write it, and what it becomes.
-SEED_NAMES: list[tuple[str, str, str, Any]] = [
-    ("000", "MIN_ACTIVE_GPUS", "min_workers", 2),
-    ("000", "MAX_ACTIVE_GPUS", "max_workers", 12),
-    ("000", "TASKS_PER_GPU_THRESHOLD", "tasks_per_worker", 4.0),
-    ("000", "ORCHESTRATOR_POLL_SEC", "poll_interval_s", 31.0),
-    ("000", "GPU_IDLE_TIMEOUT_SEC", "heartbeat_timeout_s", 301.0),
-    ("000", "TASK_STUCK_TIMEOUT_SEC", "stuck_timeout_s", 302.0),
-    ("000", "SPAWNING_TIMEOUT_SEC", "spawn_timeout_s", 303.0),
-    ("000", "GRACEFUL_SHUTDOWN_TIMEOUT_SEC", "stop_timeout_s", 304.0),
-    ("000", "GPU_HEALTH_CHECK_TIMEOUT_SEC", "vram_stale_s", 121.0),
-    ("000", "AUTO_START_WORKER_PROCESS", "auto_start_worker", True),
-    ("001", "RGRID_MAX_WORKERS", "max_workers", 50),
-    ("003", "MACHINES_TO_KEEP_IDLE", "idle_buffer", 3),
-    ("003", "SCALE_UP_MULTIPLIER", "scale_up_multiplier", 1.5),
-    ("003", "SCALE_DOWN_MULTIPLIER", "scale_down_multiplier", 0.8),
-    ("003", "MIN_SCALING_INTERVAL_SEC", "min_scaling_interval_s", 46.0),
-    ("003", "SPAWNING_GRACE_PERIOD_SEC", "spawn_grace_s", 181.0),
-    ("003", "SCALE_DOWN_GRACE_PERIOD_SEC", "scale_down_grace_s", 61.0),
-    ("003", "GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", "idle_timeout_s", 31.0),
-    ("003", "HEARTBEAT_PROMOTION_THRESHOLD_SEC", "promotion_threshold_s", 90.0),
-    ("003", "STARTUP_GRACE_PERIOD_SEC", "startup_grace_s", 601.0),
-    ("003", "READY_NOT_CLAIMING_TIMEOUT_SEC", "not_claiming_timeout_s", 181.0),
-    ("003", "GPU_NOT_DETECTED_TIMEOUT_SEC", "gpu_not_detected_timeout_s", 299.0),
-    ("003", "MAX_WORKER_FAILURE_RATE", "max_failure_rate", 0.7),
-    ("003", "FAILURE_WINDOW_MINUTES", "failure_window_s", 420.0),
-    ("003", "MIN_WORKERS_FOR_RATE_CHECK", "min_spawns_for_rate", 6),
-    ("003", "STORAGE_CHECK_INTERVAL_CYCLES", "storage_check_interval_cycles", 11),
-    ("003", "STORAGE_MIN_FREE_GB", "storage_min_free_gb", 51),
-    ("003", "STORAGE_MAX_PERCENT_USED", "storage_max_percent_used", 86),
-    ("003", "STORAGE_EXPANSION_INCREMENT_GB", "storage_expansion_increment_gb", 52),
+# Variables of the original systems (GPU orchestrator, Hetzner cluster, scaling update), and their settings.
+ORIGINAL_FLEET_NAMES: list[tuple[str, str, Any]] = [
+    ("MIN_ACTIVE_GPUS", "min_workers", 2),
+    ("MAX_ACTIVE_GPUS", "max_workers", 12),
+    ("TASKS_PER_GPU_THRESHOLD", "tasks_per_worker", 4.0),
+    ("ORCHESTRATOR_POLL_SEC", "poll_interval_s", 31.0),
+    ("GPU_IDLE_TIMEOUT_SEC", "heartbeat_timeout_s", 301.0),
+    ("TASK_STUCK_TIMEOUT_SEC", "stuck_timeout_s", 302.0),
+    ("SPAWNING_TIMEOUT_SEC", "spawn_timeout_s", 303.0),
+    ("GRACEFUL_SHUTDOWN_TIMEOUT_SEC", "stop_timeout_s", 304.0),
+    ("GPU_HEALTH_CHECK_TIMEOUT_SEC", "vram_stale_s", 121.0),
+    ("AUTO_START_WORKER_PROCESS", "auto_start_worker", True),
+    ("RGRID_MAX_WORKERS", "max_workers", 50),
+    ("MACHINES_TO_KEEP_IDLE", "idle_buffer", 3),
+    ("SCALE_UP_MULTIPLIER", "scale_up_multiplier", 1.5),
+    ("SCALE_DOWN_MULTIPLIER", "scale_down_multiplier", 0.8),
+    ("MIN_SCALING_INTERVAL_SEC", "min_scaling_interval_s", 46.0),
+    ("SPAWNING_GRACE_PERIOD_SEC", "spawn_grace_s", 181.0),
+    ("SCALE_DOWN_GRACE_PERIOD_SEC", "scale_down_grace_s", 61.0),
+    ("GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC", "idle_timeout_s", 31.0),
+    ("HEARTBEAT_PROMOTION_THRESHOLD_SEC", "promotion_threshold_s", 90.0),
+    ("STARTUP_GRACE_PERIOD_SEC", "startup_grace_s", 601.0),
+    ("READY_NOT_CLAIMING_TIMEOUT_SEC", "not_claiming_timeout_s", 181.0),
+    ("GPU_NOT_DETECTED_TIMEOUT_SEC", "gpu_not_detected_timeout_s", 299.0),
+    ("MAX_WORKER_FAILURE_RATE", "max_failure_rate", 0.7),
+    ("FAILURE_WINDOW_MINUTES", "failure_window_s", 420.0),
+    ("MIN_WORKERS_FOR_RATE_CHECK", "min_spawns_for_rate", 6),
+    ("STORAGE_CHECK_INTERVAL_CYCLES", "storage_check_interval_cycles", 11),
+    ("STORAGE_MIN_FREE_GB", "storage_min_free_gb", 51),
+    ("STORAGE_MAX_PERCENT_USED", "storage_max_percent_used", 86),
+    ("STORAGE_EXPANSION_INCREMENT_GB", "storage_expansion_increment_gb", 52),
 ]
-SEED_NAMES_FOR_ALL = {
+ORIGINAL_GLOBAL_NAMES = {
     "DATABASE_URL": ("database_url", "postgresql://h/d"),
     "HETZNER_API_TOKEN": ("hetzner_api_token", "secret"),
     "HETZNER_NETWORK_ID": ("hetzner_network_id", "4711"),
@@ -360,14 +364,12 @@ SEED_NAMES_FOR_ALL = {
     "RUNPOD_API_KEY": ("runpod_api_key", "secret"),
 }
 
-# Those of Hetzner's own command-line client.
-VENDORS_NAMES = {"HCLOUD_TOKEN", "HCLOUD_ENDPOINT", "RUNPOD_ENDPOINT", "RUNPOD_SSH_PRIVATE_KEY_PATH", "RAY_ADDRESS"}
+# Variables of the tools of Hetzner, Runpod and Ray.
+VENDOR_NAMES = {"HCLOUD_TOKEN", "HCLOUD_ENDPOINT", "RUNPOD_ENDPOINT", "RUNPOD_SSH_PRIVATE_KEY_PATH", "RAY_ADDRESS"}
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"), [pytest.param(*row, id=f"{row[0]} of seed {seed}") for seed, *row in SEED_NAMES]
-)
-def test_a_name_of_the_seeds_sets_the_fleet_default(
+@pytest.mark.parametrize(("name", "key", "value"), [pytest.param(*row, id=row[0]) for row in ORIGINAL_FLEET_NAMES])
+def test_original_variable_sets_the_default_fleet(
     monkeypatch: pytest.MonkeyPatch, name: str, key: str, value: Any
 ) -> None:
     written = {"FAILURE_WINDOW_MINUTES": "7", "AUTO_START_WORKER_PROCESS": "true"}.get(name, f"{value:g}")
@@ -379,9 +381,9 @@ def test_a_name_of_the_seeds_sets_the_fleet_default(
     assert value != FleetConfig.model_fields[key].default
 
 
-@pytest.mark.parametrize("name", SEED_NAMES_FOR_ALL)
-def test_a_name_of_the_seeds_that_is_no_fleets(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    key, value = SEED_NAMES_FOR_ALL[name]
+@pytest.mark.parametrize("name", ORIGINAL_GLOBAL_NAMES)
+def test_original_variable_sets_a_global_setting(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    key, value = ORIGINAL_GLOBAL_NAMES[name]
     monkeypatch.setenv("DATABASE_URL", "postgresql://h/d")
     monkeypatch.setenv(name, value)
     loaded = load_config()
@@ -391,11 +393,14 @@ def test_a_name_of_the_seeds_that_is_no_fleets(monkeypatch: pytest.MonkeyPatch, 
     assert loaded.config.fleets == {}
 
 
-def test_no_other_names_are_taken() -> None:
-    assert set(ENVIRONMENT_ALIASES) == {name for _, name, _, _ in SEED_NAMES} | set(SEED_NAMES_FOR_ALL) | VENDORS_NAMES
+def test_no_other_aliases_exist() -> None:
+    assert (
+        set(ENVIRONMENT_ALIASES)
+        == {name for name, _, _ in ORIGINAL_FLEET_NAMES} | set(ORIGINAL_GLOBAL_NAMES) | VENDOR_NAMES
+    )
 
 
-def test_a_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__QUEUES", "a, b")
     monkeypatch.setenv("WINDLASS_FLEETS__RENDERS__MAX_WORKERS", "7")
     fleet = load_config().config.fleets["renders"]
@@ -405,10 +410,10 @@ def test_a_fleet_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
         load_config()
 
 
-def test_whoever_runs_no_fleet_is_not_refused_for_what_the_environment_says_of_one(
+def test_fleet_variables_are_ignored_without_fleets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rest of it may stand in a file that is not read here."""
+    """The other settings of the fleet may be in a file that is not read here."""
     monkeypatch.setenv("MIN_ACTIVE_GPUS", "5")
     monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDER", "runpod")
     with pytest.raises(ConfigError, match="min_workers is 5 and max_workers is 4"):
@@ -420,7 +425,7 @@ def test_whoever_runs_no_fleet_is_not_refused_for_what_the_environment_says_of_o
         load_config(has_fleets=False)
 
 
-def test_the_environment_of_a_fleets_workers_is_shown_without_its_values(tmp_path: Path) -> None:
+def test_env_of_workers_is_shown_without_values(tmp_path: Path) -> None:
     file = tmp_path / "windlass.toml"
     file.write_text(f'[fleets.renders]\nqueues = ["a", "b"]\n[fleets.renders.env]\nAPI_KEY = "{PASSWORD}"')
     shown = {setting.key: (setting.shown(), setting.source) for setting in load_config().settings()}
@@ -434,7 +439,7 @@ def test_the_environment_of_a_fleets_workers_is_shown_without_its_values(tmp_pat
     assert PASSWORD not in str(caught.value)
 
 
-def test_the_documentation_of_the_settings_is_current() -> None:
+def test_configuration_docs_are_current() -> None:
     place = Path(__file__).parents[2]
     spec = importlib.util.spec_from_file_location("configuration_docs", place / "tools" / "configuration_docs.py")
     assert spec is not None
@@ -469,7 +474,7 @@ def with_remote_fleet(**api: Any) -> Config:
         ({"control_plane_ip": "10.0.0.2"}, None),
     ],
 )
-def test_where_machines_call_follows_from_what_is_set(api: dict[str, Any], url: str | None) -> None:
+def test_machine_url_from_settings(api: dict[str, Any], url: str | None) -> None:
     config = with_remote_fleet(**api)
     assert config.machine_url == url
     if url is None:
@@ -483,21 +488,23 @@ def test_where_machines_call_follows_from_what_is_set(api: dict[str, Any], url: 
     ("api", "sentence"),
     [
         ({"port": 80, "control_plane_ip": "10.0.0.2"}, "api.host is 127.0.0.1, which only this host can reach"),
-        ({"port": 80, "host": EVERYWHERE, "control_plane_ip": "8.8.8.8"}, "is http to 8.8.8.8, where anybody"),
+        ({"port": 80, "host": EVERYWHERE, "control_plane_ip": "8.8.8.8"}, "uses http to 8.8.8.8, which sends tokens"),
     ],
 )
-def test_machines_that_could_not_call_are_not_hired(api: dict[str, Any], sentence: str) -> None:
+def test_unreachable_control_plane_is_refused(api: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         check_machine_url(with_remote_fleet(**api))
 
 
-def test_a_fleet_of_this_host_needs_no_address() -> None:
+def test_local_fleet_needs_no_url() -> None:
     check_machine_url(Config(fleets={"near": FleetConfig(handler="a:b")}))
 
 
-def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> None:
+def test_unencrypted_public_url_is_refused(tmp_path: Path) -> None:
     (tmp_path / "windlass.toml").write_text('[api]\nurl = "http://w.example.com"')
-    with pytest.raises(ConfigError, match=r"api.url \(from windlass.toml\) is .*: it is http to w.example.com, where"):
+    with pytest.raises(
+        ConfigError, match=r"api.url \(from windlass.toml\) is .*: it uses http to w.example.com, which"
+    ):
         load_config()
 
 
@@ -537,22 +544,22 @@ def test_an_address_that_would_give_tokens_away_is_refused(tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_ray_cannot_do_is_refused(content: str, sentence: str) -> None:
+def test_invalid_ray_settings_are_refused(content: str, sentence: str) -> None:
     Path("windlass.toml").write_text(f"[fleets.x]\n{content}")
     with pytest.raises(ConfigError) as refused:
         load_config()
     assert sentence in str(refused.value)
 
 
-def test_ray_is_found_by_the_name_it_has_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_address_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
     assert load_config().config.ray_address == "10.0.0.5:6379"
     monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.5:10001")
-    with pytest.raises(ConfigError, match="Ray Client cannot be used"):
+    with pytest.raises(ConfigError, match="Ray Client .* is not supported"):
         load_config()
 
 
-def test_a_fleet_of_raylets_has_ray_for_its_engine() -> None:
+def test_ray_local_fleet_has_engine_ray() -> None:
     Path("windlass.toml").write_text('[fleets.x]\nprovider = "ray-local"\n[fleets.x.ray.queues.default]\nnum_gpus = 1')
     fleet = load_config().config.fleets["x"]
     assert (fleet.engine, fleet.ray.needs_of("default").num_gpus, fleet.ray.needs_of("other").num_gpus) == ("ray", 1, 0)

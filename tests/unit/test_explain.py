@@ -19,7 +19,7 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, RunningView, Snapshot, WorkerView
 from windlass.model.task import NewTask, Task, TaskStatus
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.stores import MemoryStores
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 
@@ -315,8 +315,8 @@ def test_cycles_that_decided_the_same_differ_by_what_they_did() -> None:
 # --------------------------------------------------------------------------------------------------- who is meant
 
 
-async def store_with(*fleets: str) -> MemoryControlStore:
-    store = MemoryControlStore(lambda: NOW, Retention(), Random(1))  # noqa: S311
+async def store_with(*fleets: str) -> MemoryStores:
+    store = MemoryStores(lambda: NOW, Retention(), Random(1))  # noqa: S311
     for name in fleets:
         await store.observe(Candidate("ann", ttl_s=3600.0), name, FleetConfig(queues=("q",)))
     return store

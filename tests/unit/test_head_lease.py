@@ -13,17 +13,17 @@ from windlass.model.lease import Candidate
 from windlass.model.node import HEAD_LEASE
 from windlass.ray.head_lease import given_head, sole_head
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.ray import MemoryRayStore
+from windlass.store.memory.stores import MemoryStores
 
 LEASE_S = 0.4
 
 
 @pytest.fixture
-def store() -> MemoryRayStore:
-    return MemoryRayStore(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
+def store() -> MemoryStores:
+    return MemoryStores(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
 
 
-async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: MemoryRayStore) -> None:
+async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: MemoryStores) -> None:
     async with sole_head(store, LEASE_S):
         with pytest.raises(ConfigError, match="another `windlass up` .* has a Ray head.* set RAY_ADDRESS to one head"):
             async with sole_head(store, LEASE_S):
@@ -33,7 +33,7 @@ async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: M
 
 
 def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own() -> None:
-    store = MemoryRayStore(virtual_now, Retention(), Random(1))  # noqa: S311
+    store = MemoryStores(virtual_now, Retention(), Random(1))  # noqa: S311
 
     async def both_ways() -> None:
         async with given_head(store, LEASE_S):
@@ -50,22 +50,22 @@ def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own() -> None:
     run(both_ways())
 
 
-async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryRayStore) -> None:
+async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryStores) -> None:
     await store.acquire_lease(Candidate("killed", LEASE_S, HEAD_LEASE))
     async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
         pass
 
 
-async def test_who_loses_the_right_stops(store: MemoryRayStore) -> None:
+async def test_who_loses_the_right_stops(store: MemoryStores) -> None:
     with pytest.raises(WindlassError, match="another `windlass up` has a Ray head of its own, or .* since"):
         async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
-            store._tables.leases.rows[HEAD_LEASE].holder = "another"
-            store._tables.leases.rows[HEAD_LEASE].term += 1
+            store.tables.leases.rows[HEAD_LEASE].holder = "another"
+            store.tables.leases.rows[HEAD_LEASE].term += 1
             await asyncio.Event().wait()
 
 
 async def test_a_right_that_cannot_be_asked_for_any_more_is_not_taken_for_another_orchestrator(
-    store: MemoryRayStore, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lead(_candidate: Candidate) -> int:
         raise WindlassError("the database has another schema")
@@ -76,16 +76,16 @@ async def test_a_right_that_cannot_be_asked_for_any_more_is_not_taken_for_anothe
             await asyncio.Event().wait()
 
 
-async def test_being_cancelled_by_others_is_not_taken_for_that(store: MemoryRayStore) -> None:
+async def test_being_cancelled_by_others_is_not_taken_for_that(store: MemoryStores) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(LEASE_S / 4), sole_head(store, LEASE_S):
             await asyncio.Event().wait()
 
 
-async def test_who_loses_a_right_that_another_of_its_tasks_took_stops(store: MemoryRayStore) -> None:
+async def test_who_loses_a_right_that_another_of_its_tasks_took_stops(store: MemoryStores) -> None:
     owner = asyncio.current_task()
     with pytest.raises(WindlassError, match="another `windlass up` has a Ray head of its own, or .* since"):
         async with asyncio.timeout(10 * LEASE_S), AsyncExitStack() as stack:
             await asyncio.create_task(stack.enter_async_context(given_head(store, LEASE_S, owner)))
-            store._tables.leases.rows[HEAD_LEASE].term += 1
+            store.tables.leases.rows[HEAD_LEASE].term += 1
             await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""The settings of a Hetzner fleet: what they are by default, and what is refused with which words."""
+"""Settings of Hetzner fleets: defaults, sources, and the messages for invalid ones."""
 
 import os
 from pathlib import Path
@@ -22,17 +22,17 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_a_hetzner_fleet_has_the_numbers_of_its_seed() -> None:
+def test_hetzner_defaults_are_those_of_the_original_cluster() -> None:
     fleet = FleetConfig(provider="hetzner")
     assert (fleet.heartbeat_timeout_s, fleet.spawn_timeout_s, fleet.poll_interval_s) == (120, 120, 10)
     assert (fleet.max_workers, fleet.max_changes_per_cycle, fleet.concurrency) == (50, 10, 2)
     assert fleet.policy == "clear-time"
     assert fleet.hetzner.ordered == (Choice("cx23", "nbg1"), Choice("cx23", "fsn1"), Choice("cx23", "hel1"))
     assert fleet.hetzner.ssh_keys == ()
-    assert fleet.stuck_timeout_s is None, "who computes for an hour is not broken"
+    assert fleet.stuck_timeout_s is None, "tasks may run for hours"
 
 
-def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "windlass.toml").write_text(
         '[fleets.crunch]\nprovider = "hetzner"\n'
         '[fleets.crunch.hetzner]\nchoices = ["cpx22@hel1"]\nnetwork_id = 7\n'
@@ -55,25 +55,25 @@ def test_settings_come_from_a_table_and_from_the_environment(tmp_path: Path, mon
     [
         (
             'choices = ["cx23"]',
-            r"fleets\.f\.hetzner\.choices \(from windlass\.toml\).*'cx23' is no server type and loc",
+            r"fleets\.f\.hetzner\.choices \(from windlass\.toml\).*'cx23' is not a server type and loc",
         ),
         ("choices = []", r"fleets\.f\.hetzner\.choices"),
-        ("billing_hour_s = 7", r"fleets\.f\.hetzner\.billing_hour_s .* is 7: 3600 s are no whole number of such hours"),
+        ("billing_hour_s = 7", r"fleets\.f\.hetzner\.billing_hour_s .* is 7: it must divide 3600"),
         ("network_id = 0", r"fleets\.f\.hetzner\.network_id \(from windlass\.toml\) is 0: .*greater than 0"),
-        ('labels = { windlass-x = "y" }', r"the label windlass-x is windlass's own: choose another name"),
-        ('labels = { "a b" = "y" }', r"'a b' cannot be a label"),
-        ('labels = { a = "b c" }', r"'b c' cannot be the value of label a"),
+        ('labels = { windlass-x = "y" }', r"the label windlass-x is reserved for windlass: choose another name"),
+        ('labels = { "a b" = "y" }', r"'a b' is not a valid label"),
+        ('labels = { a = "b c" }', r"'b c' is not a valid value of label a"),
         (
             "imag = 3",
             r"fleets\.f\.hetzner\.imag in windlass\.toml is not a setting: did you mean fleets\.f\.hetzner\.im",
         ),
         (
             "is_ipv4_on = false\nfirewall_ids = [1]",
-            r"firewall_ids are set and both is_ipv4_on and is_ipv6_on are false",
+            r"firewall_ids are set, but is_ipv4_on and is_ipv6_on are false",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(tmp_path: Path, written: str, words: str) -> None:
+def test_invalid_setting_is_refused_with_its_name(tmp_path: Path, written: str, words: str) -> None:
     (tmp_path / "windlass.toml").write_text(f'[fleets.f]\nprovider = "hetzner"\n[fleets.f.hetzner]\n{written}\n')
     with pytest.raises(ConfigError, match=words):
         load_config()
@@ -99,12 +99,12 @@ def test_settings_of_another_provider_are_refused() -> None:
         ("", "b", False),
     ],
 )
-def test_labels_are_checked_as_the_vendor_would(key: str, value: str, is_fine: bool) -> None:
+def test_labels_follow_the_rules_of_hetzner(key: str, value: str, is_fine: bool) -> None:
     assert (problem_of_label(key, value) is None) == is_fine
 
 
 @pytest.mark.parametrize("name", ["HETZNER_API_TOKEN", "HCLOUD_TOKEN"])
-def test_the_token_and_the_address_come_from_the_names_others_use(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_token_and_endpoint_variables_of_hcloud(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("HCLOUD_ENDPOINT", "http://127.0.0.1:9/v1/")
     config = load_config().config
@@ -114,21 +114,19 @@ def test_the_token_and_the_address_come_from_the_names_others_use(monkeypatch: p
     assert config.fleets == {}
 
 
-def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCLOUD_ENDPOINT", "127.0.0.1:9")
-    with pytest.raises(
-        ConfigError, match="hetzner_endpoint .from HCLOUD_ENDPOINT. is '127.0.0.1:9': it must be an addre"
-    ):
+    with pytest.raises(ConfigError, match="hetzner_endpoint .from HCLOUD_ENDPOINT. is '127.0.0.1:9': it must be a URL"):
         load_config()
 
 
-def test_without_a_token_one_sentence_says_what_to_do() -> None:
+def test_missing_token_is_reported() -> None:
     fleet = FleetConfig(provider="hetzner", handler="a:b")
     with pytest.raises(ConfigError, match="the Hetzner API token is missing. Set HETZNER_API_TOKEN"):
         providers.make_provider("f", fleet, Config(fleets={"f": fleet}), "instance")
 
 
-def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
+def test_server_without_network_is_refused() -> None:
     fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
     config = Config(fleets={"f": fleet}, hetzner_api_token="secret", api=ApiConfig(url="https://control.example"))
     with pytest.raises(ConfigError, match="servers of fleet f would have no network. Set hetzner_network_id"):
@@ -136,7 +134,7 @@ def test_a_server_that_could_not_be_reached_is_not_hired() -> None:
     providers.make_provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
 
 
-def test_fleets_with_the_same_token_share_one_account_and_the_patience_of_the_most_patient() -> None:
+def test_fleets_with_one_token_share_an_account_and_the_longest_timeout() -> None:
     config = Config(hetzner_api_token="secret")
     one, other = providers.hetzner_account(config, 20), providers.hetzner_account(config, 30)
     assert one is other
@@ -145,10 +143,8 @@ def test_fleets_with_the_same_token_share_one_account_and_the_patience_of_the_mo
 
 
 @pytest.mark.parametrize("name", ["HETZNER_API_TOKEN", "RUNPOD_API_KEY"])
-def test_a_key_is_one_word_and_the_line_break_of_its_file_is_no_part_of_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What libraries say of a header that they refuse quotes it."""
+def test_api_key_is_one_word_without_its_line_break(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP libraries quote an invalid header in their error message."""
     monkeypatch.setenv(name, " abc-DEF_123\n")
     kept = getattr(load_config().config, name.lower())
     assert kept.get_secret_value() == "abc-DEF_123"

@@ -133,7 +133,7 @@ async def test_join_of_terminated_worker_is_refused_without_retry(plane: Plane, 
     async with served(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url, join_token=join_token)
-        with pytest.raises(TokenRefused, match="worker w0 has ended"):
+        with pytest.raises(TokenRefused, match="worker w0 has terminated"):
             await join(path)
         path = write_join_file(tmp_path, worker_id="w1", url=url, join_token=join_token)
         with pytest.raises(TokenRefused):
@@ -147,15 +147,15 @@ async def test_join_of_terminated_worker_is_refused_without_retry(plane: Plane, 
         pytest.param("[]", "is not a JSON object", id="a list"),
         pytest.param("{}", "has no worker_id", id="no worker id"),
         pytest.param('{"worker_id": "w"}', "has no url", id="no url"),
-        pytest.param('{"worker_id": "w", "url": "example.com"}', "is not an address", id="no scheme"),
-        pytest.param('{"worker_id": "w", "url": "ftp://example.com"}', "is not an address", id="another protocol"),
+        pytest.param('{"worker_id": "w", "url": "example.com"}', "is not a URL", id="no scheme"),
+        pytest.param('{"worker_id": "w", "url": "ftp://example.com"}', "is not a URL", id="another protocol"),
         pytest.param(
-            '{"worker_id": "w", "url": "http://example.com"}', "is http to example.com", id="http to a public name"
+            '{"worker_id": "w", "url": "http://example.com"}', "uses http to example.com", id="http to a public name"
         ),
         pytest.param(
-            '{"worker_id": "w", "url": "http://8.8.8.8:80"}', "is http to 8.8.8.8", id="http to a public address"
+            '{"worker_id": "w", "url": "http://8.8.8.8:80"}', "uses http to 8.8.8.8", id="http to a public address"
         ),
-        pytest.param('{"worker_id": "w", "url": "https://u:p@h"}', "leave out user", id="password in the url"),
+        pytest.param('{"worker_id": "w", "url": "https://u:p@h"}', "remove user", id="password in the url"),
         pytest.param(
             '{"worker_id": "w", "url": "http://10.0.0.2", "join_token": "x"}', "begin with wlj_", id="invalid token"
         ),

@@ -11,7 +11,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
-from windlass.store.memory.auth import MemoryAuthStore
+from windlass.store.memory.stores import MemoryStores
 
 TOKEN = hash_of("token")
 
@@ -34,8 +34,8 @@ class RecordingProvider:
     async def close(self) -> None: ...
 
 
-async def spawn_workers(clock: Any, *, is_remote: bool) -> tuple[MemoryAuthStore, list[MachineRequest]]:
-    store, provider = MemoryAuthStore(clock, None, Random(1)), RecordingProvider(is_remote=is_remote)  # noqa: S311
+async def spawn_workers(clock: Any, *, is_remote: bool) -> tuple[MemoryStores, list[MachineRequest]]:
+    store, provider = MemoryStores(clock, None, Random(1)), RecordingProvider(is_remote=is_remote)  # noqa: S311
     config = FleetConfig(queues=("q",), handler="app:work", max_workers=2, spawn_timeout_s=50, policy="threshold")
     await store.enqueue_many(new_task("q") for _ in range(50))
     await FleetCycle("f", config, store, provider, Candidate("ann", 30.0), Random(7)).run()  # noqa: S311
@@ -61,7 +61,7 @@ async def test_join_token_expires_after_spawn_timeout(clock: Any) -> None:
 async def test_join_token_is_never_stored_or_shown(clock: Any) -> None:
     store, (request, *_) = await spawn_workers(clock, is_remote=True)
     shown = [repr(request), repr(await store.events()), repr(await store.workers()), repr(await store.cycles("f"))]
-    shown.append(repr(store._tables.workers.rows))
+    shown.append(repr(store.tables.workers.rows))
     shown.append(json.dumps([cycle.summary for cycle in await store.cycles("f")]))
     assert request.join_token
     assert not [text for text in shown if request.join_token in text]

@@ -155,7 +155,7 @@ def test_cycle_and_worker_are_in_every_line(stream: Written) -> None:
 
 def test_who_taps_gets_what_was_said_until_they_stop(stream: Written) -> None:
     heard: list[Any] = []
-    untap = logs.tap(heard.append)
+    untap = logs.add_tap(heard.append)
     log = structlog.get_logger("test")
     log.info("one", token=TOKEN)
     untap()

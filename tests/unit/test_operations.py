@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from support.provider_fixtures import set_status_in_memory
 from windlass import operations
 from windlass.model.action import Plan, Spawn
 from windlass.model.config import Retention
@@ -17,26 +18,27 @@ from windlass.model.outcome import Intent
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.operations import OperationOutcome, OperationResult
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.stores import MemoryStores
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 LEADER = Candidate("leader", ttl_s=30.0)
 
 
 @pytest.fixture
-async def store() -> MemoryControlStore:
+async def store() -> MemoryStores:
     """A fleet `gpu` of at most three workers with w0 in slot 0, and an unmanaged worker `manual` of fleet `other`."""
-    store = MemoryControlStore(lambda: NOW, Retention(), Random(1))  # noqa: S311
+    store = MemoryStores(lambda: NOW, Retention(), Random(1))  # noqa: S311
     observed = await store.observe(LEADER, "gpu", FleetConfig(queues=("renders",), max_workers=3))
     assert not isinstance(observed, Standby)
     term, snapshot = observed
-    plan = Plan((Spawn(0, "wanted"),), replace(snapshot.memory, planned_at=NOW), "spawn 1")
+    state = replace(snapshot.planner_state, cadence=replace(snapshot.planner_state.cadence, planned_at=NOW))
+    plan = Plan((Spawn(0, "wanted"),), state, "spawn 1")
     await store.commit_plan(LEADER, term, snapshot, plan, (Intent("w0", 0, "wanted", 30.0),))
     await store.register(Registration("manual", ("renders",), fleet="other"))
     return store
 
 
-Operate = Callable[[MemoryControlStore, str], Awaitable[OperationResult]]
+Operate = Callable[[MemoryStores, str], Awaitable[OperationResult]]
 WORKER_OPERATIONS: tuple[Operate, ...] = (
     operations.pause_worker,
     operations.resume_worker,
@@ -46,7 +48,7 @@ WORKER_OPERATIONS: tuple[Operate, ...] = (
 
 
 @pytest.mark.parametrize("operate", WORKER_OPERATIONS)
-async def test_operation_on_unknown_worker_is_not_found(store: MemoryControlStore, operate: Operate) -> None:
+async def test_operation_on_unknown_worker_is_not_found(store: MemoryStores, operate: Operate) -> None:
     result = await operate(store, "nope")
     assert (result.outcome, result.changed) == (OperationOutcome.NOT_FOUND, 0)
     assert result.message == "worker nope not found (unknown, or already purged)"
@@ -55,9 +57,9 @@ async def test_operation_on_unknown_worker_is_not_found(store: MemoryControlStor
 @pytest.mark.parametrize("operate", WORKER_OPERATIONS)
 @pytest.mark.parametrize("status", [WorkerStatus.ERROR, WorkerStatus.TERMINATED])
 async def test_operation_on_dead_worker_conflicts_and_changes_nothing(
-    store: MemoryControlStore, operate: Operate, status: WorkerStatus
+    store: MemoryStores, operate: Operate, status: WorkerStatus
 ) -> None:
-    store.move("w0", status)
+    set_status_in_memory(store, "w0", status)
     before = await store.worker("w0"), await store.events(), await store.fleets()
     result = await operate(store, "w0")
     assert (result.outcome, result.changed) == (OperationOutcome.CONFLICT, 0)
@@ -65,28 +67,28 @@ async def test_operation_on_dead_worker_conflicts_and_changes_nothing(
     assert (await store.worker("w0"), await store.events(), await store.fleets()) == before
 
 
-async def test_repeated_worker_operation_is_unchanged(store: MemoryControlStore) -> None:
+async def test_repeated_worker_operation_is_unchanged(store: MemoryStores) -> None:
     for operate in (operations.pause_worker, operations.resume_worker, operations.terminate_worker):
         assert (await operate(store, "w0")).outcome is OperationOutcome.DONE
         assert (await operate(store, "w0")).outcome is OperationOutcome.UNCHANGED
     assert (await operations.restart_worker(store, "w0")).outcome is OperationOutcome.UNCHANGED
 
 
-async def test_forced_termination_ends_worker_without_slot_at_once(store: MemoryControlStore) -> None:
+async def test_forced_termination_ends_worker_without_slot_at_once(store: MemoryStores) -> None:
     assert (await operations.terminate_worker(store, "manual", force=True)).changed == 1
     worker = await store.worker("manual")
     assert worker is not None
     assert worker.status is WorkerStatus.TERMINATED
 
 
-async def test_terminating_a_fleet_drains_its_live_workers(store: MemoryControlStore) -> None:
+async def test_terminating_a_fleet_drains_its_live_workers(store: MemoryStores) -> None:
     assert (await operations.terminate_fleet_workers(store, "gpu")).changed == 1
     assert (await operations.terminate_fleet_workers(store, "gpu")).outcome is OperationOutcome.UNCHANGED
     assert (await operations.terminate_fleet_workers(store, "gpu", force=True)).changed == 1
     assert (await operations.terminate_fleet_workers(store, "nope")).outcome is OperationOutcome.NOT_FOUND
 
 
-async def test_fleet_pause_and_resume_report_repeats(store: MemoryControlStore) -> None:
+async def test_fleet_pause_and_resume_report_repeats(store: MemoryStores) -> None:
     assert (await operations.pause_fleet(store, "gpu")).message == "fleet gpu paused, with 1 worker"
     assert (await operations.pause_fleet(store, "gpu")).outcome is OperationOutcome.UNCHANGED
     assert (await operations.resume_fleet(store, "gpu")).changed == 1
@@ -94,14 +96,14 @@ async def test_fleet_pause_and_resume_report_repeats(store: MemoryControlStore) 
     assert (await operations.pause_fleet(store, "nope")).message == "fleet nope not found; known fleets: gpu, other"
 
 
-async def test_operations_on_all_fleets_sum_up_changed_workers(store: MemoryControlStore) -> None:
+async def test_operations_on_all_fleets_sum_up_changed_workers(store: MemoryStores) -> None:
     assert (await operations.pause_all_fleets(store)).changed == 2
     assert (await operations.resume_all_fleets(store)).changed == 2
     restarted = await operations.restart_all_fleets(store)
     assert (restarted.changed, restarted.workers) == (1, ("w0",))  # workers without a slot are not replaced
 
 
-async def test_spawn_grants_no_more_than_free_slots(store: MemoryControlStore) -> None:
+async def test_spawn_grants_no_more_than_free_slots(store: MemoryStores) -> None:
     result = await operations.spawn_workers(store, "gpu", 5)
     assert (result.outcome, result.asked, result.granted, result.requested) == (OperationOutcome.DONE, 5, 2, 2)
     assert "max_workers is 3" in result.message
@@ -109,28 +111,28 @@ async def test_spawn_grants_no_more_than_free_slots(store: MemoryControlStore) -
     assert (again.outcome, again.granted, again.requested) == (OperationOutcome.UNCHANGED, 0, 2)
 
 
-async def test_spawn_and_restart_need_a_fleet_with_cycles(store: MemoryControlStore) -> None:
+async def test_spawn_and_restart_need_a_fleet_with_cycles(store: MemoryStores) -> None:
     assert (await operations.spawn_workers(store, "other")).outcome is OperationOutcome.CONFLICT
     assert (await operations.restart_fleet(store, "other")).outcome is OperationOutcome.CONFLICT
     assert (await operations.spawn_workers(store, "nope")).outcome is OperationOutcome.NOT_FOUND
     assert (await operations.restart_fleet(store, "nope")).outcome is OperationOutcome.NOT_FOUND
 
 
-async def test_restart_of_one_slot_drains_only_its_worker(store: MemoryControlStore) -> None:
+async def test_restart_of_one_slot_drains_only_its_worker(store: MemoryStores) -> None:
     assert (await operations.restart_fleet(store, "gpu", 1)).changed == 0
     assert (await operations.restart_fleet(store, "gpu", 0)).workers == ("w0",)
     with pytest.raises(BadInput):
         await operations.restart_fleet(store, "gpu", 99)
 
 
-async def test_enqueue_reports_whether_the_task_is_new(store: MemoryControlStore) -> None:
+async def test_enqueue_reports_whether_the_task_is_new(store: MemoryStores) -> None:
     first = await operations.enqueue_task(store, NewTask("renders", unique_key="k"))
     second = await operations.enqueue_task(store, NewTask("renders", unique_key="k"))
     assert (first.outcome, second.outcome) == (OperationOutcome.DONE, OperationOutcome.UNCHANGED)
     assert first.task_id == second.task_id
 
 
-async def test_task_operations_by_status(store: MemoryControlStore) -> None:
+async def test_task_operations_by_status(store: MemoryStores) -> None:
     task_id = await store.enqueue(NewTask("renders"))
     refused = await operations.retry_task(store, task_id)
     assert refused.outcome is OperationOutcome.CONFLICT
@@ -144,7 +146,7 @@ async def test_task_operations_by_status(store: MemoryControlStore) -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [(None, 5), (3, 3), (100, 5)])
 async def test_retry_failed_tasks_stops_at_its_limit(
-    store: MemoryControlStore, monkeypatch: pytest.MonkeyPatch, limit: int | None, expected: int
+    store: MemoryStores, monkeypatch: pytest.MonkeyPatch, limit: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(operations, "RETRY_BATCH", 2)
     ids = [await store.enqueue(NewTask("renders")) for _ in range(5)]

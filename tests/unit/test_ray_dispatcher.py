@@ -15,7 +15,7 @@ from windlass.ray.cluster import ClusterNode
 from windlass.ray.dispatcher import LEASE_S, Dispatch, Dispatcher
 from windlass.ray.seat_pool import Seats
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.ray import MemoryRayStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.worker.lifecycle import ExitReason
 
 CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")
@@ -36,7 +36,7 @@ class Term:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, config: FleetConfig = CONFIG) -> None:
         monkeypatch.setattr("windlass.ray.dispatcher.Cluster", Cluster)
-        self.store = MemoryRayStore(virtual_now, Retention(), Random(1))  # noqa: S311
+        self.store = MemoryStores(virtual_now, Retention(), Random(1))  # noqa: S311
         self.dispatcher = Dispatcher(Dispatch("f", config, "127.0.0.1:1", 1000, None), self.store, self._transport)
         self.seats = Seats(self, self.dispatcher._nodes, config.ray, self._never)  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def test_a_lease_that_runs_out_while_nodes_are_reported_is_judged_by_its_renewal
     async def slow() -> None:
         bench = Term(monkeypatch)
         term = await bench.lead()
-        bench.store._tables.leases.rows[dispatcher_lease("f")].expires_at = virtual_now()
+        bench.store.tables.leases.rows[dispatcher_lease("f")].expires_at = virtual_now()
         await bench.look(term)
         # Nothing is claimed until it is known whose it is.
         assert not bench.dispatcher._trust.is_valid

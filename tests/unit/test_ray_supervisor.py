@@ -21,7 +21,7 @@ from windlass.providers.local import LocalProvider
 from windlass.ray.head_lease import given_head, sole_head
 from windlass.ray.supervisor import ProgramSupervisor
 from windlass.ray.versions import our_versions
-from windlass.store.memory.ray import MemoryRayStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.wiring.providers import _with_ray, make_provider
 from windlass.wiring.ray import RaySupervisor, check_ray, dispatchers
 
@@ -46,7 +46,7 @@ class Beside(RaySupervisor):
     """With a head that was given, and the right to it by a lease in `leases`."""
 
     def __init__(self) -> None:
-        self.leases = MemoryRayStore(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
+        self.leases = MemoryStores(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
         self.programs = ProgramSupervisor()
         self.until_end = AsyncExitStack()
         super().__init__(self.programs, self.given, self.until_end)

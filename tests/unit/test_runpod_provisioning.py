@@ -15,7 +15,7 @@ from windlass.model.machine import Machine, MachineRequest, MachineState, Prepar
 from windlass.model.task import NewTask
 from windlass.ports.provider import OnHostKey
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.stores import MemoryStores
 
 FLEET = FleetConfig(queues=("red",), max_workers=2, poll_interval_s=5, heartbeat_interval_s=5, spawn_timeout_s=600)
 
@@ -54,12 +54,12 @@ class Slow:
     async def close(self) -> None: ...
 
 
-def cycle_of(store: MemoryControlStore, provider: Slow, holder: str = "ann", fleet: str = "red") -> FleetCycle:
+def cycle_of(store: MemoryStores, provider: Slow, holder: str = "ann", fleet: str = "red") -> FleetCycle:
     config = FLEET.model_copy(update={"queues": (fleet,)})
     return FleetCycle(fleet, config, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
 
 
-async def hired(store: MemoryControlStore, provider: Slow) -> FleetCycle:
+async def hired(store: MemoryStores, provider: Slow) -> FleetCycle:
     await store.enqueue(NewTask("red"))
     cycle = cycle_of(store, provider)
     await cycle.run(5.0)
@@ -73,7 +73,7 @@ def told(events: object) -> list[str]:
 
 def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
     async def live() -> None:
-        store, provider = MemoryControlStore(virtual_now), Slow()
+        store, provider = MemoryStores(virtual_now), Slow()
         cycle = await hired(store, provider)
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -96,7 +96,7 @@ def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
 
 def test_one_that_fails_ends_its_worker_with_its_code() -> None:
     async def live() -> None:
-        store = MemoryControlStore(virtual_now)
+        store = MemoryStores(virtual_now)
         provider = Slow(NotPrepared("DISK_FULL", "preparing it: the disk is full", "df says so", "its key"))
         cycle = await hired(store, provider)
         await cycle.run(5.0)
@@ -112,7 +112,7 @@ def test_one_that_fails_ends_its_worker_with_its_code() -> None:
 
 def test_one_whose_end_is_not_known_is_begun_again() -> None:
     async def live() -> None:
-        store, provider = MemoryControlStore(virtual_now), Slow(RuntimeError("a fault in the adapter"))
+        store, provider = MemoryStores(virtual_now), Slow(RuntimeError("a fault in the adapter"))
         cycle = await hired(store, provider)
         for _ in range(2):
             await cycle.run(5.0)
@@ -125,7 +125,7 @@ def test_one_whose_end_is_not_known_is_begun_again() -> None:
 
 def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
     async def live() -> None:
-        store, provider = MemoryControlStore(virtual_now), Slow()
+        store, provider = MemoryStores(virtual_now), Slow()
         cycle = await hired(store, provider)
         await cycle.run(5.0)
         await asyncio.sleep(1)
@@ -145,7 +145,7 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
 
 def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> None:
     async def live() -> None:
-        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
+        store, providers = MemoryStores(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
         for _ in range(2):
             for fleet in providers:
                 await store.enqueue(NewTask(fleet))
@@ -161,7 +161,7 @@ def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> N
 
 def test_with_one_cycle_of_each_no_fleet_goes_without_because_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     async def live() -> None:
-        store, providers = MemoryControlStore(virtual_now), {fleet: Slow() for fleet in ("red", "blue")}
+        store, providers = MemoryStores(virtual_now), {fleet: Slow() for fleet in ("red", "blue")}
         observe = store.observe
 
         async def observe_blue(candidate: Candidate, fleet: str, config: FleetConfig) -> Any:

@@ -1,4 +1,4 @@
-"""What can be said about a Runpod fleet, and what is refused before anything is asked of Runpod."""
+"""Settings of Runpod fleets: defaults, sources, and the messages for invalid ones."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def load(folder: Path, text: str) -> Config:
     return load_config(folder / "windlass.toml").config
 
 
-def test_a_runpod_fleet_has_the_seeds_patience() -> None:
+def test_runpod_defaults_are_those_of_the_original_orchestrator() -> None:
     fleet = FleetConfig(provider="runpod", runpod=RunpodSettings(image="i"))
     assert (fleet.spawn_timeout_s, fleet.heartbeat_timeout_s, fleet.stuck_timeout_s) == (600, 600, 1200)
     assert (fleet.poll_interval_s, fleet.heartbeat_interval_s, fleet.stop_timeout_s) == (30, 20, 600)
@@ -40,11 +40,11 @@ def test_a_runpod_fleet_has_the_seeds_patience() -> None:
         (" NVIDIA A100-SXM4-80GB@SECURE ", GpuChoice("NVIDIA A100-SXM4-80GB", "SECURE", ())),
     ],
 )
-def test_a_choice_is_a_gpu_a_cloud_and_data_centers(text: str, choice: GpuChoice) -> None:
+def test_choice_has_gpu_cloud_and_data_centers(text: str, choice: GpuChoice) -> None:
     assert RunpodSettings(choices=(text,)).ordered == (choice,)
 
 
-def test_lists_can_stand_on_one_line() -> None:
+def test_lists_may_be_separated_by_commas() -> None:
     settings = RunpodSettings(choices="NVIDIA L40S, NVIDIA H200@SECURE/EU-RO-1", ports="22/tcp,8888/http")  # type: ignore[arg-type]
     assert [choice.gpu for choice in settings.ordered] == ["NVIDIA L40S", "NVIDIA H200"]
     assert settings.opened_ports(has_ssh=True) == ("22/tcp", "8888/http")
@@ -55,37 +55,40 @@ def test_lists_can_stand_on_one_line() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"choices": ["NVIDIA L40S@MOON"]}, "is no GPU type and place: write NVIDIA L40S@SECURE"),
-        ({"choices": ["@SECURE"]}, "is no GPU type and place"),
+        ({"choices": ["NVIDIA L40S@MOON"]}, "is not a GPU type and cloud: write NVIDIA L40S@SECURE"),
+        ({"choices": ["@SECURE"]}, "is not a GPU type and cloud"),
         ({"choices": []}, "at least 1 item"),
-        ({"ports": ["22"]}, "'22' is no port: write it as 22/tcp or 8888/http"),
-        ({"ports": ["70000/tcp"]}, "is no port"),
+        ({"ports": ["22"]}, "'22' is not a port: write 22/tcp or 8888/http"),
+        ({"ports": ["70000/tcp"]}, "is not a port"),
         ({"min_cuda_version": "12"}, "min_cuda_version"),
-        ({"env": {"WINDLASS_JOIN": "x"}}, "WINDLASS_JOIN is windlass's own"),
-        ({"env": {"a-b": "x"}}, "'a-b' cannot be the name of an environment variable"),
+        ({"env": {"WINDLASS_JOIN": "x"}}, "WINDLASS_JOIN is reserved for windlass"),
+        ({"env": {"a-b": "x"}}, "'a-b' is not a valid name of an environment variable"),
         ({"volume_path": "workspace"}, "volume_path"),
         ({"volume_path": "/a b"}, "volume_path"),
-        ({"network_volume_id": "v", "choices": ["NVIDIA X@COMMUNITY"]}, "network volumes are in the secure cloud only"),
-        ({"choices": ["nonsense"]}, "'nonsense' is no GPU of NVIDIA's, and a worker can read no other"),
-        ({"choices": ["AMD Instinct MI300X OAM@SECURE"]}, "is no GPU of NVIDIA's"),
-        ({"image": " "}, "' ' is no image: write it as docker would pull it"),
-        ({"image": "a b"}, "'a b' is no image"),
-        ({"image": "a:1\n"}, "is no image"),
-        ({"volume_path": "/a/../b"}, "'/a/../b' has a step that leads nowhere or back"),
-        ({"ssh": {"storage_path": "/a/.."}}, "has a step that leads nowhere or back"),
-        ({"network_volume_id": "a/b?c"}, "'a/b?c' is no id of Runpod's: copy it from the console"),
-        ({"registry_id": "../pods"}, "'../pods' is no id of Runpod's"),
-        ({"template_id": " "}, "' ' is no id of Runpod's"),
+        (
+            {"network_volume_id": "v", "choices": ["NVIDIA X@COMMUNITY"]},
+            "network volumes exist only in the secure cloud",
+        ),
+        ({"choices": ["nonsense"]}, "'nonsense' is not an NVIDIA GPU, and workers support no others"),
+        ({"choices": ["AMD Instinct MI300X OAM@SECURE"]}, "is not an NVIDIA GPU"),
+        ({"image": " "}, "' ' is not an image: write it as for docker pull"),
+        ({"image": "a b"}, "'a b' is not an image"),
+        ({"image": "a:1\n"}, "is not an image"),
+        ({"volume_path": "/a/../b"}, "'/a/../b' must not contain . or .."),
+        ({"ssh": {"storage_path": "/a/.."}}, "must not contain . or .."),
+        ({"network_volume_id": "a/b?c"}, "'a/b?c' is not an id of Runpod: copy it from the console"),
+        ({"registry_id": "../pods"}, "'../pods' is not an id of Runpod"),
+        ({"template_id": " "}, "' ' is not an id of Runpod"),
         ({"gpu_count": 999}, "less than or equal to 32"),
         ({"disk_gb": 10**9}, "less than or equal to 16384"),
         ({"gpu_count": 0}, "gpu_count"),
         ({"disk_gb": 0}, "disk_gb"),
-        ({"ssh": {"checks": [" "]}}, "a command is text, and not empty"),
-        ({"ssh": {"start_command": "a\x00b"}}, "a command is text"),
+        ({"ssh": {"checks": [" "]}}, "a command must be printable text, and not empty"),
+        ({"ssh": {"start_command": "a\x00b"}}, "a command must be printable text"),
         ({"gpus": 1}, "gpus"),
     ],
 )
-def test_what_runpod_would_refuse_is_refused_before(settings: dict[str, Any], words: str) -> None:
+def test_invalid_setting_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(words)):
         RunpodSettings(**settings)
 
@@ -95,21 +98,24 @@ def test_what_runpod_would_refuse_is_refused_before(settings: dict[str, Any], wo
     [
         ("", "neither runpod.image nor runpod.template_id is set: name an image"),
         ('[fleets.gpu.runpod]\nimage = "i"\nport = 1', "fleets.gpu.runpod.port in .* is not a setting"),
-        ('[fleets.gpu.runpod]\nimage = "i"\nchoices = ["@"]', "fleets.gpu.runpod.choices .*is no GPU type and place"),
+        (
+            '[fleets.gpu.runpod]\nimage = "i"\nchoices = ["@"]',
+            "fleets.gpu.runpod.choices .*is not a GPU type and cloud",
+        ),
         ('concurrency = 2\n[fleets.gpu.runpod]\nimage = "i"', "a GPU runs exactly one task at a time"),
     ],
 )
-def test_each_mistake_is_one_sentence_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_setting_is_reported_with_its_key_and_source(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(tmp_path, text)
 
 
-def test_settings_of_runpod_are_for_fleets_of_runpod() -> None:
+def test_runpod_settings_need_provider_runpod() -> None:
     with pytest.raises(ValidationError, match="runpod is set and provider is 'local': set provider = \"runpod\""):
         FleetConfig(runpod=RunpodSettings(image="i"))
 
 
-def test_storage_that_must_be_mounted_is_the_volume_unless_said_otherwise() -> None:
+def test_storage_path_defaults_to_the_volume() -> None:
     assert RunpodSettings().storage_path is None
     assert RunpodSettings(network_volume_id="v", volume_path="/data").storage_path == "/data"
     assert RunpodSettings(network_volume_id="v", ssh={"storage_path": "/w"}).storage_path == "/w"  # type: ignore[arg-type]
@@ -123,12 +129,12 @@ def configured(**changes: Any) -> tuple[FleetConfig, Config]:
     return fleet, Config(fleets={"gpu": fleet}, api=ApiConfig(port=8080, url="https://plane.example.com"))
 
 
-def test_without_a_key_one_sentence_says_what_to_do() -> None:
+def test_missing_key_is_reported() -> None:
     with pytest.raises(ConfigError, match="the Runpod API key is missing. Set RUNPOD_API_KEY"):
         providers.make_provider("gpu", *configured(), "this")
 
 
-def test_starting_workers_over_ssh_needs_a_key_that_opens_pods(tmp_path: Path) -> None:
+def test_auto_start_needs_an_ssh_key(tmp_path: Path) -> None:
     fleet, config = configured(auto_start_worker=True)
     config = config.model_copy(update={"runpod_api_key": Config(runpod_api_key="k").runpod_api_key})
     with pytest.raises(ConfigError, match="fleet gpu has auto_start_worker, which needs an SSH key. Create one"):
@@ -143,7 +149,7 @@ def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:
     return configured()[0], config
 
 
-def test_fleets_with_the_same_key_share_one_account_and_the_longest_patience() -> None:
+def test_fleets_with_one_key_share_an_account_and_the_longest_timeout() -> None:
     config = Config(runpod_api_key="secret")
     one, other = providers.runpod_account(config, 20), providers.runpod_account(config, 30)
     assert one is other
@@ -152,7 +158,7 @@ def test_fleets_with_the_same_key_share_one_account_and_the_longest_patience() -
     assert providers.runpod_account(Config(runpod_api_key="another"), 20) is not one
 
 
-def test_names_of_the_vendor_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variables_of_runpod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RUNPOD_API_KEY", "k")
     monkeypatch.setenv("RUNPOD_ENDPOINT", "http://127.0.0.1:8191/v2/")
     monkeypatch.setenv("RUNPOD_SSH_PRIVATE_KEY_PATH", str(tmp_path / "id"))
@@ -163,5 +169,5 @@ def test_names_of_the_vendor_in_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert config.runpod_endpoint == "http://127.0.0.1:8191/v2"
     assert config.runpod_ssh_key_file == tmp_path / "id"
     monkeypatch.setenv("RUNPOD_ENDPOINT", "127.0.0.1:9")
-    with pytest.raises(ConfigError, match="runpod_endpoint .* must be an address .* such as https://api.runpod.io/v2"):
+    with pytest.raises(ConfigError, match="runpod_endpoint .* must be a URL .* such as https://api.runpod.io/v2"):
         load_config()

@@ -12,7 +12,7 @@ from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
 from windlass.ports.provider import OnHostKey
 from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.stores import MemoryStores
 
 
 class Away:
@@ -56,7 +56,7 @@ def test_repeated_list_error_is_logged_once_per_minute() -> None:
         cycle = FleetCycle(
             "red",
             fleet,
-            MemoryControlStore(virtual_now),
+            MemoryStores(virtual_now),
             provider,
             Candidate("ann", 30.0),
             Random(1),  # noqa: S311
@@ -91,7 +91,7 @@ class Sharing(Away):
 
 def test_volume_check_interval_spans_orchestrators() -> None:
     async def live() -> None:
-        store, provider = MemoryControlStore(virtual_now), Sharing()
+        store, provider = MemoryStores(virtual_now), Sharing()
         fleet = FleetConfig(queues=("red",), poll_interval_s=5, storage_check_interval_cycles=4)
 
         async def looks_in(cycles: int) -> int:

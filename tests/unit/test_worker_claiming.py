@@ -23,7 +23,7 @@ from support.worker_scenario import (
     running_worker,
 )
 from windlass.model.task import Finished, TaskStatus
-from windlass.store.memory.store import MemoryStore
+from windlass.store.memory.stores import MemoryStores
 from windlass.worker import claiming, gpu
 from windlass.worker.handler import RunningTask
 
@@ -155,7 +155,7 @@ async def test_claim_batch_shrinks_on_late_answers_and_grows_again() -> None:
 
 async def test_worker_with_fast_clock_backs_off_polling() -> None:
     behind = timedelta(hours=1)
-    transport = ScriptedTransport(MemoryStore(lambda: datetime.now(UTC) - behind))
+    transport = ScriptedTransport(MemoryStores(lambda: datetime.now(UTC) - behind))
     async with running_worker(transport=transport) as scenario:
         due = datetime.now(UTC) - behind + timedelta(minutes=30)
         scenario.enqueue(run_after=due)

@@ -1,73 +1,118 @@
-"""The program `windlass`.
+"""The program `windlass`: its list of commands, and how errors become one line and an exit code.
 
-However it ends, a person gets at most one sentence on standard error and never a traceback (unless WINDLASS_DEBUG=1
-asks for it). Exit codes: 0 done; 1 the answer is "no" (doctor, db status, demo) or a defect of ours; 2 something given
-cannot be used; 3 a worker was declared lost; 130, 141, 143 as shells have it.
+A command's module is imported when the command is used, so that `windlass --help` stays fast. The user never sees a
+traceback unless WINDLASS_DEBUG=1 is set.
+
+Exit codes: 0 success; 1 a check failed (doctor, db status, demo, replay) or an internal error; 2 bad input, or a
+request that cannot be carried out; 3 a worker was declared lost; 130, 141, 143 for SIGINT, SIGPIPE, SIGTERM.
 """
 
 import os
 import sys
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from windlass import __version__
-from windlass.cli import (
-    bootstrap,
-    config,
-    cost,
-    db,
-    demo,
-    doctor,
-    emulate,
-    enqueue,
-    explain,
-    fleets,
-    ray,
-    status,
-    tasks,
-    tokens,
-    up,
-    worker,
-    workers,
-)
-from windlass.cli.common import EXIT_BAD_INPUT, say
+from windlass.cli.errors import EXIT_BAD_INPUT, print_error
 from windlass.model.errors import WindlassError
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130
-# Click's UsageError, or typer's own copy of it: typer's versions differ in where it lives.
+# Click's UsageError or typer's own copy of it, depending on the version of typer.
 _UsageError: Any = typer.BadParameter.__base__
+
+
+class CommandEntry(NamedTuple):
+    name: str
+    module: str
+    attribute: str
+    # The first sentence of the command's own help. A test compares them.
+    summary: str
+
+
+COMMANDS = {
+    "Run": (
+        CommandEntry("up", "up", "up", "Run the fleets in windlass.toml: spawn, supervise and terminate workers."),
+        CommandEntry("worker", "worker", "worker", "Claim tasks and run a handler for each."),
+        CommandEntry("cycle", "up", "cycle", "Run one control cycle of every fleet and print a summary as JSON."),
+        CommandEntry("demo", "demo", "demo", "Show autoscaling and crash recovery on this host, in about a minute."),
+    ),
+    "Tasks": (
+        CommandEntry("enqueue", "enqueue", "enqueue", "Add a task to a queue, or one task per line of a file."),
+        CommandEntry("tasks", "tasks", "app", "List, retry, cancel and delete tasks."),
+    ),
+    "Fleets and workers": (
+        CommandEntry("status", "status", "status", "Show queues, fleets, workers and the results of the last hour."),
+        CommandEntry("workers", "workers", "app", "List workers and show their logs."),
+        CommandEntry("spawn", "fleets", "spawn", "Spawn workers now, whatever the scaling policy decides."),
+        CommandEntry("terminate", "fleets", "terminate", "Drain workers: they finish their tasks, then terminate."),
+        CommandEntry("pause", "fleets", "pause", "Pause workers or fleets: no new tasks, no new workers."),
+        CommandEntry("resume", "fleets", "resume", "Resume paused workers or fleets."),
+        CommandEntry("restart", "fleets", "restart", "Replace the workers of a fleet, and clear its failures."),
+    ),
+    "Decisions and cost": (
+        CommandEntry("explain", "explain", "explain", "Explain the state of a task, a worker or a fleet."),
+        CommandEntry("replay", "explain", "replay", "Repeat the decision of a stored cycle, with other settings."),
+        CommandEntry("cost", "cost", "cost", "Show the cost of machines by day, fleet, queue, worker or task."),
+    ),
+    "Set-up": (
+        CommandEntry("doctor", "doctor", "doctor", "Check this machine, the configuration and the database."),
+        CommandEntry("config", "config", "app", "Show the configuration."),
+        CommandEntry("db", "db", "app", "Manage the database schema."),
+        CommandEntry("tokens", "tokens", "app", "Create and revoke API tokens and dashboard links."),
+        CommandEntry("bootstrap", "bootstrap", "app", "Show the first-boot script of a cloud machine."),
+        CommandEntry("emulate", "emulate", "app", "Run an emulated cloud on this host, with real workers."),
+        CommandEntry("ray", "ray", "app", "Run the parts of a fleet whose tasks Ray places."),
+    ),
+}
+_ENTRIES = {entry.name: entry for entries in COMMANDS.values() for entry in entries}
+
+
+class LazyGroup(TyperGroup):
+    """The commands of COMMANDS. Imports a command's module when the command is used."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # None: not imported yet. Typer suggests similar names from the keys.
+        self.commands: dict[str, Any] = dict.fromkeys(_ENTRIES)
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(_ENTRIES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
+        if cmd_name in _ENTRIES and self.commands[cmd_name] is None:
+            entry = _ENTRIES[cmd_name]
+            found = getattr(import_module(f"windlass.cli.{entry.module}"), entry.attribute)
+            holder = typer.Typer(
+                add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, callback=lambda: None
+            )
+            if isinstance(found, typer.Typer):
+                holder.add_typer(found, name=cmd_name)
+            else:
+                holder.command(cmd_name)(found)
+            group: Any = typer.main.get_command(holder)
+            self.commands[cmd_name] = group.commands[cmd_name]
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        for panel, entries in COMMANDS.items():
+            with formatter.section(panel):
+                formatter.write_dl([(entry.name, entry.summary) for entry in entries])
+
 
 app = typer.Typer(
     name="windlass",
+    cls=LazyGroup,
     help="Elastic workers for a PostgreSQL task queue.",
     no_args_is_help=True,
-    # Typer would load rich for help and errors, which takes longer than everything else together.
+    # With markup, typer loads rich for help and errors, which takes longer than everything else together.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(up.up)
-app.command()(worker.worker)
-app.command()(enqueue.enqueue)
-app.add_typer(tasks.app, name="tasks")
-app.command()(status.status)
-app.add_typer(workers.app, name="workers")
-app.command()(explain.explain)
-app.command()(explain.replay)
-for by_hand in (fleets.spawn, fleets.terminate, fleets.pause, fleets.resume, fleets.restart):
-    app.command()(by_hand)
-app.command()(up.cycle)
-app.command()(cost.cost)
-app.command()(demo.demo)
-app.command()(doctor.doctor)
-app.add_typer(tokens.app, name="tokens")
-app.add_typer(emulate.app, name="emulate")
-app.add_typer(db.app, name="db")
-app.add_typer(config.app, name="config")
-app.add_typer(bootstrap.app, name="bootstrap")
-app.add_typer(ray.app, name="ray")
 
 
 def _show_version(wanted: bool) -> None:
@@ -79,7 +124,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
 
@@ -96,33 +141,31 @@ def _run() -> int:
     except Exception as error:
         if os.environ.get("WINDLASS_DEBUG") and not isinstance(error, _UsageError):
             raise
-        return _explain(error)
+        return _report(error)
     return code if isinstance(code, int) else 0
 
 
-def _explain(error: Exception) -> int:
+def _report(error: Exception) -> int:
     while isinstance(error, ExceptionGroup):
-        # Many of a kind were done at once: one speaks for all, but what is a defect is not kept back.
+        # Several concurrent calls failed: report one of them, an internal error before an expected one.
         error = min(error.exceptions, key=lambda one: isinstance(one, WindlassError))
-    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: its message is the help
+    if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: the message is the help text
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     if isinstance(error, _UsageError):
-        say(f"{_sentence(error.format_message())} See `{error.ctx.command_path if error.ctx else 'windlass'} --help`.")
+        text = error.format_message().replace("Value error, ", "").rstrip(".")
+        end = "" if text.endswith("?") else "."
+        path = error.ctx.command_path if error.ctx else "windlass"
+        print_error(f"{text[:1].lower()}{text[1:]}{end} See `{path} --help`.")
         return EXIT_BAD_INPUT
     if isinstance(error, WindlassError):
-        say(str(error))
+        print_error(str(error))
         return EXIT_BAD_INPUT
     if type(error).__module__.startswith("asyncpg"):
-        say(f"the database refused ({masked(str(error))}): `windlass doctor` looks for the cause.")
+        print_error(f"the database returned an error: {masked(str(error))}. Run `windlass doctor` to find the cause.")
         return EXIT_BAD_INPUT
-    say(
-        f"unexpected {type(error).__name__} ({masked(str(error))}): this is a defect of windlass. "
-        "WINDLASS_DEBUG=1 shows where it happened."
+    print_error(
+        f"unexpected {type(error).__name__}: {masked(str(error))}. This is a defect in windlass. "
+        "Set WINDLASS_DEBUG=1 to see the traceback."
     )
     return EXIT_DEFECT
-
-
-def _sentence(text: str) -> str:
-    text = text.replace("Value error, ", "").rstrip(".")
-    return f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else '.'}"

@@ -1,22 +1,22 @@
-"""`windlass bootstrap`: what a rented machine is told to do at its first boot."""
+"""`windlass bootstrap`: the first-boot script of a cloud machine."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from windlass.cli.common import ConfigFile, command, load
 from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.machine import MachineRequest
+from windlass.model.worker import DEFAULT_FLEET
+from windlass.worker.bootstrap import render_user_data
 
-if TYPE_CHECKING:
-    from windlass.model.config import Config
-    from windlass.model.fleet import FleetConfig
-
-# A machine that was given this cannot join, and whoever reads it sees why.
+# A machine that boots with these values cannot join, and they say why.
 PLACEHOLDER_TOKEN = "PLACEHOLDER-NOT-A-JOIN-TOKEN"  # noqa: S105
 PLACEHOLDER_URL = "https://control-plane.invalid"
 
-app = typer.Typer(help="What a rented machine does at its first boot.", no_args_is_help=True)
+app = typer.Typer(help="Show the first-boot script of a cloud machine.", no_args_is_help=True)
 
 
 @app.callback()
@@ -27,42 +27,32 @@ def _group() -> None: ...
 @command
 async def render(
     fleet: Annotated[
-        str | None, typer.Option(help="The fleet it is for (default: the only one there is).", metavar="NAME")
+        str | None, typer.Option(help="Fleet of the machine (default: the only one).", metavar="NAME")
     ] = None,
-    worker_id: Annotated[str | None, typer.Option(help="The worker it is for.", metavar="ID")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="Worker of the machine.", metavar="ID")] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Where the machine finds the control plane (default: as configured).", metavar="URL"),
+        typer.Option(help="URL of the control plane (default: from the configuration).", metavar="URL"),
     ] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Print the cloud-init document that a machine of a fleet would get.
+    """Print the cloud-init document of a machine.
 
-    Its join token is a placeholder: real ones are made when a machine is hired, and are good once.
+    The join token is a placeholder. A real token is created when a machine is spawned, and works once.
     """
-    from windlass.model.machine import MachineRequest
-    from windlass.worker.bootstrap import render_user_data
-
     loaded = load(config, None).config
-    name, settings = _chosen(loaded, fleet)
+    fleets = loaded.fleets or {DEFAULT_FLEET: FleetConfig()}
+    names = ", ".join(fleets)
+    if fleet is None and len(fleets) > 1:
+        raise BadInput(f"several fleets are configured ({names}): choose one with --fleet.")
+    name = fleet or next(iter(fleets))
+    if name not in fleets:
+        raise BadInput(f"fleet {name} not found; configured fleets: {names}.")
+    settings = fleets[name]
     request = MachineRequest(worker_id or f"{name}-0-0000000000", name, 0, PLACEHOLDER_TOKEN)
     url = url or loaded.machine_url or PLACEHOLDER_URL
     document = render_user_data(settings.bootstrap, request, url, stop_timeout_s=settings.stop_timeout_s)
     sys.stdout.write(document)
     if sys.stdout.isatty():
-        placeholders = "its join token" + (" and its address" if url == PLACEHOLDER_URL else "")
-        print(f"\nwindlass: this is for reading; {placeholders} cannot be used by a machine.", file=sys.stderr)
-
-
-def _chosen(config: "Config", name: str | None) -> "tuple[str, FleetConfig]":
-    from windlass.model.fleet import FleetConfig
-    from windlass.model.worker import DEFAULT_FLEET
-
-    fleets = config.fleets or {DEFAULT_FLEET: FleetConfig()}
-    if name is None and len(fleets) == 1:
-        return next(iter(fleets.items()))
-    if name is None:
-        raise BadInput(f"there are several fleets ({', '.join(fleets)}): choose one with --fleet.")
-    if name not in fleets:
-        raise BadInput(f"there is no fleet {name!r}: there is {', '.join(fleets)}.")
-    return name, fleets[name]
+        placeholders = "the join token" + (" and the URL" if url == PLACEHOLDER_URL else "")
+        print(f"\nwindlass: no machine can boot with this document: {placeholders} are placeholders.", file=sys.stderr)

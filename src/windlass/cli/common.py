@@ -1,101 +1,77 @@
-"""What every command shares: its options and how it runs. Light to import: everything here is loaded by --help too."""
+"""The options that commands share, and `command`, which runs an async function as a command."""
 
-import json
+import asyncio
 import os
+import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
+from windlass.cli.errors import EXIT_BROKEN_PIPE, EXIT_TERMINATED
+from windlass.config_loader import Loaded, load_config
 from windlass.model.errors import BadInput
-from windlass.worker.nonblocking_stderr import standard_error
-
-if TYPE_CHECKING:
-    from windlass.config_loader import Loaded
-
-EXIT_BAD_INPUT = 2
-# What shells report of a program that was ended by SIGTERM, as every command is that does not see to it itself.
-EXIT_TERMINATED = 143
-# The same for one whose reader went away, as in `windlass tasks list | head`.
-EXIT_BROKEN_PIPE = 141
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="Configuration file (default: windlass.toml, if there).", metavar="FILE")
+    Path | None,
+    typer.Option("--config", help="Configuration file (default: windlass.toml, if present).", metavar="FILE"),
 ]
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="Use the embedded PostgreSQL that lives here, not DATABASE_URL.", metavar="FOLDER"),
+    typer.Option(
+        "--data-dir", help="Use the embedded PostgreSQL in this folder instead of DATABASE_URL.", metavar="FOLDER"
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+FleetFilter = Annotated[str | None, typer.Option("--fleet", "-f", help="Only this fleet.", metavar="NAME")]
+QueueFilter = Annotated[str | None, typer.Option("--queue", "-q", help="Only this queue.", metavar="NAME")]
 
 Parameters = ParamSpec("Parameters")
 
 
-def load(config_file: Path | None, data_dir: Path | None, *, has_fleets: bool = True, **overrides: Any) -> "Loaded":
-    from windlass.config_loader import load_config
-
+def load(config_file: Path | None, data_dir: Path | None, *, has_fleets: bool = True, **overrides: Any) -> Loaded:
     return load_config(config_file, {"data_dir": data_dir, **overrides}, has_fleets=has_fleets)
 
 
 def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> Callable[Parameters, int]:
-    """An async function as a command. It returns the exit code; what it raises is main's to explain."""
+    """Run an async function as a command. It returns the exit code, None for 0. `main` reports what it raises."""
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
-        import asyncio
-
-        _check_text([*args, *kwargs.values()])
+        for value in (*args, *kwargs.values()):
+            for word in value if isinstance(value, list) else [value]:
+                _check_encoding(word)
         try:
-            code = asyncio.run(_until_terminated(function(*args, **kwargs))) or 0
+            code = asyncio.run(_run_until_terminated(function(*args, **kwargs))) or 0
             if sys.stdout is not None:
                 sys.stdout.flush()
         except asyncio.CancelledError:
             return EXIT_TERMINATED
         except BrokenPipeError:
-            return _be_quiet()
+            # The reader of our output has closed it. Discard the rest of the buffer.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return EXIT_BROKEN_PIPE
         return code
 
     return run
 
 
-def say(message: str) -> None:
-    """On one line, whatever the message holds; to a program that asked for JSON, as that."""
-    text = " ".join(message.split())
-    # What was logged before stands before it.
-    standard_error.drain()
-    print(json.dumps({"error": text}) if "--json" in sys.argv else f"windlass: {text}", file=sys.stderr)
+def _check_encoding(word: Any) -> None:
+    """Raise BadInput for text that the database cannot store. Paths are bytes, and need no encoding."""
+    if isinstance(word, str):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise BadInput(
+                f"{os.fsencode(word)!r} on the command line is not valid UTF-8. Use a UTF-8 terminal."
+            ) from None
 
 
-def _check_text(given: Iterable[Any]) -> None:
-    """Raise BadInput for words that no database stores as text. Paths are bytes to the system, and may be anything."""
-    for value in given:
-        for word in value if isinstance(value, list) else [value]:
-            if isinstance(word, str) and not _is_text(word):
-                raise BadInput(f"{os.fsencode(word)!r} on the command line is not UTF-8: write it in that encoding.")
-
-
-def _is_text(word: str) -> bool:
-    try:
-        word.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _be_quiet() -> int:
-    """Whoever read our output has enough; what is still buffered goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_BROKEN_PIPE
-
-
-async def _until_terminated(coroutine: Coroutine[Any, Any, int | None]) -> int | None:
-    """SIGTERM ends a command like Ctrl-C does: it tidies up after itself, an embedded server included."""
-    import asyncio
-    import signal
-
+async def _run_until_terminated(coroutine: Coroutine[Any, Any, int | None]) -> int | None:
+    """SIGTERM cancels a command as Ctrl-C does, so that it can clean up, for example stop an embedded server."""
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

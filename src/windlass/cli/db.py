@@ -1,42 +1,37 @@
-"""`windlass db`: the schema, and how it got there."""
+"""`windlass db`: the database schema and its migrations."""
 
+import asyncio
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from windlass import __version__
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
+from windlass.model.config import Config
 from windlass.model.errors import BadInput
-from windlass.model.urls import without_password
+from windlass.model.redaction import without_password
+from windlass.wiring import schema, stores
 
-if TYPE_CHECKING:
-    from windlass.model.config import Config
-
-app = typer.Typer(help="The database's schema.", no_args_is_help=True)
+app = typer.Typer(help="Manage the database schema.", no_args_is_help=True)
 
 
 @app.command()
 @command
 async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Bring the schema to this program's version.
+    """Migrate the schema to the version of this program.
 
-    All of it or nothing. Safe to repeat.
+    Runs in one transaction. Safe to repeat.
     """
-    loaded = load(config, data_dir)
-    from windlass.store.migrate import LATEST_VERSION
-    from windlass.store.migrate import migrate as migrate_database
-    from windlass.wiring import stores
-
-    async with stores.database(loaded.config, makes_schema=False) as dsn:
-        applied = await migrate_database(dsn)
+    async with stores.database(load(config, data_dir).config, makes_schema=False) as dsn:
+        applied = await schema.migrate(dsn)
     if as_json:
-        print_json({"applied": [m.version for m in applied], "version": LATEST_VERSION})
+        print_json({"applied": [m.version for m in applied], "version": schema.LATEST_VERSION})
         return
     for migration in applied:
         print(f"applied {migration.version:04} {migration.name}")
-    print(f"the schema is at version {LATEST_VERSION}")
+    print(f"schema is at version {schema.LATEST_VERSION}")
 
 
 @app.command()
@@ -44,82 +39,74 @@ async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: 
 async def status(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> int:
     """Show which migrations the database has.
 
-    Changes nothing. Exit code 1 if the database is not at this program's version.
+    Changes nothing. Exit code 1 if the schema is not at the version of this program.
     """
-    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
-
-    applied = await _applied(load(config, data_dir).config)
-    known = {migration.version: migration.name for migration in MIGRATIONS}
+    applied = await _applied_migrations(load(config, data_dir).config)
+    missing = {m.version: m.name for m in schema.missing_migrations(applied)}
     rows = [
         {
             "version": version,
-            "name": known.get(version) or applied[version]["name"],
+            "name": applied[version]["name"] if version in applied else missing[version],
             "applied_at": applied[version]["applied_at"] if version in applied else None,
-            "is_known": version in known,
+            "is_known": version <= schema.LATEST_VERSION,
         }
-        for version in sorted({*known, *applied})
+        for version in sorted({*missing, *applied})
     ]
     version = max(applied, default=None)
     if as_json:
-        print_json({"version": version, "program_version": LATEST_VERSION, "migrations": rows})
+        print_json({"version": version, "program_version": schema.LATEST_VERSION, "migrations": rows})
     else:
         for row in rows:
             when = f"applied {row['applied_at']:%Y-%m-%d %H:%M}" if row["applied_at"] else "not applied"
             print(f"{row['version']:04} {row['name']:<20} {when}{'' if row['is_known'] else ' by a newer windlass'}")
-    return 0 if version == LATEST_VERSION else 1
+    return 0 if version == schema.LATEST_VERSION else 1
 
 
 @app.command()
 @command
 async def sql(
     missing: Annotated[
-        bool, typer.Option("--missing", help="Only what the database does not have yet; asks it.")
+        bool, typer.Option("--missing", help="Only migrations that the database does not have. Connects to it.")
     ] = False,
     grants: Annotated[
-        bool, typer.Option("--grants", help="Only the rights of the roles windlass_producer and windlass_worker.")
+        bool, typer.Option("--grants", help="Only the grants for the roles windlass_producer and windlass_worker.")
     ] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
     """Print the migrations as one SQL script.
 
-    To apply by hand, in Supabase's SQL editor or after a review. The result is that of `windlass db migrate`.
+    Apply it by hand, for example in Supabase's SQL editor. The result is the same as that of `windlass db migrate`.
     """
-    from windlass.store.export_sql import GRANTS, script
-    from windlass.store.migrate import LATEST_VERSION, MIGRATIONS
-
     if grants:
         if missing:
-            raise BadInput("--missing is about migrations: leave it or --grants out.")
-        print(GRANTS, end="")
+            raise BadInput("--missing and --grants cannot be combined: --missing selects migrations.")
+        print(schema.GRANTS, end="")
         return
-    applied = await _applied(load(config, data_dir).config) if missing else {}
-    wanted = [m for m in MIGRATIONS if m.version > max(applied, default=0)]
+    applied = await _applied_migrations(load(config, data_dir).config) if missing else {}
+    wanted = schema.missing_migrations(applied)
     if not wanted:
-        print(f"-- The schema is at version {max(applied)} and this program's is {LATEST_VERSION}: nothing to apply.")
+        print(f"-- Nothing to apply: the schema has version {max(applied)}, this program {schema.LATEST_VERSION}.")
     else:
-        print(script(wanted, __version__), end="")
+        print(schema.script(wanted, __version__, from_version=max(applied, default=0)), end="")
 
 
 @app.command()
 @command
 async def url(
     keep: Annotated[
-        bool, typer.Option("--keep", help="Start the embedded database if need be, and keep it until Ctrl-C.")
+        bool, typer.Option("--keep", help="Start the embedded database if it is stopped, and run it until Ctrl-C.")
     ] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the database's address, for psql and pg_dump; without a password.
+    """Print the URL of the database, for psql and pg_dump, without its password.
 
-    The embedded database can be reached while it runs: while `windlass up`, a worker or any other command is open.
+    The embedded database runs only while a windlass command uses it, such as `windlass up` or a worker.
     """
-    import asyncio
 
-    from windlass.wiring import stores
-
-    def tell(address: str) -> None:
+    def print_url(address: str) -> None:
         if as_json:
             print_json({"url": address})
         else:
@@ -128,26 +115,24 @@ async def url(
 
     loaded = load(config, data_dir).config
     if loaded.database_url is not None:
-        tell(without_password(loaded.database_url.get_secret_value()))
+        print_url(without_password(loaded.database_url.get_secret_value()))
         return
     if keep:
         async with stores.database(loaded, makes_schema=False, may_create=False) as dsn:
-            tell(dsn)
+            print_url(dsn)
             await asyncio.Event().wait()
     stores.check_embedded_database_is_there(loaded)
     address = stores.running_database_url(loaded)
     if address is None:
         raise BadInput(
-            f"the embedded database in {stores.data_dir(loaded)} does not run now: add --keep to start it, or ask "
-            "while `windlass up` or a worker runs."
+            f"the embedded database in {stores.data_dir(loaded)} is not running. Add --keep to start it, or start "
+            "`windlass up` or a worker."
         )
-    tell(address)
+    print_url(address)
 
 
-async def _applied(config: "Config") -> dict[int, Any]:
-    """What the database has. One that does not exist yet has nothing, and is not made by asking."""
-    from windlass.wiring import stores
-
+async def _applied_migrations(config: Config) -> dict[int, Any]:
+    """Migrations by version. An embedded database that does not exist yet is not created, and has none."""
     if config.database_url is None and not stores.has_embedded_database(config):
         return {}
     async with stores.database(config, makes_schema=False) as dsn:

@@ -1,31 +1,32 @@
-"""`windlass doctor`: is everything here that windlass needs, and if not, what to do.
+"""`windlass doctor`: checks this machine, the configuration, the providers and the database.
 
-Looks and changes nothing: where there is no embedded database yet, its place is looked over, and one is tried out in a
-temporary directory.
+Changes nothing. If no embedded database exists yet, it checks the folder and tries one in a temporary directory.
 """
 
+import os
+import platform
+import shutil
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
+from windlass.model.config import Config
 from windlass.model.errors import WindlassError
-
-if TYPE_CHECKING:
-    from windlass.model.config import Config
-    from windlass.store.doctor_checks import DatabaseCheck
+from windlass.wiring import providers, stores
+from windlass.wiring.schema import DatabaseCheck, check_schema_version
+from windlass.worker.gpu import GpuReader
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_SERVER = 140_000
-# Below the first it will soon be full; below the second PostgreSQL may not even start.
+# Below the first limit the disk will soon be full. Below the second PostgreSQL may not start.
 DISK_WARN_BYTES = 2 * 1024**3
 DISK_FAIL_BYTES = 200 * 1024**2
-# Leases go by the database's clock; this machine's only decides how punctually a waiting task is looked for.
+# Leases use the database's clock. The clock of this machine only affects how early a scheduled task is claimed.
 CLOCK_WARN_S = 2.0
 
 
@@ -40,19 +41,19 @@ class Finding:
     check: str
     verdict: CheckStatus
     what: str
-    # Empty where there is nothing to do.
+    # What to do about it. Empty if nothing.
     do: str = ""
 
 
 @command
 async def doctor(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> int:
-    """Check this machine and the database.
+    """Check this machine, the configuration and the database.
 
-    A line for each thing, with what to do about it. Exit code 1 if something fails.
+    Prints one line per check, with what to do about a problem. Exit code 1 if a check fails.
     """
     findings: list[Finding] = []
-    # Closed in order if our reader goes away: what the loop's end finds open it closes all at once, one inside another.
-    async with aclosing(_findings(config, data_dir)) as found:
+    # aclosing: if the reader of our output closes it, the nested generators are closed in order.
+    async with aclosing(_run_checks(config, data_dir)) as found:
         async for finding in found:
             findings.append(finding)
             if not as_json:
@@ -64,36 +65,39 @@ async def doctor(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
     return 1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0
 
 
-async def _findings(config_file: Path | None, data_dir: Path | None) -> AsyncGenerator[Finding, None]:
-    yield _python()
-    yield _platform()
-    yield _gpu()
+async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncGenerator[Finding, None]:
+    yield _check_python()
+    yield _check_platform()
+    yield _check_gpu()
     try:
         config = load(config_file, data_dir).config
     except WindlassError as error:
         yield Finding("configuration", CheckStatus.FAIL, _clause(error))
         return
     yield Finding("configuration", CheckStatus.OK, "readable")
-    async with aclosing(_providers(config)) as of_providers:
-        async for finding in of_providers:
+    async with aclosing(_check_providers(config)) as found:
+        async for finding in found:
             yield finding
     if config.database_url is None:
-        disk = _disk(config)
+        disk = _check_disk(config)
         yield disk
         if disk.verdict is CheckStatus.FAIL:
             return
     try:
-        async with _reached(config) as (where, examination, is_trial):
+        async with _open_database(config) as (where, database, is_trial):
             yield where
-            for finding in _database(examination, is_embedded=config.database_url is None, is_trial=is_trial):
-                yield finding
+            yield _check_server_version(database)
+            if not is_trial:
+                yield _check_schema(database, is_embedded=config.database_url is None)
+                yield _check_privileges(database)
+            yield _check_pooler(database)
+            yield _check_notifications(database)
+            yield _check_clock(database)
     except WindlassError as error:
         yield Finding("database", CheckStatus.FAIL, _clause(error))
 
 
-async def _providers(config: "Config") -> AsyncGenerator[Finding, None]:
-    from windlass.wiring import providers
-
+async def _check_providers(config: Config) -> AsyncGenerator[Finding, None]:
     for name, examine in (("hetzner", providers.examine_hetzner), ("runpod", providers.examine_runpod)):
         try:
             async with aclosing(examine(config)) as remarks:
@@ -107,54 +111,45 @@ async def _providers(config: "Config") -> AsyncGenerator[Finding, None]:
 # -------------------------------------------------------------------------------------------------------- this machine
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         return Finding("python", CheckStatus.FAIL, version, "install Python 3.11 or newer")
     return Finding("python", CheckStatus.OK, f"{version} at {sys.executable}")
 
 
-def _platform() -> Finding:
-    import platform
-
+def _check_platform() -> Finding:
     name = f"{platform.system()} {platform.machine()}"
     if platform.system() not in ("Linux", "Darwin"):
         return Finding("platform", CheckStatus.WARN, name, "workers and the embedded database need Linux or macOS")
     return Finding("platform", CheckStatus.OK, name)
 
 
-def _gpu() -> Finding:
-    """By NVML, as a worker reports it."""
-    from windlass.worker.gpu import GpuReader
-
+def _check_gpu() -> Finding:
+    """Read the GPU through NVML, as a worker does."""
     reader = GpuReader()
     reader.start()
     reader.stop()
     vitals = reader.vitals()
     if not vitals:
-        return Finding("gpu", CheckStatus.OK, "no NVIDIA driver: workers report no GPU memory")
+        return Finding("gpu", CheckStatus.OK, "no NVIDIA driver (workers report no GPU memory)")
     if not vitals["vram_total_mb"]:
-        return Finding("gpu", CheckStatus.WARN, "the NVIDIA driver is there, but no GPU answers", "look at nvidia-smi")
+        return Finding("gpu", CheckStatus.WARN, "the NVIDIA driver is installed, but no GPU responds", "run nvidia-smi")
     return Finding(
-        "gpu", CheckStatus.OK, f"{vitals['vram_used_mb']:,} of {vitals['vram_total_mb']:,} MB of memory used"
+        "gpu", CheckStatus.OK, f"{vitals['vram_used_mb']:,} of {vitals['vram_total_mb']:,} MB of GPU memory used"
     )
 
 
-def _disk(config: "Config") -> Finding:
-    import os
-    import shutil
-
-    from windlass.wiring import stores
-
+def _check_disk(config: Config) -> Finding:
     data_dir = stores.data_dir(config)
-    there = next(folder for folder in (data_dir, *data_dir.parents) if os.path.exists(folder))  # noqa: PTH110
-    free_bytes = shutil.disk_usage(there).free
-    if not os.access(there, os.W_OK | os.X_OK):
-        return Finding("disk", CheckStatus.FAIL, f"{there} cannot be written", "name another place with --data-dir")
+    existing = next(folder for folder in (data_dir, *data_dir.parents) if os.path.exists(folder))  # noqa: PTH110
+    free_bytes = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return Finding("disk", CheckStatus.FAIL, f"{existing} is not writable", "choose another folder with --data-dir")
     what = f"{free_bytes / 1024**3:.1f} GiB free for {data_dir}"
     if free_bytes < DISK_WARN_BYTES:
         verdict = CheckStatus.FAIL if free_bytes < DISK_FAIL_BYTES else CheckStatus.WARN
-        return Finding("disk", verdict, what, "make room, or name another place with --data-dir")
+        return Finding("disk", verdict, what, "free some space, or choose another folder with --data-dir")
     return Finding("disk", CheckStatus.OK, what)
 
 
@@ -162,92 +157,79 @@ def _disk(config: "Config") -> Finding:
 
 
 @asynccontextmanager
-async def _reached(config: "Config") -> AsyncIterator[tuple[Finding, "DatabaseCheck", bool]]:
-    from windlass.wiring import stores
-
+async def _open_database(config: Config) -> AsyncIterator[tuple[Finding, DatabaseCheck, bool]]:
+    """Yield the finding, the details, and whether this is a temporary database instead of the configured one."""
     if config.database_url is not None or stores.has_embedded_database(config):
         async with stores.database(config, makes_schema=False) as dsn:
-            examination = await stores.examine_database(dsn)
-            kind = (
-                "embedded, in " + str(stores.data_dir(config)) if config.database_url is None else "from DATABASE_URL"
-            )
-            what = f"{examination.database} as {examination.user} ({kind})"
-            yield Finding("database", CheckStatus.OK, what), examination, False
+            found = await stores.examine_database(dsn)
+            kind = f"embedded, in {stores.data_dir(config)}" if config.database_url is None else "from DATABASE_URL"
+            what = f"{found.database} as {found.user} ({kind})"
+            yield Finding("database", CheckStatus.OK, what), found, False
         return
     stores.check_place_of_embedded_database(config)
     with stores.temporary_data_dir() as folder:
         trial = config.model_copy(update={"data_dir": folder / "data"})
         async with stores.database(trial) as dsn:
-            what = f"the embedded one works; it will be made in {stores.data_dir(config)} when first used"
+            what = f"the embedded PostgreSQL works; {stores.data_dir(config)} will be created at first use"
             yield Finding("database", CheckStatus.OK, what), await stores.examine_database(dsn), True
 
 
-def _database(found: "DatabaseCheck", *, is_embedded: bool, is_trial: bool) -> Iterator[Finding]:
-    yield _server_version(found)
-    if not is_trial:
-        yield _schema(found, is_embedded=is_embedded)
-        yield _privileges(found)
-    yield _pooler(found)
-    yield _listen(found)
-    yield _clock(found)
-
-
-def _server_version(found: "DatabaseCheck") -> Finding:
+def _check_server_version(found: DatabaseCheck) -> Finding:
     what = f"PostgreSQL {found.server_version}"
     if found.server_version_number < OLDEST_SERVER:
-        return Finding("version", CheckStatus.FAIL, what, "windlass needs PostgreSQL 14 or newer")
+        return Finding("version", CheckStatus.FAIL, what, "upgrade to PostgreSQL 14 or newer")
     return Finding("version", CheckStatus.OK, what)
 
 
-def _schema(found: "DatabaseCheck", *, is_embedded: bool) -> Finding:
-    from windlass.store.migrate import check_schema_version
-
+def _check_schema(found: DatabaseCheck, *, is_embedded: bool) -> Finding:
     if "usage on schema windlass" in found.missing_privileges:
-        return Finding("schema", CheckStatus.FAIL, "there is one that this user may not enter", "see privileges")
+        return Finding("schema", CheckStatus.FAIL, "this user has no access to the schema", "see privileges")
     try:
         check_schema_version(found.schema_version)
     except WindlassError as error:
-        # The embedded one gets its first schema from whoever opens it next.
-        will_be_made = is_embedded and found.schema_version is None
-        return Finding("schema", CheckStatus.WARN if will_be_made else CheckStatus.FAIL, _clause(error))
+        # Workers and clients need only the contract. An embedded database gets its schema when it is opened next.
+        is_usable = found.supports_contract or (is_embedded and found.schema_version is None)
+        return Finding("schema", CheckStatus.WARN if is_usable else CheckStatus.FAIL, _clause(error))
     return Finding("schema", CheckStatus.OK, f"version {found.schema_version}")
 
 
-def _privileges(found: "DatabaseCheck") -> Finding:
+def _check_privileges(found: DatabaseCheck) -> Finding:
     if found.missing_privileges:
         shown = ", ".join(found.missing_privileges[:3])
         more = f" and {len(found.missing_privileges) - 3} more" if len(found.missing_privileges) > 3 else ""
         what = f"{found.user} lacks {shown}{more}"
-        return Finding("privileges", CheckStatus.FAIL, what, "let the schema's owner grant them")
+        return Finding("privileges", CheckStatus.FAIL, what, "ask the owner of the schema to grant them")
     if found.schema_version is None and not found.may_create_schema:
         what = f"{found.user} may not create the schema"
-        do = f"grant create on database {found.database}, or let its owner apply the output of `windlass db sql`"
+        do = f"grant create on database {found.database}, or ask its owner to apply `windlass db sql`"
         return Finding("privileges", CheckStatus.FAIL, what, do)
-    return Finding("privileges", CheckStatus.OK, f"{found.user} has all it needs")
+    return Finding("privileges", CheckStatus.OK, f"{found.user} has all required privileges")
 
 
-def _pooler(found: "DatabaseCheck") -> Finding:
+def _check_pooler(found: DatabaseCheck) -> Finding:
     if found.is_pooled:
-        what = "a pooler stands before the server: workers look for tasks once a second instead of being woken"
-        return Finding("pooler", CheckStatus.WARN, what, "use the direct address if that is too slow")
-    return Finding("pooler", CheckStatus.OK, "none between us and the server")
+        what = "connected through a pooler: workers poll once a second instead of being notified"
+        return Finding("pooler", CheckStatus.WARN, what, "connect directly if that is too slow")
+    return Finding("pooler", CheckStatus.OK, "direct connection")
 
 
-def _listen(found: "DatabaseCheck") -> Finding:
+def _check_notifications(found: DatabaseCheck) -> Finding:
     if found.can_listen:
         return Finding("listen", CheckStatus.OK, "notifications arrive")
     if found.is_pooled:
-        return Finding("listen", CheckStatus.WARN, "not possible through a pooler", "see pooler")
-    what = "no notification arrives: workers look for tasks once a second instead"
-    return Finding("listen", CheckStatus.WARN, what, "is something between us and the server?")
+        return Finding("listen", CheckStatus.WARN, "unavailable through a pooler", "see pooler")
+    what = "no notifications arrive: workers poll once a second instead"
+    return Finding("listen", CheckStatus.WARN, what, "check for a proxy between this host and the server")
 
 
-def _clock(found: "DatabaseCheck") -> Finding:
+def _check_clock(found: DatabaseCheck) -> Finding:
     difference_s = found.clock_difference_s
     if abs(difference_s) > CLOCK_WARN_S + found.clock_uncertainty_s:
         what = f"the database's clock is {abs(difference_s):.1f} s {'ahead' if difference_s > 0 else 'behind'}"
-        return Finding("clock", CheckStatus.WARN, what, "set this machine's by NTP; scheduled tasks may be found late")
-    return Finding("clock", CheckStatus.OK, f"{abs(difference_s) * 1000:.0f} ms apart from the database's")
+        return Finding(
+            "clock", CheckStatus.WARN, what, "synchronize this machine with NTP; scheduled tasks may start late"
+        )
+    return Finding("clock", CheckStatus.OK, f"{abs(difference_s) * 1000:.0f} ms from the database's clock")
 
 
 def _clause(error: Exception) -> str:

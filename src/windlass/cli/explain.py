@@ -1,4 +1,4 @@
-"""`windlass explain` and `replay`: why it is so, and what would have been."""
+"""`windlass explain` and `windlass replay`: the reasons for a state, and a decision repeated with other settings."""
 
 import json
 from pathlib import Path
@@ -8,76 +8,81 @@ import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, printable
+from windlass.config_loader import load_config
+from windlass.control.explain import explain as explain_name
+from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
+from windlass.model.fleet import with_changes
+from windlass.policy.plan import plan
+from windlass.wiring import stores
 
-# PostgreSQL's bigint.
+# The largest bigint of PostgreSQL.
 MAX_CYCLE_ID = 2**63 - 1
 
 
 @command
 async def explain(
     what: Annotated[
-        str, typer.Argument(help="A task's id, a worker's id, or a fleet's name.", metavar="TASK|WORKER|FLEET")
+        str, typer.Argument(help="Id of a task, id of a worker, or name of a fleet.", metavar="TASK|WORKER|FLEET")
     ],
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell the story: why is this task waiting, why was this worker ended, why was nobody hired."""
-    from windlass.control.explain import explain as explain_name
-    from windlass.wiring import stores
+    """Explain the state of a task, a worker or a fleet.
 
-    loaded = load(config, data_dir)
-    async with stores.control_store(loaded.config, may_create=False) as store:
-        story = await explain_name(store, what)
+    For example: why a task is still queued, why a worker was terminated, why no worker was spawned.
+    """
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+        explanation = await explain_name(store, what)
+    history = explanation.history
     if as_json:
-        print_json({"answer": story.answer, "history": [{"at": at, "what": text} for at, text in story.history]})
+        print_json({"answer": explanation.answer, "history": [{"at": at, "what": text} for at, text in history]})
         return
-    for sentence in story.answer:
+    for sentence in explanation.answer:
         print(printable(sentence))
-    if story.history:
+    if history:
         print()
-    for at, text in story.history:
+    for at, text in history:
         print(f"{at:%Y-%m-%d %H:%M:%S}  {printable(text)}")
 
 
 @command
 async def replay(
     cycle: Annotated[
-        int, typer.Argument(help="A cycle's id, as `windlass explain FLEET` shows it.", min=1, max=MAX_CYCLE_ID)
+        int, typer.Argument(help="Id of a cycle, from `windlass explain FLEET`.", min=1, max=MAX_CYCLE_ID)
     ],
     with_config: Annotated[
-        Path | None, typer.Option("--with", help="Decide with the fleet as this file has it.", metavar="FILE")
+        Path | None, typer.Option("--with", help="Use the fleet's settings from this file.", metavar="FILE")
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Decide with this setting of the fleet: max_workers=3.", metavar="NAME=VALUE"),
+        typer.Option("--set", help="Change one setting of the fleet, for example max_workers=3.", metavar="NAME=VALUE"),
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
-    """Decide again from what a cycle saw. With the same settings it must come to the same; exit code 1 if not."""
-    from windlass.config_loader import load_config
-    from windlass.model.action import actions_to_plain
-    from windlass.model.fleet import with_changes
-    from windlass.policy.plan import plan
-    from windlass.wiring import stores
+    """Repeat the decision of a stored cycle, with other settings.
 
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    With unchanged settings the decision must be the same. Exit code 1 if it is not.
+    """
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         stored = await store.cycle(cycle)
     if stored is None:
         raise BadInput(
-            f"there is no cycle {cycle}: only those of the last days are kept; see `windlass explain FLEET`."
+            f"cycle {cycle} not found (unknown, or already purged). `windlass explain FLEET` lists recent cycles."
         )
     fleet = stored.snapshot.settings
     if with_config is not None:
         fleets = load_config(with_config, {"data_dir": data_dir}, file_named_by="--with").config.fleets
         if stored.cycle.fleet not in fleets:
-            raise BadInput(f"{with_config} has no fleet {stored.cycle.fleet}, which cycle {cycle} belongs to.")
+            raise BadInput(
+                f"cycle {cycle} belongs to fleet {stored.cycle.fleet}, which {with_config} does not contain."
+            )
         fleet = fleets[stored.cycle.fleet]
     if fleet is None:
-        raise BadInput(f"cycle {cycle} was stored without its settings: name a file with --with.")
+        raise BadInput(f"cycle {cycle} was stored without settings: pass a configuration file with --with.")
     again = plan(stored.snapshot, with_changes(fleet, changes or ()))
     then, now = actions_to_plain(stored.cycle.actions), actions_to_plain(again.actions)
     is_same = then == now and stored.cycle.decision == again.decision
@@ -91,11 +96,11 @@ async def replay(
             }
         )
     else:
-        _print_plan("decided then", stored.cycle.decision, then)
+        _print_plan("stored", stored.cycle.decision, then)
         if is_same:
-            print("decided again: the same")
+            print("replayed: same decision")
         else:
-            _print_plan("decided again", again.decision, now)
+            _print_plan("replayed", again.decision, now)
     return 0 if is_same or with_config is not None or changes else 1
 
 

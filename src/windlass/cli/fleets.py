@@ -1,116 +1,116 @@
-"""`windlass spawn`, `terminate`, `pause`, `resume`, `restart`: what a person does to fleets and workers by hand.
+"""`windlass spawn`, `terminate`, `pause`, `resume` and `restart`: operations on fleets and workers.
 
-A fleet is named as a word or with --fleet, whichever comes to mind. All of it is written into the database and carried
-out by the next cycle of whoever leads.
+A fleet is given as an argument or with --fleet. Operations change the database; the next cycle carries them out.
 """
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from windlass import operations
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import counted, print_json
+from windlass.cli.output import print_json
+from windlass.config_loader import Loaded
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.worker import MAX_COUNT
+from windlass.operations import TERMINATE_REASON, OperationResult, OperationStore
+from windlass.wiring import stores
 
-if TYPE_CHECKING:
-    from windlass.config_loader import Loaded
-    from windlass.model.cycle import Fleet as FleetRecord
-    from windlass.store.control import PostgresControlStore
-
-OneFleet = Annotated[str | None, typer.Argument(help="The fleet (default: the only one that is run).", metavar="FLEET")]
-Fleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All of this fleet.", metavar="NAME")]
-SameFleet = Annotated[str | None, typer.Option("--fleet", "-f", help="The same, as an option.", metavar="NAME")]
-Words = Annotated[list[str] | None, typer.Argument(help="Ids of workers, or names of fleets.", metavar="WORKER|FLEET")]
-Everything = Annotated[bool, typer.Option("--all", help="All fleets.")]
+OneFleet = Annotated[
+    str | None, typer.Argument(help="Name of the fleet (default: the only running fleet).", metavar="FLEET")
+]
+SameFleet = Annotated[
+    str | None, typer.Option("--fleet", "-f", help="Name of the fleet, as an option.", metavar="NAME")
+]
+Targets = Annotated[
+    list[str] | None, typer.Argument(help="Ids of workers, or names of fleets.", metavar="WORKER|FLEET")
+]
+AllOfFleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All workers of this fleet.", metavar="NAME")]
+AllFleets = Annotated[bool, typer.Option("--all", help="All fleets.")]
 
 
 @command
 async def spawn(
     fleet: OneFleet = None,
     fleet_option: SameFleet = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, max=MAX_COUNT, help="How many more.", metavar="N")] = 1,
+    count: Annotated[
+        int, typer.Option("--count", "-n", min=1, max=MAX_COUNT, help="Number of workers.", metavar="N")
+    ] = 1,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hire workers now, whatever the policy thinks. They leave again, like any other, when they have been idle.
+    """Spawn workers now, whatever the scaling policy decides.
 
-    Never more than the fleet has room for: what is beyond its maximum is not asked for.
+    The fleet never exceeds max_workers. Idle workers are drained later as usual.
     """
-    from windlass.wiring import stores
-
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
-        chosen = await _one_fleet(store, fleet, fleet_option)
-        # What was asked for before is still to come, and is no part of this.
-        requested = await store.request_workers(chosen.name, count)
-    granted = max(0, requested - chosen.requested_workers)
-    sentence = f"asked for {granted} more in fleet {chosen.name}"
-    if granted < count:
-        sentence += f", not {count}: its maximum is {chosen.max_workers}, and that is all it has room for"
-    answer = {
-        "fleet": chosen.name,
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+        result = await operations.spawn_workers(store, await _choose_fleet(store, fleet, fleet_option), count)
+    fields = {
+        "fleet": result.fleet,
         "asked": count,
-        "granted": granted,
-        "requested": requested,
-        "max_workers": chosen.max_workers,
+        "granted": result.granted,
+        "requested": result.requested,
+        "max_workers": result.max_workers,
     }
-    _say(answer, sentence, as_json=as_json)
+    _print_results([result], fields, as_json=as_json)
 
 
 @command
 async def terminate(
-    worker: Words = None,
-    fleet: Fleet = None,
-    force: Annotated[bool, typer.Option("--force", help="At once; tasks at hand go to others.")] = False,
-    reason: Annotated[str, typer.Option(help="Why, for whoever asks later.", metavar="TEXT")] = "ended by hand",
+    targets: Targets = None,
+    fleet: AllOfFleet = None,
+    force: Annotated[bool, typer.Option("--force", help="Terminate at once and requeue the running tasks.")] = False,
+    reason: Annotated[str, typer.Option(help="Reason, stored with the worker.", metavar="TEXT")] = TERMINATE_REASON,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let workers go: they finish what they have first. A fleet below its minimum hires others."""
-    from windlass.wiring import stores
+    """Drain workers: they finish their tasks, then terminate.
 
-    if not worker and not fleet:
-        raise BadInput("say which workers: their ids, or the name of a fleet.")
+    A fleet below min_workers spawns replacements.
+    """
+    if not targets and not fleet:
+        raise BadInput("nothing to terminate: pass ids of workers, or names of fleets.")
     check_reason(reason, "--reason")
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
-        ids, fleets = await _meant(store, worker, fleet)
-        ids += [w.id for w in await store.workers() if w.fleet in fleets and w.id not in ids]
-        if force:
-            changed = [worker_id for worker_id in ids if await store.terminate_worker(worker_id, reason)]
-            count = len(changed)
-        else:
-            count = await store.set_terminating(ids, reason)
-    how = "ended" if force else "asked to leave"
-    _say({"workers": ids, "changed": count}, f"{count} of {counted(len(ids), 'worker')} {how}", as_json=as_json)
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+        ids, fleets = await _resolve(store, targets, fleet)
+        results = [await operations.terminate_worker(store, one, reason, force=force) for one in ids]
+        ids += [worker.id for worker in await store.workers() if worker.fleet in fleets and worker.id not in ids]
+        results += [await operations.terminate_fleet_workers(store, name, reason, force=force) for name in fleets]
+    changed = sum(result.changed for result in results)
+    _print_results(results, {"workers": ids, "changed": changed}, as_json=as_json)
 
 
 @command
 async def pause(
-    worker: Words = None,
-    fleet: Fleet = None,
-    all_: Everything = False,
+    targets: Targets = None,
+    fleet: AllOfFleet = None,
+    all_: AllFleets = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Workers finish what they have and claim nothing; a paused fleet hires nobody."""
-    await _set_paused(worker, fleet, all_, load(config, data_dir), is_paused=True, as_json=as_json)
+    """Pause workers or fleets: no new tasks, no new workers.
+
+    Paused workers finish their current tasks and keep running.
+    """
+    await _set_paused(targets, fleet, all_, load(config, data_dir), is_paused=True, as_json=as_json)
 
 
 @command
 async def resume(
-    worker: Words = None,
-    fleet: Fleet = None,
-    all_: Everything = False,
+    targets: Targets = None,
+    fleet: AllOfFleet = None,
+    all_: AllFleets = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let paused workers, or a paused fleet, go on."""
-    await _set_paused(worker, fleet, all_, load(config, data_dir), is_paused=False, as_json=as_json)
+    """Resume paused workers or fleets."""
+    await _set_paused(targets, fleet, all_, load(config, data_dir), is_paused=False, as_json=as_json)
 
 
 @command
@@ -124,107 +124,84 @@ async def restart(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say that what was broken is mended, and replace a fleet's workers by new ones, gracefully.
+    """Replace the workers of a fleet, and clear its failures.
 
-    Its restarts are forgotten, its failed slots are free again, and a hold for failures ends. If it is on hold because
-    its key is another account's (OTHER_ACCOUNT), the machines that the key does not list are given up.
+    Workers drain, restart counts are cleared, failed slots become free, and a hold for failures ends. If the fleet is
+    on hold because its API key belongs to another account (OTHER_ACCOUNT), the machines that the key does not list are
+    abandoned.
     """
-    from windlass.wiring import stores
-
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
-        chosen = await _one_fleet(store, fleet, fleet_option)
-        name = chosen.name
-        freed = await store.restart_slots(name, slot)
-        workers = [
-            worker.id
-            for worker in await store.workers()
-            if worker.fleet == name and worker.slot is not None and slot in (None, worker.slot)
-        ]
-        count = await store.set_terminating(workers, "restarted by hand")
-    sentence = (
-        f"{counted(freed, 'failed slot')} freed, {counted(count, 'worker')} asked to leave; the next cycle hires anew"
-    )
-    if slot is None and chosen.hold is not None and chosen.hold.code == "OTHER_ACCOUNT":
-        sentence += "; machines that its key does not list are given up: they may still be charged"
-    _say({"fleet": name, "slots_freed": freed, "workers": workers, "changed": count}, sentence, as_json=as_json)
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+        name = await _choose_fleet(store, fleet, fleet_option)
+        result = await operations.restart_fleet(store, name, slot)
+    fields = {
+        "fleet": name,
+        "slots_freed": result.slots_freed,
+        "workers": list(result.workers),
+        "changed": result.changed,
+    }
+    _print_results([result], fields, as_json=as_json)
 
 
 async def _set_paused(
-    words: list[str] | None, fleet: str | None, is_all: bool, loaded: "Loaded", *, is_paused: bool, as_json: bool
+    targets: list[str] | None, fleet: str | None, is_all: bool, loaded: Loaded, *, is_paused: bool, as_json: bool
 ) -> None:
-    """A fleet with all its workers, those started by hand too, or single workers."""
-    from windlass.wiring import stores
-
-    if sum(map(bool, (words, fleet, is_all))) != 1:
-        raise BadInput("say what is meant: ids of workers, names of fleets, or --all.")
-    async with stores.control_store(loaded.config, may_create=False) as store:
-        ids, fleets = await _meant(store, words, fleet) if not is_all else ([], await _all_fleets(store))
-        count = await store.set_paused(ids, is_paused) if ids else 0
-        for name in fleets:
-            count += await store.pause_fleet(name, is_paused)
-    verb = "paused" if is_paused else "resumed"
-    what = [counted(len(fleets), "fleet")] if fleets else []
-    what.append(counted(count, "worker"))
-    answer = {"changed": count, "fleets": fleets, "is_paused": is_paused}
-    _say(answer, f"{' and '.join(what)} {verb}", as_json=as_json)
+    if sum(map(bool, (targets, fleet, is_all))) != 1:
+        raise BadInput("pass exactly one of: ids of workers or names of fleets, --fleet, or --all.")
+    change_worker = operations.pause_worker if is_paused else operations.resume_worker
+    change_fleet = operations.pause_fleet if is_paused else operations.resume_fleet
+    async with stores.store(loaded.config, may_create=False) as store:
+        if is_all:
+            ids, fleets = list[str](), [one.name for one in await store.fleets()]
+        else:
+            ids, fleets = await _resolve(store, targets, fleet)
+        results = [await change_worker(store, worker_id) for worker_id in ids]
+        results += [await change_fleet(store, name) for name in fleets]
+    fields = {"changed": sum(result.changed for result in results), "fleets": fleets, "is_paused": is_paused}
+    _print_results(results, fields, as_json=as_json)
 
 
-async def _all_fleets(store: "PostgresControlStore") -> list[str]:
-    return [fleet.name for fleet in await store.fleets()]
-
-
-async def _meant(
-    store: "PostgresControlStore", words: list[str] | None, fleet: str | None
-) -> tuple[list[str], list[str]]:
-    """Ids of live workers, and names of fleets. Raises BadInput for a word that is neither."""
+async def _resolve(store: OperationStore, targets: list[str] | None, fleet: str | None) -> tuple[list[str], list[str]]:
+    """Ids of live workers, and names of fleets. Raises BadInput for a target that is neither."""
     live = {worker.id for worker in await store.workers()}
-    known = await _all_fleets(store)
+    known = [one.name for one in await store.fleets()]
     if fleet is not None:
         await check_fleet_is_known(store, fleet)
-    ids = [word for word in words or () if word in live]
-    fleets = [word for word in words or () if word not in live]
-    if unknown := [word for word in fleets if word not in known]:
+    ids = [target for target in targets or () if target in live]
+    fleets = [target for target in targets or () if target not in live]
+    if unknown := [target for target in fleets if target not in known]:
         raise BadInput(
-            f"no live worker is called {unknown[0]}, and no fleet ({_names(known)}): "
+            f"live worker or fleet {unknown[0]} not found; known fleets: {', '.join(known) or 'none'}. "
             "`windlass workers list` shows the workers."
         )
     return ids, list(dict.fromkeys([*fleets, *([fleet] if fleet else [])]))
 
 
-async def _one_fleet(store: "PostgresControlStore", word: str | None, option: str | None) -> "FleetRecord":
-    """The one that is named, or the only one that is run. Raises BadInput for one that nobody can be hired for."""
-    if word is not None and option is not None and word != option:
-        raise BadInput(f"{word} and --fleet {option} name two fleets: choose one.")
-    fleets = {fleet.name: fleet for fleet in await store.fleets()}
-    asked = word or option
-    # A worker that somebody starts by hand brings a fleet along, which no orchestrator knows of.
-    is_run = [name for name, fleet in fleets.items() if fleet.planned_at is not None]
-    name = asked or _only(is_run) or _only(list(fleets))
-    if name is None or name not in fleets:
-        what = f"there is no fleet {asked}" if asked else "say which fleet"
-        raise BadInput(f"{what}: known are {_names(fleets)}.")
-    if name not in is_run:
-        raise BadInput(f"nobody runs fleet {name}: it has had no cycle yet; start `windlass up` with it first.")
-    return fleets[name]
+async def _choose_fleet(store: OperationStore, argument: str | None, option: str | None) -> str:
+    """The given fleet, or the only one that has cycles. Operations report a fleet that does not exist."""
+    if argument is not None and option is not None and argument != option:
+        raise BadInput(f"{argument} and --fleet {option} are different fleets: pass one of them.")
+    if argument or option:
+        return argument or option or ""
+    fleets = await store.fleets()
+    # A worker that is started by hand creates its fleet. Without cycles, no workers are spawned for it.
+    candidates = [one for one in fleets if one.planned_at is not None] or fleets
+    if len(candidates) != 1:
+        raise BadInput(f"pass the name of a fleet; known fleets: {', '.join(one.name for one in fleets) or 'none'}.")
+    return candidates[0].name
 
 
-def _only(names: list[str]) -> str | None:
-    return names[0] if len(names) == 1 else None
+async def check_fleet_is_known(store: OperationStore, fleet: str) -> None:
+    known = await store.fleets()
+    if fleet not in {one.name for one in known}:
+        raise BadInput(f"{operations.fleet_not_found(fleet, known)}.")
 
 
-async def check_fleet_is_known(store: "PostgresControlStore", fleet: str) -> None:
-    """Raise BadInput with the known ones unless a cycle has seen this fleet, or a worker says it is of it."""
-    known = await _all_fleets(store)
-    if fleet not in known:
-        raise BadInput(f"there is no fleet {fleet}: known are {_names(known)}.")
-
-
-def _names(fleets: "dict[str, FleetRecord] | list[str]") -> str:
-    return ", ".join(sorted(fleets)) or "none yet; `windlass up` makes them"
-
-
-def _say(plain: dict[str, object], sentence: str, *, as_json: bool) -> None:
+def _print_results(results: Sequence[OperationResult], fields: dict[str, object], *, as_json: bool) -> None:
+    """Raise BadInput for the first operation that was refused."""
+    for result in results:
+        if result.is_refused:
+            raise BadInput(f"{result.message}.")
     if as_json:
-        print_json(plain)
-    else:
-        print(sentence)
+        print_json(fields)
+    for result in () if as_json else results:
+        print(result.message)

@@ -1,9 +1,12 @@
-"""Log lines: for people on a terminal, JSON elsewhere, always on standard error. Without secrets, whoever logs them.
-Whoever reads them may stop or end first (Ctrl-S, `windlass worker | tee`); the program still has work to finish.
+"""Logging to standard error: text on a terminal, JSON elsewhere, with secrets masked.
 
-`tap` hands every line to somebody else too, as what it says and not as text.
+Writing a line never blocks the program, even if the terminal is stopped (Ctrl-S) or the reading process has exited.
+`add_tap` passes every log entry, as structured data, to another consumer too.
+
+Import this module before any other module that imports structlog (see below).
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -14,8 +17,17 @@ import typer
 from windlass.model.redaction import Mask, mask_of
 from windlass.worker.nonblocking_stderr import standard_error
 
+# structlog imports rich for tracebacks if it finds it, which takes a worker longer than the rest of its start.
+_hides_rich = "structlog" not in sys.modules and "rich" not in sys.modules
+if _hides_rich:
+    sys.modules["rich"] = None  # type: ignore[assignment] # makes `import rich` fail
+import structlog  # noqa: E402
+
+if _hides_rich:
+    del sys.modules["rich"]
+
 LogFormat = Annotated[
-    Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, JSON elsewhere.")
+    Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, json elsewhere.")
 ]
 
 _mask = Mask()
@@ -23,12 +35,6 @@ _taps: list[Callable[[Mapping[str, Any]], None]] = []
 
 
 def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> None:
-    """Comes before everything that logs is imported."""
-    _import_structlog_without_rich()
-    import logging
-
-    import structlog
-
     is_human = log_format == "human" or (log_format == "auto" and sys.stderr.isatty())
     structlog.configure(
         processors=[
@@ -36,8 +42,8 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            without_secrets,
-            _hand_on,
+            mask_secrets,
+            _pass_to_taps,
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
             if is_human
             else structlog.processors.JSONRenderer(default=str),
@@ -48,19 +54,23 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
     )
 
 
+def get_logger(name: str) -> Any:
+    return structlog.get_logger(name)
+
+
 def hide(secrets: Iterable[str]) -> None:
-    """From now on no line holds any of these."""
+    """Mask these strings in all later log lines."""
     global _mask  # noqa: PLW0603 - the log is one for the whole process
     _mask = mask_of(secrets)
 
 
-def tap(taker: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
-    """Hand every line to somebody who takes no time. Returns how to stop that."""
-    _taps.append(taker)
-    return lambda: _taps.remove(taker)
+def add_tap(consumer: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
+    """Pass every log entry to `consumer`, which must return at once. Returns a function that removes it."""
+    _taps.append(consumer)
+    return lambda: _taps.remove(consumer)
 
 
-def without_secrets(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapping[str, Any]:
+def mask_secrets(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapping[str, Any]:
     return {name: _masked(value) for name, value in line.items()}
 
 
@@ -76,14 +86,14 @@ def _masked(value: Any) -> Any:
     return value
 
 
-def _hand_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    for taker in _taps:
-        taker(line)
+def _pass_to_taps(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    for consumer in _taps:
+        consumer(line)
     return line
 
 
 class _Lines:
-    """Standard error as structlog wants it, a file. It prints a line in parts, and flushes when it is whole."""
+    """A file for structlog, which writes a line in parts and flushes at its end."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -95,14 +105,3 @@ class _Lines:
         line = "".join(self._parts)
         self._parts.clear()
         standard_error.write(line.encode(errors="backslashreplace"))
-
-
-def _import_structlog_without_rich() -> None:
-    """structlog takes rich for tracebacks if it finds it, and that costs a worker more time than all the rest of it."""
-    if "structlog" in sys.modules or "rich" in sys.modules:
-        return
-    sys.modules["rich"] = None  # type: ignore[assignment] # makes `import rich` fail
-    try:
-        import structlog  # noqa: F401
-    finally:
-        del sys.modules["rich"]

@@ -1,6 +1,6 @@
-"""The two ways of printing: JSON for programs, tables for people. And progress, where somebody is watching.
+"""Output of commands: JSON, tables, durations and progress bars.
 
-What comes out of the database may be anything, so nothing of it reaches a terminal as a control sequence.
+Text from the database may contain anything. Control characters in it are escaped before they reach a terminal.
 """
 
 import json
@@ -14,16 +14,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+# Rich takes longer to import than a whole command, so it is imported only where a terminal shows its output.
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Rich takes a millisecond for a row; longer tables are not for looking at.
-MAX_ROWS_FOR_LOOKS = 500
+# Rich needs about a millisecond per row. Longer tables are printed as plain text.
+MAX_RICH_ROWS = 500
 
 
 def print_json(value: Any, stored: Mapping[str, str] = MappingProxyType({})) -> None:
-    """`stored`: more members of the object, by name, as the JSON text that the database holds. They are printed as they
-    are: PostgreSQL takes what is nested more deeply, and longer numbers, than Python reads."""
+    """Print `value` as JSON. `stored` adds members to the object, as JSON text from the database, unparsed.
+
+    PostgreSQL accepts deeper nesting and longer numbers than Python's parser.
+    """
     text = json.dumps(to_plain(value), indent=2, ensure_ascii=False)
     if stored:
         members = "".join(f',\n  "{name}": {json_text}' for name, json_text in stored.items())
@@ -32,7 +35,7 @@ def print_json(value: Any, stored: Mapping[str, str] = MappingProxyType({})) -> 
 
 
 def to_plain(value: Any) -> Any:
-    """What JSON can hold, from our own types."""
+    """Convert our own types to those that JSON can represent."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
@@ -50,7 +53,7 @@ def to_plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """`right` names the columns of numbers. None is shown as nothing. Without headings, only the rows."""
+    """`right` names the right-aligned columns. None is an empty cell. Without headings only the rows are printed."""
 
     rows: Sequence[Sequence[object]]
     headings: Sequence[str] = ()
@@ -65,18 +68,18 @@ def print_table(rows: Sequence[Sequence[object]], *headings: str, right: Collect
 
 
 def print_text_table(table: TextTable) -> None:
-    if sys.stdout.isatty() and len(table.rows) <= MAX_ROWS_FOR_LOOKS:
-        from rich.console import Console
+    if sys.stdout.isatty() and len(table.rows) <= MAX_RICH_ROWS:
+        from rich.console import Console  # noqa: PLC0415
 
         Console().print(rich_table(table))
         return
     cells = [list(table.headings), *table.cells()] if table.headings else table.cells()
-    for line in _aligned(cells, [heading in table.right for heading in table.headings]):
+    for line in _align(cells, [heading in table.right for heading in table.headings]):
         print(line)
 
 
-def _aligned(rows: list[list[str]], is_right: list[bool]) -> Iterator[str]:
-    """A pipe has no width, so nothing is cut or folded: one line a row, for grep and awk."""
+def _align(rows: list[list[str]], is_right: list[bool]) -> Iterator[str]:
+    """One line per row, neither cut nor folded, so that grep and awk can read it."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_right = is_right or [False] * len(widths)
     for row in rows:
@@ -88,27 +91,27 @@ def _aligned(rows: list[list[str]], is_right: list[bool]) -> Iterator[str]:
 
 
 def rich_table(table: TextTable) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     has_headings = bool(table.headings)
     drawn = Table(box=SIMPLE_HEAD if has_headings else None, show_header=has_headings, show_edge=False, pad_edge=False)
     for heading in table.headings:
         drawn.add_column(heading, justify="right" if heading in table.right else "left", overflow="fold")
     for row in table.cells():
-        # As Text, so that square brackets are no markup.
+        # Text, because rich would read square brackets in a string as markup.
         drawn.add_row(*map(Text, row))
     return drawn
 
 
 def printable(text: str) -> str:
-    """The text with every control character but the line's end written out."""
+    """Escape every control character except the newline."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def shortened(text: str | None, width: int = 60) -> str | None:
-    """One line of it: the last, where a traceback names its cause."""
+def last_line(text: str | None, width: int = 60) -> str | None:
+    """The last line, which names the cause in a traceback, cut to `width`."""
     if not text or not text.strip():
         return None
     line = text.strip().splitlines()[-1].strip()
@@ -116,7 +119,7 @@ def shortened(text: str | None, width: int = 60) -> str | None:
 
 
 def duration(seconds: float | None) -> str | None:
-    """For people: 0.4 s, 12 s, 3 min, 5 h, 2 d."""
+    """Format as 0.4 s, 12 s, 3 min, 5 h or 2 d."""
     if seconds is None:
         return None
     if seconds < 10:
@@ -127,19 +130,19 @@ def duration(seconds: float | None) -> str | None:
     return f"{seconds / 86_400:.0f} d"
 
 
-def counted(count: int, what: str) -> str:
-    """1 task, 2 tasks."""
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+def format_count(count: int, noun: str) -> str:
+    """Format as 1 task or 2 tasks."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with how much more is done. Shows a bar on a terminal, nothing elsewhere."""
+    """Yield a function that advances a progress bar. The bar is shown only on a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console
-    from rich.progress import Progress
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)

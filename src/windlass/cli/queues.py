@@ -1,24 +1,26 @@
-"""Filters by queue: a name that nobody knows is a typo, and an empty answer would hide it."""
+"""Filters by queue: an unknown name is most likely a typo, so it is an error instead of an empty result."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from windlass.model.errors import BadInput
+from windlass.ports.tasks import TaskStore
 
-if TYPE_CHECKING:
-    from windlass.store.postgres import PostgresStore
-
-# A queue whose tasks have all ended is found if one of them is among so many of the newest. What is most likely a typo
-# is not looked for in all of a large table.
+# A queue whose tasks have all finished is known if one of them is among this many newest tasks. This bounds the
+# search in a large table.
 RECENT_TASKS = 100_000
-MAX_NAMED = 20
+MAX_LISTED = 20
 
 
-async def check_queue_is_known(store: "PostgresStore", queue: str | None) -> None:
-    """Raise BadInput with the known ones unless a task or a worker names this queue."""
+class QueueStore(TaskStore, Protocol):
+    async def has_recent_task(self, queue: str, newest: int, /) -> bool: ...
+
+
+async def check_queue_is_known(store: QueueStore, queue: str | None) -> None:
+    """Raise BadInput, with the known queues, unless a task or a worker names this queue."""
     if queue is None:
         return
     known = await store.known_queues()
     if queue in known or await store.has_recent_task(queue, RECENT_TASKS):
         return
-    names = ", ".join(known[:MAX_NAMED]) + (", …" if len(known) > MAX_NAMED else "")
-    raise BadInput(f"there is no queue {queue!r}: " + (f"known are {names}." if known else "there are no queues yet."))
+    names = ", ".join(known[:MAX_LISTED]) + (", …" if len(known) > MAX_LISTED else "")
+    raise BadInput(f"queue {queue} not found; known queues: {names or 'none'}.")

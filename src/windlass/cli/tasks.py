@@ -1,40 +1,50 @@
-"""`windlass tasks`: look at tasks, try them again, end them, delete them."""
+"""`windlass tasks`: lists, shows, retries, cancels and deletes tasks."""
 
+import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from windlass.cli.common import EXIT_BAD_INPUT, AsJson, ConfigFile, DataDir, command, load, say
+from windlass import operations
+from windlass.cli.common import AsJson, ConfigFile, DataDir, QueueFilter, command, load
 from windlass.cli.cost import plain_cost
-from windlass.cli.output import counted, duration, print_json, print_table, printable, progress, shortened, to_plain
+from windlass.cli.errors import EXIT_BAD_INPUT, print_error
+from windlass.cli.output import (
+    duration,
+    format_count,
+    last_line,
+    print_json,
+    print_table,
+    printable,
+    progress,
+    to_plain,
+)
 from windlass.cli.queues import check_queue_is_known
-from windlass.cli.times import parse_span
+from windlass.cli.times import parse_duration
+from windlass.config_loader import Loaded
 from windlass.cost.queries import task_cost
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.money import with_currency
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
+from windlass.operations import CANCEL_REASON, OperationResult
+from windlass.ports.tasks import TaskStore
+from windlass.wiring import stores
 
-if TYPE_CHECKING:
-    from windlass.config_loader import Loaded
-    from windlass.store.postgres import PostgresStore
+app = typer.Typer(help="List, retry, cancel and delete tasks.", no_args_is_help=True)
 
-app = typer.Typer(help="Look at tasks, retry, cancel and delete them.", no_args_is_help=True)
+# One database connection per concurrent call.
+MAX_CONCURRENT_CALLS = 4
 
-PAGE = 1_000
-# As many calls at once as the store has connections.
-AT_ONCE = 4
-
-Queue = Annotated[str | None, typer.Option("--queue", "-q", help="Only of this queue.", metavar="NAME")]
 TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
 
 class StatusFilter(StrEnum):
-    """What can be listed: the statuses, and those among the queued that wait for their time."""
+    """The statuses of tasks, and `scheduled` for queued tasks whose run_after is in the future."""
 
     QUEUED = "queued"
     SCHEDULED = "scheduled"
@@ -45,8 +55,6 @@ class StatusFilter(StrEnum):
 
 
 class FinishedFilter(StrEnum):
-    """What can be purged."""
-
     COMPLETE = "complete"
     FAILED = "failed"
 
@@ -54,13 +62,14 @@ class FinishedFilter(StrEnum):
 @app.command("list")
 @command
 async def list_(
-    queue: Queue = None,
+    queue: QueueFilter = None,
     status: Annotated[
-        StatusFilter | None, typer.Option("--status", "-s", help="Only with this status; scheduled: queued for later.")
+        StatusFilter | None, typer.Option("--status", "-s", help="Only this status; scheduled: queued for later.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.", metavar="N")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of tasks.", metavar="N")] = 50,
     before: Annotated[
-        int | None, typer.Option(help="Only older ones than this: the next page.", metavar="ID", min=1, max=MAX_TASK_ID)
+        int | None,
+        typer.Option(help="Only tasks older than this one, for the next page.", metavar="ID", min=1, max=MAX_TASK_ID),
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -68,15 +77,13 @@ async def list_(
 ) -> None:
     """List tasks, newest first.
 
-    Without payloads and results: `windlass tasks show` has those.
+    Payloads and results are not listed: see `windlass tasks show`.
     """
-    from windlass.wiring import stores
-
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         is_scheduled = status is StatusFilter.SCHEDULED
-        of = TaskStatus.QUEUED if is_scheduled else TaskStatus(status.value) if status is not None else None
+        wanted = TaskStatus.QUEUED if is_scheduled else TaskStatus(status.value) if status is not None else None
         found = await store.task_summaries(
-            queue=queue, status=of, limit=limit, before_id=before, is_scheduled=is_scheduled
+            queue=queue, status=wanted, limit=limit, before_id=before, is_scheduled=is_scheduled
         )
         if not found:
             await check_queue_is_known(store, queue)
@@ -87,14 +94,17 @@ async def list_(
     headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "note")
     print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "due", "took"))
     if len(found) == limit:
-        print(f"more: --before {found[-1].id}")
+        print(f"next page: --before {found[-1].id}")
 
 
 def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
-    note = _progress(task) if task.status is TaskStatus.RUNNING else shortened(task.error)
+    note = last_line(task.error)
+    if task.status is TaskStatus.RUNNING:
+        percent = f"{task.progress * 100:.0f} %" if task.progress is not None else None
+        note = " ".join(part for part in (percent, last_line(task.progress_note)) if part) or None
     due_s = (task.run_after - now).total_seconds() if task.run_after is not None else 0.0
     return (
         task.id,
@@ -109,25 +119,17 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     )
 
 
-def _progress(task: TaskSummary) -> str | None:
-    """20 % half way"""
-    percent = f"{task.progress * 100:.0f} %" if task.progress is not None else None
-    return " ".join(part for part in (percent, shortened(task.progress_note)) if part) or None
-
-
 @app.command()
 @command
 async def show(
-    task_id: Annotated[int, typer.Argument(help="The task's id.", metavar="ID", min=1, max=MAX_TASK_ID)],
+    task_id: Annotated[int, typer.Argument(help="Id of the task.", metavar="ID", min=1, max=MAX_TASK_ID)],
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Everything about one task: its fields and what happened to it."""
-    from windlass.wiring import stores
-
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
-        (task,) = await _existing(store, [task_id])
+    """Show all fields, the cost and the events of a task."""
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+        (task,) = await _find_tasks(store, [task_id])
         events = await store.events(task_id=task_id)
         cost = await task_cost(store, task_id, await store.now())
     plain = to_plain(task)
@@ -154,95 +156,96 @@ async def show(
 async def retry(
     task_ids: TaskIds = None,
     all_failed: Annotated[
-        bool, typer.Option("--all-failed", help="All dead letters of --queue, but those that were cancelled.")
+        bool, typer.Option("--all-failed", help="All failed tasks of --queue, except cancelled ones.")
     ] = False,
     include_cancelled: Annotated[
-        bool, typer.Option("--include-cancelled", help="With --all-failed: those that were cancelled, too.")
+        bool, typer.Option("--include-cancelled", help="With --all-failed: also cancelled tasks.")
     ] = False,
-    queue: Queue = None,
+    queue: QueueFilter = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
-    """Put failed tasks back into their queue.
+    """Requeue failed tasks, with their full number of attempts.
 
-    They get all their attempts again. Ids that do not exist are named, and then nothing is changed.
+    If one of the ids does not exist, nothing is changed.
     """
     if all_failed == bool(task_ids) or (all_failed and queue is None) or (queue is not None and not all_failed):
-        raise BadInput("say which tasks to retry: their ids, or --all-failed with --queue.")
+        raise BadInput("nothing to retry: pass ids of tasks, or --all-failed with --queue.")
     if include_cancelled and not all_failed:
-        raise BadInput("--include-cancelled goes with --all-failed: a task that is named by its id is retried anyway.")
-    from windlass.wiring import stores
-
-    async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
-        refused: list[Task] = []
+        raise BadInput("--include-cancelled needs --all-failed: tasks given by id are retried in any case.")
+    loaded = load(config, data_dir).config
+    async with stores.store(loaded, max_connections=MAX_CONCURRENT_CALLS, may_create=False) as store:
         if queue is not None:
-            done = await _retry_all_failed(store, queue, include_cancelled=include_cancelled)
-            if not done:
+            with progress("retrying", None) as advance:
+                retried = await operations.retry_failed_tasks(
+                    store, queue, include_cancelled=include_cancelled, on_batch=advance
+                )
+            if not retried.changed:
                 await check_queue_is_known(store, queue)
-        else:
-            done, refused = await _change(await _existing(store, task_ids or []), store.retry_task, "retrying")
-    return _report(
-        "retried", done, refused, as_json, "only failed tasks and those that wait for a retry can be retried"
-    )
+            return _report("retried", retried.task_ids, [], as_json)
+        tasks = await _find_tasks(store, task_ids or [])
+        done, refused = await _change(tasks, lambda task_id: operations.retry_task(store, task_id), "retrying")
+    return _report("retried", done, refused, as_json)
 
 
 @app.command()
 @command
 async def cancel(
     task_ids: TaskIds = None,
-    reason: Annotated[str, typer.Option(help="Kept with the task.", metavar="TEXT")] = "cancelled by hand",
+    reason: Annotated[str, typer.Option(help="Reason, stored with the task.", metavar="TEXT")] = CANCEL_REASON,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
-    """End unfinished tasks as failed. A running one is stopped by its worker at the next heartbeat."""
+    """Fail unfinished tasks. A worker stops a running attempt at its next heartbeat."""
     if not task_ids:
-        raise BadInput("say which tasks to cancel: their ids.")
+        raise BadInput("nothing to cancel: pass ids of tasks.")
     check_reason(reason, "--reason")
-    from windlass.wiring import stores
-
-    async with stores.store(load(config, data_dir).config, max_connections=AT_ONCE, may_create=False) as store:
-        tasks = await _existing(store, task_ids)
-        done, refused = await _change(tasks, lambda task_id: store.cancel_task(task_id, reason), "cancelling")
-    return _report("cancelled", done, refused, as_json, "only tasks that are not finished can be cancelled")
+    loaded = load(config, data_dir).config
+    async with stores.store(loaded, max_connections=MAX_CONCURRENT_CALLS, may_create=False) as store:
+        tasks = await _find_tasks(store, task_ids)
+        done, refused = await _change(tasks, lambda one: operations.cancel_task(store, one, reason), "cancelling")
+    return _report("cancelled", done, refused, as_json)
 
 
 @app.command()
 def purge(
     status: Annotated[
-        list[FinishedFilter] | None, typer.Option("--status", "-s", help="Delete those; may be repeated.")
+        list[FinishedFilter] | None,
+        typer.Option("--status", "-s", help="Status of the tasks to delete. May be repeated."),
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(help="Only tasks that ended longer ago: 90s, 5m, 2h, 7d; 0s for all.", metavar="SPAN")
+        str | None,
+        typer.Option(help="Only tasks that finished longer ago: 90s, 5m, 2h, 7d; 0s for all.", metavar="DURATION"),
     ] = None,
-    queue: Queue = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    queue: QueueFilter = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
-    """Delete finished tasks, for good.
+    """Delete finished tasks permanently.
 
-    Retention does this by itself after a while; see `windlass config show`.
+    Finished tasks are also deleted automatically after their retention time: see `windlass config show`.
     """
     if not status or older_than is None:
-        raise BadInput("say what to delete: --status complete or failed (or both), and --older-than, such as 7d.")
-    older_than_s = parse_span(older_than, "--older-than")
+        raise BadInput(
+            "nothing to delete: pass --status complete or failed (or both), and --older-than, for example 7d."
+        )
+    older_than_s = parse_duration(older_than, "--older-than")
     statuses = [TaskStatus(name) for name in dict.fromkeys(status)]
     loaded = load(config, data_dir)
-    # Before anything is open: Ctrl-C at a question should simply end it.
+    # Asked before the database is opened, so that Ctrl-C simply exits.
     if not yes:
-        _ask(statuses, older_than, queue)
+        _confirm(statuses, older_than, queue)
     return _purge(loaded, queue, statuses, older_than_s, as_json)
 
 
 @command
 async def _purge(
-    loaded: "Loaded", queue: str | None, statuses: list[TaskStatus], older_than_s: float, as_json: bool
+    loaded: Loaded, queue: str | None, statuses: list[TaskStatus], older_than_s: float, as_json: bool
 ) -> None:
-    from windlass.wiring import stores
-
     async with stores.store(loaded.config, may_create=False) as store:
         deleted = await store.purge(queue, statuses, older_than_s)
         if not deleted:
@@ -250,82 +253,63 @@ async def _purge(
     if as_json:
         print_json({"deleted": deleted})
     else:
-        print(f"deleted {counted(deleted, 'task')}")
+        print(f"deleted {format_count(deleted, 'task')}")
 
 
-def _ask(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None:
-    """On standard error, so that what is printed stays one JSON value. No answer is no."""
+def _confirm(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None:
+    """Ask on standard error, so that standard output stays one JSON value. Raise BadInput unless the answer is yes."""
     which = f"{' and '.join(statuses)} tasks of {'queue ' + queue if queue else 'all queues'}"
-    question = f"Delete all {which} that ended more than {older_than} ago, for good? [y/N] "
+    question = f"Delete all {which} that finished more than {older_than} ago, permanently? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline() if sys.stdin is not None else ""
     if not answer.endswith("\n"):
         print(file=sys.stderr)
     if answer.strip().lower() not in ("y", "yes"):
-        raise BadInput("nothing was deleted: answer yes, or add --yes.")
+        raise BadInput("nothing was deleted. Answer yes, or add --yes.")
 
 
-async def _existing(store: "PostgresStore", task_ids: list[int]) -> list[Task]:
-    """All of them, before anything is changed: an id that is wrong is a reason to stop and look."""
+async def _find_tasks(store: TaskStore, task_ids: list[int]) -> list[Task]:
+    """All tasks with these ids. Raises BadInput for unknown ids before anything is changed."""
     tasks = {task_id: await store.task(task_id) for task_id in dict.fromkeys(task_ids)}
     if unknown := [str(task_id) for task_id, task in tasks.items() if task is None]:
+        noun = "task" if len(unknown) == 1 else "tasks"
         raise BadInput(
-            f"there is no task {', '.join(unknown)}: `windlass tasks list` shows those there are; finished ones go "
-            "when their retention is over."
+            f"{noun} {', '.join(unknown)} not found (unknown, or already purged). `windlass tasks list` shows tasks."
         )
     return [task for task in tasks.values() if task is not None]
 
 
-async def _retry_all_failed(store: "PostgresStore", queue: str, *, include_cancelled: bool) -> list[int]:
-    """In bounded steps; those that fail meanwhile are left alone."""
-    began, failed_from = await store.now(), None
-    done: list[int] = []
-    with progress("retrying", None) as advance:
-        while True:
-            was_from = failed_from
-            # At the end once more from the beginning, for those that somebody had locked.
-            ids, failed_from = await store.retry_failed(
-                queue, began, PAGE, failed_from=was_from, include_cancelled=include_cancelled
-            )
-            if not ids and was_from is None:
-                return sorted(done)
-            done += ids
-            advance(len(ids))
-
-
 async def _change(
-    tasks: list[Task], change: Callable[[int], Awaitable[bool]], doing: str
-) -> tuple[list[int], list[Task]]:
-    """Do it to each. Returns which were changed, and which were in no state for it."""
-    import asyncio
-
-    places = asyncio.Semaphore(AT_ONCE)
+    tasks: list[Task], change: Callable[[int], Awaitable[OperationResult]], doing: str
+) -> tuple[list[int], list[tuple[Task, OperationResult]]]:
+    """Apply an operation to each task. Returns the ids of changed tasks, and the refused tasks with their results."""
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
     done: list[int] = []
-    refused: list[Task] = []
+    refused: list[tuple[Task, OperationResult]] = []
 
-    async def one(task: Task) -> None:
-        async with places:
-            is_done = await change(task.id)
-        if is_done:
-            done.append(task.id)
+    async def change_one(task: Task) -> None:
+        async with semaphore:
+            result = await change(task.id)
+        if result.is_refused:
+            refused.append((task, result))
         else:
-            refused.append(task)
+            done.append(task.id)
         advance(1)
 
-    with progress(doing, None) as advance:
+    with progress(doing, len(tasks)) as advance:
         async with asyncio.TaskGroup() as group:
             for task in tasks:
-                group.create_task(one(task))
-    return sorted(done), sorted(refused, key=lambda task: task.id)
+                group.create_task(change_one(task))
+    return sorted(done), sorted(refused, key=lambda one: one[0].id)
 
 
-def _report(did: str, done: list[int], refused: list[Task], as_json: bool, rule: str) -> int:
+def _report(verb: str, done: Sequence[int], refused: Sequence[tuple[Task, OperationResult]], as_json: bool) -> int:
     if as_json:
-        print_json({did: done, "refused": [{"id": task.id, "status": task.status} for task in refused]})
+        print_json({verb: done, "refused": [{"id": task.id, "status": task.status} for task, _ in refused]})
     elif len(done) == 1:
-        print(f"{did} task {done[0]}")
+        print(f"{verb} task {done[0]}")
     elif done or not refused:
-        print(f"{did} {counted(len(done), 'task')}")
-    for task in refused:
-        say(f"task {task.id} is {task.status.value}: {rule}.")
+        print(f"{verb} {format_count(len(done), 'task')}")
+    for _, result in refused:
+        print_error(f"{result.message}.")
     return EXIT_BAD_INPUT if refused else 0

@@ -1,39 +1,35 @@
-"""`windlass tokens`: who may call the control plane over HTTP, beside the machines it hires: programs by tokens, people
-by links that let a browser in."""
+"""`windlass tokens`: API tokens for programs, and dashboard links and sessions for browsers."""
 
+import secrets
 from typing import Annotated, Literal
 
 import typer
 
 from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import duration, print_json, print_table
-from windlass.model.auth import Role
+from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.errors import BadInput
+from windlass.model.task import is_name
+from windlass.wiring import stores
+from windlass.wiring.http_server import dashboard_link
 
-app = typer.Typer(help="Create and revoke tokens for the HTTP API, and links to the dashboard.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="What the token is called, to revoke it by.", metavar="NAME")]
+app = typer.Typer(help="Create and revoke API tokens and dashboard links.", no_args_is_help=True)
 
 
 @app.command()
 @command
 async def create(
-    name: Name,
-    role: Annotated[Role, typer.Option(help="What its holder may do.")],
+    name: Annotated[str, typer.Argument(help="Name of the token, needed to revoke it.", metavar="NAME")],
+    role: Annotated[Role, typer.Option(help="What the token allows.")],
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token and print it, this once: only its hash is kept."""
-    import secrets
-
-    from windlass.model.auth import API_PREFIX, hash_of, new_token
-    from windlass.model.task import is_name
-    from windlass.wiring import stores
-
+    """Create a token and print it. It is shown only once: the database stores its hash."""
     if not is_name(name):
-        raise BadInput(f"{name!r} cannot be a token's name: use letters, digits and _ . : -, at most 63 of them.")
+        raise BadInput(f"invalid token name {name!r}: use at most 63 letters, digits and _ . : -.")
     token = new_token(API_PREFIX, secrets.SystemRandom())
-    async with stores.access_store(load(config, data_dir).config) as store:
+    async with stores.auth_store(load(config, data_dir).config) as store:
         created = await store.create_token(name, role, hash_of(token))
     if as_json:
         print_json({"name": created.name, "role": created.role, "token": token})
@@ -44,10 +40,8 @@ async def create(
 @app.command("list")
 @command
 async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List tokens, newest first; the tokens themselves nobody knows."""
-    from windlass.wiring import stores
-
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    """List tokens, newest first, by name and role."""
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.tokens()
         now = await store.now()
     if as_json:
@@ -57,14 +51,14 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
         (
             token.name,
             token.role,
-            "revoked" if token.revoked_at is not None else "in use",
+            "revoked" if token.revoked_at is not None else "active",
             duration((now - token.created_at).total_seconds()),
             duration((now - token.last_used_at).total_seconds()) if token.last_used_at else "never",
         )
         for token in found
     ]
     if rows:
-        print_table(rows, "token", "role", "state", "age", "used", right=("age", "used"))
+        print_table(rows, "token", "role", "status", "age", "last used", right=("age", "last used"))
     else:
         print("no tokens")
 
@@ -73,12 +67,13 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
 @command
 async def link(
     role: Annotated[
-        Literal["viewer", "operator"], typer.Option(help="What whoever opens it may do: look, or act too.")
+        Literal["viewer", "operator"],
+        typer.Option(help="What the browser session allows: viewer reads, operator also changes."),
     ] = "operator",
     url: Annotated[
         str | None,
         typer.Option(
-            help="Where the dashboard is, if not where `windlass up` has written that it is.",
+            help="URL of the dashboard (default: the one that `windlass up` recorded).",
             metavar="http://HOST:PORT",
         ),
     ] = None,
@@ -86,11 +81,9 @@ async def link(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a link that lets one more browser in, once, within a day."""
-    from windlass.wiring.http_server import dashboard_link
-
+    """Print a link that opens the dashboard in one browser. It works once, within a day."""
     if url is not None and not url.startswith(("http://", "https://")):
-        raise BadInput(f"{url!r} is not where a dashboard is: write http://127.0.0.1:8080, or https:// and its name.")
+        raise BadInput(f"{url!r} is not the URL of a dashboard: write http://127.0.0.1:8080 or https://HOST.")
     address = await dashboard_link(load(config, data_dir).config, Role(role), url)
     if as_json:
         print_json({"role": role, "link": address})
@@ -101,10 +94,8 @@ async def link(
 @app.command()
 @command
 async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List browsers that were let in, and links that still let one in; newest first."""
-    from windlass.wiring import stores
-
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+    """List browser sessions and unused dashboard links, newest first."""
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         found = await store.sessions()
         now = await store.now()
     if as_json:
@@ -114,14 +105,14 @@ async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json:
         (
             session.id,
             session.role,
-            "link, not used yet" if session.is_link else "browser",
+            "unused link" if session.is_link else "browser",
             duration((now - session.created_at).total_seconds()),
             duration((session.expires_at - now).total_seconds()),
         )
         for session in found
     ]
     if rows:
-        print_table(rows, "session", "role", "kind", "age", "ends in", right=("age", "ends in"))
+        print_table(rows, "session", "role", "kind", "age", "expires in", right=("age", "expires in"))
     else:
         print("no sessions")
 
@@ -129,24 +120,22 @@ async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json:
 @app.command()
 @command
 async def revoke(
-    name: Annotated[str | None, typer.Argument(help="The token to revoke.", metavar="NAME")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the token to revoke.", metavar="NAME")] = None,
     session: Annotated[
-        str | None, typer.Option(help="A browser's session, or an unused link, instead.", metavar="SESSION")
+        str | None, typer.Option(help="Revoke this browser session or unused link instead.", metavar="SESSION")
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """From now on the token, or the session, opens nothing."""
-    from windlass.wiring import stores
-
+    """Revoke a token, a browser session or an unused link, at once."""
     if (name is None) == (session is None):
-        raise BadInput("say what to revoke: the NAME of a token, or --session and its id (`windlass tokens sessions`).")
-    async with stores.access_store(load(config, data_dir).config, may_create=False) as store:
+        raise BadInput("choose what to revoke: the NAME of a token, or --session ID (see `windlass tokens sessions`).")
+    async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
         if name is not None and not await store.revoke_token(name):
-            raise BadInput(f"there is no token {name} in use: `windlass tokens list` shows all.")
+            raise BadInput(f"active token {name} not found. `windlass tokens list` shows all tokens.")
         if session is not None and not await store.revoke_session(session):
-            raise BadInput(f"there is no session {session}: `windlass tokens sessions` shows all.")
+            raise BadInput(f"session {session} not found. `windlass tokens sessions` shows all sessions.")
     if as_json:
         print_json({"revoked": name or session})
     else:

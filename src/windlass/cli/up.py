@@ -1,39 +1,49 @@
-"""`windlass up` and `cycle`: the control loop, as a daemon or once."""
+"""`windlass up` and `windlass cycle`: the control loop as a daemon, or one cycle of it."""
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from windlass import __version__
 from windlass.cli.common import ConfigFile, DataDir, command, load
-from windlass.cli.logs import LogFormat, configure_logs, hide, tap
+from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
 from windlass.cli.output import print_json
+from windlass.config_loader import Loaded, secrets_of
+from windlass.control.summary import Summary
 from windlass.model.errors import BadInput, ConfigError
-
-if TYPE_CHECKING:
-    from windlass.config_loader import Loaded
-    from windlass.control.summary import Summary
+from windlass.wiring.providers import startup_problem
+from windlass.wiring.up import NO_FLEET, run_cycles, run_up
 
 Queues = Annotated[
     list[str] | None,
-    typer.Option("--queue", "-q", help="Queue of the fleet `default`; several times for several.", metavar="NAME"),
+    typer.Option("--queue", "-q", help="Queue of the fleet `default`. Repeat it for several queues.", metavar="NAME"),
 ]
-Handler = Annotated[str | None, typer.Option(help="What its workers run.", metavar="PACKAGE.MODULE:FUNCTION")]
-Exec = Annotated[str | None, typer.Option("--exec", help="Or the command they run per task.", metavar="COMMAND")]
-Chdir = Annotated[Path | None, typer.Option(help="The folder its workers work in.", metavar="FOLDER")]
+Handler = Annotated[
+    str | None,
+    typer.Option(help="Python function that its workers run for each task.", metavar="PACKAGE.MODULE:FUNCTION"),
+]
+Exec = Annotated[
+    str | None,
+    typer.Option("--exec", help="Command that its workers run for each task, instead of a handler.", metavar="COMMAND"),
+]
+Chdir = Annotated[Path | None, typer.Option(help="Working directory of its workers.", metavar="FOLDER")]
 Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", "-c", min=1, help="Tasks a worker runs at once.", metavar="N")
+    int | None,
+    typer.Option("--concurrency", "-c", min=1, help="Tasks that a worker runs at the same time.", metavar="N"),
 ]
-Inline = Annotated[bool, typer.Option("--inline", help="Run an async handler in the worker's own loop.")]
-Min = Annotated[int | None, typer.Option("--min", min=0, help="Never fewer workers than this.", metavar="N")]
-Max = Annotated[int | None, typer.Option("--max", min=1, help="Never more workers than this.", metavar="N")]
-Host = Annotated[str | None, typer.Option(help="Where to listen for machines (default 127.0.0.1).", metavar="ADDRESS")]
+Inline = Annotated[bool, typer.Option("--inline", help="Run an async handler in the worker's own event loop.")]
+Min = Annotated[int | None, typer.Option("--min", min=0, help="Minimum number of workers.", metavar="N")]
+Max = Annotated[int | None, typer.Option("--max", min=1, help="Maximum number of workers.", metavar="N")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on (default 127.0.0.1).", metavar="ADDRESS")]
 Port = Annotated[
     int | None,
     typer.Option(
-        min=0, max=65_535, help="Serve the dashboard, the API, and machines that work over HTTP.", metavar="PORT"
+        min=0,
+        max=65_535,
+        help="Serve the dashboard, the API and remote workers on this port; 0 for any free port.",
+        metavar="PORT",
     ),
 ]
 
@@ -51,23 +61,20 @@ async def up(
     host: Host = None,
     port: Port = None,
     leave_workers: Annotated[
-        bool, typer.Option("--leave-workers", help="When told to stop, let workers go on without it.")
+        bool, typer.Option("--leave-workers", help="Keep the workers running when it stops.")
     ] = False,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Run every fleet of windlass.toml on this host: hire, heal, let go.
+    """Run the fleets in windlass.toml: spawn, supervise and terminate workers.
 
-    The options from --queue to --max describe the fleet `default`: one more beside those of the file, or, if the file
-    has it too, the same with these settings changed.
+    The options from --queue to --max configure the fleet `default`. They add this fleet, or override its settings in
+    the file. Ctrl-C drains the workers, then stops; see --leave-workers.
     """
-    from windlass.config_loader import secrets_of
-    from windlass.wiring.up import run_up
-
     configure_logs(log_format)
 
-    def load_now() -> "Loaded":
+    def load_now() -> Loaded:
         given = {
             "queues": queue or None,
             "handler": handler,
@@ -87,12 +94,12 @@ async def up(
 
     await run_up(
         load_now,
-        Narrator().tell,
+        CycleLog().write,
         keeps_workers=leave_workers,
         version=__version__,
-        # Not into the log: it lets one browser in.
+        # Not logged: the link is a credential.
         on_link=lambda link: print(f"dashboard: {link}", flush=True),
-        tap=tap,
+        tap=add_tap,
     )
 
 
@@ -100,16 +107,12 @@ async def up(
 async def cycle(
     config: ConfigFile = None,
     data_dir: DataDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As without it: this command always prints JSON.")] = False,
 ) -> None:
-    """Run one cycle of every fleet, print what it did as JSON, and end: for cron and the like.
+    """Run one control cycle of every fleet and print a summary as JSON.
 
-    While another orchestrator leads nothing is done, and `is_leader` is false: no error, so the exit code is 0.
+    For cron and Kubernetes CronJobs. While another orchestrator is the leader, nothing is changed, `is_leader` is
+    false, and the exit code is 0.
     """
-    from windlass.config_loader import secrets_of
-    from windlass.wiring.up import NO_FLEET, run_cycles
-
-    del as_json
     configure_logs("auto")
     loaded = load(config, data_dir)
     hide(secrets_of(loaded.config))
@@ -120,51 +123,48 @@ async def cycle(
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 
 
-def check_fleets(loaded: "Loaded") -> None:
-    """Raise an error unless every fleet has what its workers need to start, as far as that is cheap to see: whoever
-    cannot start costs a launch each time, and the reason stands in a log."""
-    from windlass.providers.local.spawn import startup_problem
+def check_fleets(loaded: Loaded) -> None:
+    """Raise an error if workers of a fleet cannot start, as far as that is cheap to check.
 
+    Otherwise each launch would fail, and only a log would have the reason.
+    """
     for name, fleet in loaded.config.fleets.items():
         if fleet.handler is None and fleet.exec is None:
-            raise BadInput(f"fleet {name}{_made_by(loaded, name)} has nothing to run: set its handler or exec.")
+            # A variable that other programs read too, such as MAX_ACTIVE_GPUS, may create a fleet by accident.
+            sources = [source for key, source in loaded.sources.items() if key[:2] == ("fleets", name)]
+            is_from_environment = bool(sources) and all(source in os.environ for source in sources)
+            origin = f" (created by {sources[0]} in the environment)" if is_from_environment else ""
+            raise BadInput(f"fleet {name}{origin} has nothing to run: set its handler or exec.")
         if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():
             source = loaded.source(f"fleets.{name}.chdir")
-            raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: there is no such folder.")
+            raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: folder not found.")
         if fleet.provider == "local":
-            problem = startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
+            problem = startup_problem(name, fleet)
             if problem is not None:
                 raise ConfigError(problem)
 
 
-def _made_by(loaded: "Loaded", fleet: str) -> str:
-    """Said of a fleet that nobody meant to have: a variable that others read too may bring one into being."""
-    sources = [source for key, source in loaded.sources.items() if key[:2] == ("fleets", fleet)]
-    is_of_environment = all(source in os.environ for source in sources)
-    return f" (which {sources[0]} in the environment makes)" if sources and is_of_environment else ""
-
-
-class Narrator:
-    """Logs a cycle when it did something, or decided otherwise than the one before; and who failed, and why."""
+class CycleLog:
+    """Logs worker failures, alerts, and each cycle that acted or changed its kind of decision."""
 
     def __init__(self) -> None:
-        import structlog
-
-        self._log: Any = structlog.get_logger("windlass.up")
+        self._log: Any = get_logger("windlass.up")
         self._last: dict[str, tuple[bool, str, str | None]] = {}
 
-    def tell(self, summary: "Summary") -> None:
+    def write(self, summary: Summary) -> None:
         kind = summary.decision.partition(":")[0]
         now = (summary.is_leader, kind, summary.hold)
         for worker_id, code, reason in summary.failures:
             self._log.warning("worker failed", fleet=summary.fleet, worker=worker_id, code=code, reason=reason)
         for code, reason in summary.alerts:
-            self._log.warning("alert", fleet=summary.fleet, code=code, reason=reason)
+            self._log.warning("alert fired", fleet=summary.fleet, code=code, reason=reason)
         did = {name: count for name, count in (summary.actions or {}).items() if count}
         if not did and self._last.get(summary.fleet) == now:
             return
         self._last[summary.fleet] = now
         if not summary.is_leader:
-            self._log.info("standing by: another orchestrator leads", fleet=summary.fleet)
+            self._log.info("standby cycle", fleet=summary.fleet, decision=summary.decision)
         else:
-            self._log.info(summary.decision, fleet=summary.fleet, cycle=summary.cycle_id, **did)
+            self._log.info(
+                "cycle finished", fleet=summary.fleet, cycle=summary.cycle_id, decision=summary.decision, **did
+            )

@@ -4,34 +4,33 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from windlass import __version__
-from windlass.cli.common import EXIT_BAD_INPUT, ConfigFile, DataDir, command, load, say
+from windlass.cli.common import ConfigFile, DataDir, command, load
+from windlass.cli.errors import EXIT_BAD_INPUT, EXIT_LOST, print_error
 from windlass.cli.logs import LogFormat, configure_logs, hide
 from windlass.cli.worker_env import SpawnedWorkerEnv
+from windlass.config_loader import secrets_of
 from windlass.model.auth import API_PREFIX, is_token
 from windlass.model.errors import BadInput, TokenRefused
+from windlass.model.task import check_queue_name
 from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.worker import MAX_CONCURRENCY
+from windlass.wiring.worker import run_joined_worker, run_self_registered_worker, run_worker
+from windlass.worker.lifecycle import ExitReason, WorkerSettings
 from windlass.worker.nonblocking_stderr import standard_error
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from windlass.model.config import WorkerConfig
-    from windlass.worker.lifecycle import ExitReason, WorkerSettings
-
-EXIT_LOST = 3
-# From a worker's end to that of its process, for what its handlers left behind.
-END_TIMEOUT_S = 5.0
-# For the log and the reason of the end, where somebody reads them.
-LAST_WORDS_TIMEOUT_S = 3.0
-# No token of ours is longer.
+# Time for Python to exit after the worker has deregistered. Threads and tasks of handlers may delay it.
+EXIT_TIMEOUT_S = 5.0
+# Time to write the last log lines, in case nothing reads them.
+FLUSH_TIMEOUT_S = 3.0
+# Longer than any token.
 MAX_TOKEN_FILE_CHARACTERS = 1_000
 
 
@@ -39,52 +38,61 @@ MAX_TOKEN_FILE_CHARACTERS = 1_000
 async def worker(
     queue: Annotated[
         list[str] | None,
-        typer.Option("--queue", "-q", help="Queue to serve; several times for several.", metavar="NAME"),
+        typer.Option("--queue", "-q", help="Queue to serve. Repeat it for several queues.", metavar="NAME"),
     ] = None,
     handler: Annotated[
-        str | None, typer.Option(help="Python function that takes the task.", metavar="PACKAGE.MODULE:FUNCTION")
+        str | None, typer.Option(help="Python function to call for each task.", metavar="PACKAGE.MODULE:FUNCTION")
     ] = None,
     exec_: Annotated[
         str | None,
-        typer.Option("--exec", help="Command to run per task: JSON on stdin, JSON on stdout.", metavar="COMMAND"),
+        typer.Option("--exec", help="Command to run for each task: JSON on stdin, JSON on stdout.", metavar="COMMAND"),
     ] = None,
     inline: Annotated[
-        bool, typer.Option("--inline", help="Run an async handler in the worker's own loop: fast, but unprotected.")
+        bool,
+        typer.Option(
+            "--inline", help="Run an async handler in the worker's own event loop: fast, but a crash ends the worker."
+        ),
     ] = False,
     concurrency: Annotated[
         int | None,
         typer.Option(
-            "--concurrency", "-c", min=1, max=MAX_CONCURRENCY, help="Tasks at the same time (default 1).", metavar="N"
+            "--concurrency",
+            "-c",
+            min=1,
+            max=MAX_CONCURRENCY,
+            help="Tasks to run at the same time (default 1).",
+            metavar="N",
         ),
     ] = None,
     chdir: Annotated[
-        Path | None, typer.Option(help="Work in this folder; handlers are imported from it.", metavar="FOLDER")
+        Path | None, typer.Option(help="Working directory; handlers are imported from it.", metavar="FOLDER")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Time limit of tasks that bring none of their own.", metavar="SECONDS")
+        float | None, typer.Option(help="Time limit of an attempt, for tasks without their own.", metavar="SECONDS")
     ] = None,
     heartbeat_interval: Annotated[
-        float | None, typer.Option(help="How often it says that it lives.", metavar="SECONDS")
+        float | None, typer.Option(help="Interval between heartbeats.", metavar="SECONDS")
     ] = None,
     lease: Annotated[
-        float | None, typer.Option(help="Silent for longer than this, its tasks go to others.", metavar="SECONDS")
+        float | None,
+        typer.Option(help="Its tasks are requeued if no heartbeat arrives for this long.", metavar="SECONDS"),
     ] = None,
     memory_limit_mb: Annotated[
-        int | None, typer.Option(help="Memory one handler's process may use.", metavar="MB")
+        int | None, typer.Option(help="Memory limit of one handler process.", metavar="MB")
     ] = None,
     join: Annotated[
         Path | None,
-        typer.Option(help="Join the control plane named in this file, and do what it says.", metavar="FILE"),
+        typer.Option(help="Join the control plane named in this file. It sends all other settings.", metavar="FILE"),
     ] = None,
     url: Annotated[
         str | None,
         typer.Option(
-            help="Work over HTTP for the control plane there, with a token of role worker in WINDLASS_TOKEN.",
+            help="Connect to this control plane over HTTP, with a token of role worker in WINDLASS_TOKEN.",
             metavar="https://HOST",
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="File that holds the token for --url instead.", metavar="FILE")
+        Path | None, typer.Option(help="File with the token for --url, instead of WINDLASS_TOKEN.", metavar="FILE")
     ] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
@@ -92,31 +100,31 @@ async def worker(
 ) -> int:
     """Claim tasks and run a handler for each.
 
-    Goes on until it is told to stop. Ctrl-C or SIGTERM: it finishes what it has begun. Again,
-    half a second later or more: it gives it back.
+    Ctrl-C or SIGTERM drains the worker: it finishes its current tasks, then exits. A second signal, at least half a
+    second later, requeues them and exits at once.
     """
     configure_logs(log_format)
-    from windlass.config_loader import secrets_of
-    from windlass.wiring.worker import run_joined_worker, run_self_registered_worker, run_worker
-
     if join is not None:
         given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
         if any(value is not None for value in (*given, memory_limit_mb, url, token_file, config, data_dir)):
-            raise BadInput("--join brings the work order along: leave out --queue, --handler and all that is in it.")
-        return await _seen_through(run_joined_worker(join, __version__))
+            raise BadInput("--join cannot be combined with other options: the control plane sends the settings.")
+        return await _exit_code_of(run_joined_worker(join, __version__))
     if not queue:
-        raise BadInput("a worker needs a queue to serve: give --queue, or --join a control plane.")
-    _check_what_runs(handler, exec_, inline)
+        raise BadInput("no queue to serve: pass --queue, or --join for a control plane.")
+    if (handler is None) == (exec_ is None):
+        raise BadInput("pass exactly one of --handler and --exec.")
+    if inline and handler is None:
+        raise BadInput("--inline needs --handler: a command cannot run inside the worker.")
     if token_file is not None and url is None:
-        raise BadInput("--token-file goes with --url: say where the control plane is.")
+        raise BadInput("--token-file needs --url, the address of the control plane.")
     api_token = _api_token(url, token_file) if url is not None else ""
-    hiring = SpawnedWorkerEnv.from_environment()
+    spawned = SpawnedWorkerEnv.take_from_environment()
     loaded = load(
         config,
         data_dir,
         has_fleets=False,
         **{
-            "database_url": hiring.database_url,
+            "database_url": spawned.database_url,
             "worker.heartbeat_interval_s": heartbeat_interval,
             "worker.lease_s": lease,
             "worker.timeout_s": timeout,
@@ -125,23 +133,31 @@ async def worker(
     )
     hide({*secrets_of(loaded.config), api_token})
     if chdir is not None:
-        _change_directory(chdir)
-    settings = _settings(loaded.config.worker, queue, concurrency, hiring)
+        try:
+            os.chdir(chdir)
+        except OSError as error:
+            raise BadInput(f"cannot change to the folder {chdir}: {error.strerror}. Check --chdir.") from None
+    chosen = loaded.config.worker
+    settings = WorkerSettings(
+        queues=tuple(check_queue_name(name) for name in dict.fromkeys(queue)),
+        fleet=spawned.fleet,
+        worker_id=spawned.worker_id,
+        concurrency=concurrency or 1,
+        heartbeat_interval_s=chosen.heartbeat_interval_s,
+        lease_s=chosen.lease_s,
+        timeout_s=chosen.timeout_s,
+        drain_timeout_s=chosen.drain_timeout_s,
+        version=__version__,
+        needs_gpu=spawned.needs_gpu,
+    )
     run = partial(run_worker, loaded.config, settings)
     if url is not None:
         run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token)
-    return await _seen_through(run(handler=handler, command=exec_, is_inline=inline))
-
-
-def _check_what_runs(handler: str | None, command: str | None, is_inline: bool) -> None:
-    if (handler is None) == (command is None):
-        raise BadInput("a worker needs exactly one of --handler and --exec: say what to run.")
-    if is_inline and handler is None:
-        raise BadInput("--inline goes with --handler: a command cannot run inside the worker.")
+    return await _exit_code_of(run(handler=handler, command=exec_, is_inline=inline))
 
 
 def _api_token(url: str, file: Path | None) -> str:
-    """The token for --url. It is taken out of the environment: handlers have no use for it."""
+    """The token for --url. Removes it from the environment, so that handlers do not see it."""
     problem = problem_of_control_plane_url(url.rstrip("/"))
     if problem is not None:
         raise BadInput(f"--url {problem}.")
@@ -150,83 +166,54 @@ def _api_token(url: str, file: Path | None) -> str:
         try:
             token = file.read_text()[:MAX_TOKEN_FILE_CHARACTERS]
         except (OSError, UnicodeDecodeError) as error:
-            why = type(error).__name__
-            raise BadInput(f"the token in {file} cannot be read ({why}): check --token-file.") from None
+            raise BadInput(f"cannot read the token file {file}: {type(error).__name__}. Check --token-file.") from None
     if not is_token(token.strip(), API_PREFIX):
         where = f"in {file}" if file is not None else "in WINDLASS_TOKEN"
         raise BadInput(
-            f"there is no token {where}: `windlass tokens create NAME --role worker` makes one that begins with "
-            f"{API_PREFIX}."
+            f"no token {where} (a token begins with {API_PREFIX}). Create one with "
+            "`windlass tokens create NAME --role worker`."
         )
     return token.strip()
 
 
-def _settings(
-    chosen: "WorkerConfig", queues: list[str], concurrency: int | None, hiring: SpawnedWorkerEnv
-) -> "WorkerSettings":
-    from windlass.model.task import check_queue_name
-    from windlass.worker.lifecycle import WorkerSettings
-
-    return WorkerSettings(
-        queues=tuple(check_queue_name(name) for name in dict.fromkeys(queues)),
-        fleet=hiring.fleet,
-        worker_id=hiring.worker_id,
-        concurrency=concurrency or 1,
-        heartbeat_interval_s=chosen.heartbeat_interval_s,
-        lease_s=chosen.lease_s,
-        timeout_s=chosen.timeout_s,
-        drain_timeout_s=chosen.drain_timeout_s,
-        version=__version__,
-        needs_gpu=hiring.needs_gpu,
-    )
-
-
-async def _seen_through(work: "Awaitable[ExitReason]") -> int:
-    """Until the worker has left: its exit code, and an end of its process that nothing can hold up."""
-    from windlass.worker.lifecycle import ExitReason
-
+async def _exit_code_of(work: Awaitable[ExitReason]) -> int:
+    """Run the worker to its end. The process then exits within EXIT_TIMEOUT_S, even if a handler left work behind."""
     try:
         exit_reason = await work
     except TokenRefused as error:
-        code = _end_for_sure(EXIT_LOST)
-        say(str(error))
-        return code
+        _limit_exit_time(EXIT_LOST)
+        print_error(str(error))
+        return EXIT_LOST
     except Exception as error:
-        _end_for_sure(EXIT_BAD_INPUT, error)
+        _limit_exit_time(EXIT_BAD_INPUT, error)
         raise
-    return _end_for_sure(EXIT_LOST if exit_reason is ExitReason.LOST else 0)
+    code = EXIT_LOST if exit_reason is ExitReason.LOST else 0
+    _limit_exit_time(code)
+    return code
 
 
-def _end_for_sure(code: int, error: Exception | None = None) -> int:
-    """The worker has left and its tasks are given back. See to it that its process ends too.
+def _limit_exit_time(code: int, error: Exception | None = None) -> None:
+    """Exit with `code` after EXIT_TIMEOUT_S, unless Python exits before.
 
-    An inline handler that ignores its cancellation, or left work in a thread, would keep Python waiting for ever. So
-    would last words that nobody reads.
+    Python would wait forever for an inline handler that ignores its cancellation, for a thread of a handler, or for
+    output that nothing reads. The worker has deregistered already, and its tasks are requeued.
     """
 
-    def say_last_words() -> None:
+    def flush() -> None:
         standard_error.drain()
         if error is not None:
-            say(str(error) or type(error).__name__)
+            print_error(str(error) or type(error).__name__)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
 
-    def end() -> None:
-        last_words = threading.Thread(target=say_last_words, daemon=True)
-        last_words.start()
-        last_words.join(LAST_WORDS_TIMEOUT_S)
+    def exit_now() -> None:
+        flushing = threading.Thread(target=flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_TIMEOUT_S)
         os._exit(code)
 
-    # A daemon: where nothing holds Python up, it ends before the time is over, and the timer with it.
-    timer = threading.Timer(END_TIMEOUT_S, end)
+    # A daemon thread does not delay a normal exit.
+    timer = threading.Timer(EXIT_TIMEOUT_S, exit_now)
     timer.daemon = True
     timer.start()
-    return code
-
-
-def _change_directory(folder: Path) -> None:
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise BadInput(f"cannot work in {folder} ({error.strerror}): check --chdir.") from None

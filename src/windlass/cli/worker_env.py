@@ -1,7 +1,7 @@
-"""What the provider that started a worker on this host says of it, in its environment.
+"""What the provider that spawned a worker on this host passes to it in environment variables.
 
-It is taken out of there as it is read: what a handler starts is not this worker, and the database's address, which may
-stand in nothing but the orchestrator's windlass.toml, is not for handlers.
+Reading removes the variables: a process that a handler starts is not this worker, and handlers must not see the
+database URL, which may be only in the orchestrator's windlass.toml.
 """
 
 import os
@@ -16,12 +16,12 @@ class SpawnedWorkerEnv:
     worker_id: str | None
     fleet: str
     needs_gpu: bool
-    # None: nobody said so, or the database is an embedded one.
+    # None: started by hand, or the database is embedded.
     database_url: str | None
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """Comes before settings are read, of which these are none."""
+    def take_from_environment(cls) -> Self:
+        """Call it before the configuration is loaded, which rejects variables that are not settings."""
         return cls(
             worker_id=os.environ.pop("WINDLASS_WORKER_ID", None),
             fleet=os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET),

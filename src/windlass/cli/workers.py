@@ -1,4 +1,4 @@
-"""`windlass workers`: who is there, what each is doing, what it printed."""
+"""`windlass workers`: lists workers, shows their details and their logs."""
 
 import json
 from collections.abc import Mapping
@@ -7,32 +7,33 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.common import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.output import duration, print_json, print_table, printable
 from windlass.model.errors import BadInput
 from windlass.model.worker import Worker
+from windlass.operations import worker_not_found
+from windlass.ports.fleets import FleetQueries
+from windlass.wiring import providers, stores
 
-app = typer.Typer(help="Look at workers and what they printed.", no_args_is_help=True)
-WorkerId = Annotated[str, typer.Argument(help="Id of a worker.", metavar="WORKER")]
+app = typer.Typer(help="List workers and show their logs.", no_args_is_help=True)
+WorkerId = Annotated[str, typer.Argument(help="Id of the worker.", metavar="WORKER")]
 
 
 @app.command("list")
 @command
 async def list_(
-    fleet: Annotated[str | None, typer.Option("--fleet", "-f", help="Only of this fleet.", metavar="NAME")] = None,
-    ended: Annotated[bool, typer.Option("--ended", help="Those that have ended too.")] = False,
+    fleet: FleetFilter = None,
+    terminated: Annotated[bool, typer.Option("--terminated", help="Include terminated workers.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
     """List workers, oldest first."""
-    from windlass.wiring import stores
-
-    async with stores.control_store(load(config, data_dir).config, may_create=False) as store:
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
-        found = [w for w in await store.workers(include_terminated=ended) if fleet in (None, w.fleet)]
+        found = [w for w in await store.workers(include_terminated=terminated) if fleet in (None, w.fleet)]
         now = await store.now()
     if as_json:
         print_json(found)
@@ -50,7 +51,8 @@ async def list_(
         for worker in found
     ]
     if rows:
-        print_table(rows, "worker", "fleet", "slot", "status", "age", "heard", "reason", right=("slot", "age", "heard"))
+        numbers = ("slot", "age", "heartbeat")
+        print_table(rows, "worker", "fleet", "slot", "status", "age", "heartbeat", "reason", right=numbers)
     else:
         print("no workers")
 
@@ -58,11 +60,9 @@ async def list_(
 @app.command()
 @command
 async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Everything known of one worker, and its story."""
-    from windlass.wiring import stores
-
+    """Show all fields and events of a worker."""
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
-        found = await _worker(await store.worker(worker), worker)
+        found = await _find_worker(store, worker)
         events = await store.events(worker_id=worker)
     if as_json:
         print_json({"worker": found, "events": events})
@@ -86,24 +86,23 @@ def _text(value: object) -> object:
 async def logs(
     worker: WorkerId,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", min=1, max=100_000, help="How many of the last lines.", metavar="N")
+        int, typer.Option("--lines", "-n", min=1, max=100_000, help="Number of lines, from the end.", metavar="N")
     ] = 100,
-    follow: Annotated[bool, typer.Option("--follow", help="And those to come, until the worker has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Print new lines until the worker terminates.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a worker of a local fleet printed. As JSON: one object a line."""
-    from windlass.wiring import providers, stores
-
+    """Print the output of a worker of a local fleet. With --json, one object per line."""
     loaded = load(config, data_dir)
     async with stores.store(loaded.config, may_create=False) as store:
-        found = await _worker(await store.worker(worker), worker)
+        found = await _find_worker(store, worker)
     async for line in providers.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
         print(json.dumps({"line": line}) if as_json else printable(line), flush=follow)
 
 
-async def _worker(found: Worker | None, worker_id: str) -> Worker:
+async def _find_worker(store: FleetQueries, worker_id: str) -> Worker:
+    found = await store.worker(worker_id)
     if found is None:
-        raise BadInput(f"there is no worker {worker_id}: `windlass workers list --ended` shows all that are known.")
+        raise BadInput(f"{worker_not_found(worker_id)}. `windlass workers list --terminated` shows all.")
     return found

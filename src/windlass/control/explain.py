@@ -16,8 +16,8 @@ from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import build_context
 from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
-from windlass.ports.control import MAX_AHEAD, Operations
-from windlass.ports.store import Store
+from windlass.ports.fleets import MAX_AHEAD, FleetQueries
+from windlass.ports.tasks import TaskStore
 
 CYCLES_SHOWN = 10
 # Actions shown in a cycle's line, in the order of a worker's lifecycle.
@@ -30,7 +30,7 @@ _COUNTED_ACTIONS: tuple[tuple[type, str], ...] = (
 )
 
 
-class ExplainStore(Store, Operations, Protocol):
+class ExplainStore(TaskStore, FleetQueries, Protocol):
     """The store as explanations read it."""
 
 

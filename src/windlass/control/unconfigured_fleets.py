@@ -22,8 +22,10 @@ from windlass.control.fleet_task import FleetTask
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
-from windlass.ports.control import ControlStore, Operations
-from windlass.ports.store import Store
+from windlass.ports.control import ControlStore
+from windlass.ports.fleets import FleetQueries
+from windlass.ports.tasks import MaintenanceStore
+from windlass.ports.transport import WorkSignal
 
 CHECK_INTERVAL_S = 60.0
 # Interval until this process has run its first cycle and knows whether it leads.
@@ -36,7 +38,7 @@ CARETAKER = "caretaker"
 log = structlog.get_logger(__name__)
 
 
-class OrchestratorStore(Store, ControlStore, Operations, Protocol):
+class OrchestratorStore(ControlStore, FleetQueries, MaintenanceStore, WorkSignal, Protocol):
     """The store as the orchestrator uses it, beyond its cycles."""
 
 

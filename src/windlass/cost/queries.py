@@ -10,7 +10,7 @@ from datetime import datetime
 from windlass.cost.ledger import estimate
 from windlass.cost.report import By, Forecast, add_up, forecasts, merged, total
 from windlass.model.cost import BillingAccount, Cost, hour_of, month_of
-from windlass.ports.costs import Costs
+from windlass.ports.costs import CostStore
 
 MAX_ROWS = 100_000
 # Estimates may move a row up in the ranking. Rows below this rank are not considered.
@@ -28,7 +28,7 @@ class CostReport:
 
 @dataclass(frozen=True, slots=True)
 class CostReportInputs:
-    """Costs by several dimensions, from one read of the ledger."""
+    """CostStore by several dimensions, from one read of the ledger."""
 
     since: datetime
     costs: Mapping[By, list[Cost]]
@@ -39,14 +39,14 @@ class CostReportInputs:
 
 
 async def build_report(
-    store: Costs, by: By, since: datetime, now: datetime, fleet: str | None, limit: int
+    store: CostStore, by: By, since: datetime, now: datetime, fleet: str | None, limit: int
 ) -> CostReport:
     read = await read_costs(store, {by: limit}, since, now, fleet)
     return CostReport(by, read.since, read.costs[by], read.total, read.forecasts)
 
 
 async def read_costs(
-    store: Costs, limits: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
+    store: CostStore, limits: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
 ) -> CostReportInputs:
     """`limits`: the dimensions to group by, with the number of rows for each."""
     # Whole hours: the ledger keeps sums by the hour.
@@ -71,7 +71,7 @@ async def read_costs(
     )
 
 
-async def task_cost(store: Costs, task_id: int, now: datetime, worker_id: str | None = None) -> Cost | None:
+async def task_cost(store: CostStore, task_id: int, now: datetime, worker_id: str | None = None) -> Cost | None:
     """The cost of all attempts of a task; None if it ran only on workers without a price.
 
     `worker_id`: the only worker whose unsettled account is read; without it all are.

@@ -1,6 +1,6 @@
-"""`windlass demo`: what windlass promises, kept before your eyes.
+"""`windlass demo`: autoscaling, crash recovery and billing on this host, with a report of what happened.
 
-Each arc (`local.py`, `hetzner.py`) says what happens and in which order; each report (`*_report.py`) what was promised
-and whether it was kept, by what is in the database and on the bill. `stage.py` is what both stand on, `guard.py` tidies
-up after them, `handlers.py` is what their workers run.
+`scenario.py` runs every demo. `local.py`, `hetzner.py`, `runpod.py` and `ray.py` hold what differs: the configuration,
+the faults to inject, and what to check. `report.py` checks the results in the database and in the vendor's bill.
+`environment.py` starts PostgreSQL and `windlass up`, `cleanup.py` removes everything afterwards.
 """

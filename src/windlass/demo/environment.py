@@ -1,50 +1,47 @@
-"""What every demonstration stands on: a database and a `windlass up` of its own, and somebody who tells what happens.
+"""The environment of a demo: a temporary folder, PostgreSQL, `windlass up`, and the lines that are printed.
 
-What is told while it runs are the decisions and events in the database; a witness there (see demo.sql) writes down
-every change of a task's status, and reports are made from that, not from what anybody says of itself. Whatever is
-started ends with the demonstration, however that ends.
+The lines come from decisions and events in the database. A trigger (see demo.sql) records every change of a task's
+status, and the report is computed from that record, not from what workers report.
 """
 
 import asyncio
 import os
 import re
 import secrets
+import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.output import shortened
+from windlass.cli.output import last_line
 from windlass.config_loader import ENVIRONMENT_ALIASES, PREFIX
 from windlass.demo.cleanup import MARK
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
-from windlass.model.task import NewTask
 from windlass.store.connect import connect, explained
 from windlass.store.queries import read_queries
 from windlass.wiring import stores
 
 QUEUE = FLEET = "demo"
 HANDLER = "windlass.demo.handlers:work"
-LOOK_INTERVAL_S = 0.1
+POLL_INTERVAL_S = 0.1
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-NOTE_WIDTH = 160
-# How decisions begin that change nothing.
-QUIET = ("no change", "at max_workers", "queue empty")
+ERROR_WIDTH = 160
 QUERIES = read_queries("windlass.demo", "demo.sql")
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 _LINK = re.compile(r"^dashboard: (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class DemoFailed:
-    """A worker that was ended from outside, and the task it had at hand."""
+class KilledWorker:
+    """A worker that the demo killed or drained, and the task that it was running."""
 
     worker_id: str
     task_id: int
@@ -53,7 +50,7 @@ class DemoFailed:
 
 @dataclass(frozen=True, slots=True)
 class DemoPlace:
-    """A folder, and a mark for the environment of whatever is started in it: both end with us, however we end."""
+    """A temporary folder, and a mark in the environment of all processes of the demo. cleanup.py removes both."""
 
     folder: Path
     mark: str
@@ -66,20 +63,6 @@ class DemoPlace:
     def toml(self) -> Path:
         return self.folder / "windlass.toml"
 
-    def filled_in(self, toml: str, **words: object) -> str:
-        """A configuration of the demo's fleet, in this folder."""
-        return toml.format(data_dir=self.data_dir, fleet=FLEET, queue=QUEUE, handler=HANDLER, **words)
-
-
-@dataclass(frozen=True, slots=True)
-class DemoScenario:
-    """What `windlass up` is given, what that is in words, and how long the arc may take."""
-
-    toml: str
-    what: str
-    limit_s: float
-    secrets: Mapping[str, str] = field(default_factory=dict)
-
 
 @dataclass(frozen=True, slots=True)
 class DemoEnvironment:
@@ -88,149 +71,118 @@ class DemoEnvironment:
     database: Any
     up: Process
 
-    async def standing(self) -> Any:
-        """How far it is. Raises WindlassError if `windlass up` is not there any more."""
+    async def read_progress(self) -> Any:
+        """Numbers of tasks and workers. Raises WindlassError if `windlass up` has exited."""
         if self.up.returncode is not None:
-            last = shortened((self.place.folder / "up.log").read_text(errors="replace"), NOTE_WIDTH)
-            raise WindlassError(f"the demo's `windlass up` ended with exit code {self.up.returncode}: {last}")
+            last = last_line((self.place.folder / "up.log").read_text(errors="replace"), ERROR_WIDTH)
+            raise WindlassError(f"`windlass up` of the demo exited with code {self.up.returncode}: {last}")
         return await self.database.fetchrow(QUERIES["standing"])
 
-    async def enqueue(self, tasks: list[NewTask]) -> None:
-        async with stores.store(self.config) as store:
-            await store.enqueue_many(tasks)
-
     async def now(self) -> datetime:
-        moment: datetime = await self.database.fetchval("select clock_timestamp()")
-        return moment
-
-    async def tasks_report(self, lost: DemoFailed | None) -> dict[str, Any]:
-        """What became of all tasks, and of the one that was lost with its worker."""
-        words = (lost.worker_id, lost.task_id, lost.at) if lost is not None else (None, None, None)
-        return {
-            **await self.database.fetchrow(QUERIES["report"]),
-            **await self.database.fetchrow(QUERIES["recovery"], *words),
-        }
+        now: datetime = await self.database.fetchval("select clock_timestamp()")
+        return now
 
 
 class DemoNarrator:
-    """`tell` is given a sentence whenever something happens. `told`: the events worth telling, in plain words; the
-    rest of the story is in the decisions."""
+    """Prints a line for each event in `messages` and for each new kind of decision."""
 
-    def __init__(self, tell: Tell, told: Mapping[str, str], task_count: int) -> None:
-        self.tell = tell
-        self._told = {"DECISION": "decided: {reason}", **told}
+    def __init__(self, print_line: PrintLine, messages: Mapping[str, str], task_count: int) -> None:
+        self._print_line = print_line
+        self._messages = {"DECISION": "decision: {reason}", **messages}
         self._task_count = task_count
         self._quarters = 0
         self._last_decision: tuple[str, bool] | None = None
-        self._seen = {"cycle": 0, "event": 0}
-        self.started = time.monotonic()
+        self._last_ids = {"cycle": 0, "event": 0}
+        self._started = time.monotonic()
 
-    def expect(self, more: int) -> None:
-        """So many tasks more than were announced."""
-        self._task_count += more
+    def add_tasks(self, count: int) -> None:
+        """More tasks were enqueued. Progress in quarters is not printed any more."""
+        self._task_count += count
         self._quarters = 4
 
-    async def tell_news(self, stage: DemoEnvironment, standing: Any) -> None:
-        for row in await stage.database.fetch(QUERIES["news"], self._seen["cycle"], self._seen["event"]):
-            self._seen[row["source"]] = row["id"]
+    async def print_news(self, environment: DemoEnvironment, progress: Any) -> None:
+        rows = await environment.database.fetch(QUERIES["news"], self._last_ids["cycle"], self._last_ids["event"])
+        for row in rows:
+            self._last_ids[row["source"]] = row["id"]
             kind = row["reason"].partition(":")[0]
-            if row["code"] in self._told and (row["source"] == "event" or self._is_news(kind, row["reason"])):
-                words = {"reason": row["reason"], "worker": row["worker_id"], "task": row["task_id"]}
-                self.tell(self._told[row["code"]].format(**words, attempt=kind))
-        quarters = 4 * standing["complete"] // self._task_count
+            if row["code"] in self._messages and (row["source"] == "event" or self._is_new(kind, row["reason"])):
+                values = {"reason": row["reason"], "worker": row["worker_id"], "task": row["task_id"]}
+                self._print_line(self._messages[row["code"]].format(**values, attempt=kind))
+        quarters = 4 * progress["complete"] // self._task_count
         if quarters > self._quarters:
             self._quarters = quarters
-            self.tell(f"{standing['complete']} of {self._task_count} tasks are complete")
+            self._print_line(f"{progress['complete']} of {self._task_count} tasks are complete")
 
-    def _is_news(self, kind: str, decision: str) -> bool:
-        """That nothing changes is news once; and once more when somebody is kept for what is paid."""
-        before, self._last_decision = self._last_decision, (kind, " idle kept" in decision)
-        return not kind.startswith(QUIET) or before != self._last_decision
+    def _is_new(self, kind: str, decision: str) -> bool:
+        """Whether a decision acts, or differs from the last one in its kind or in whether idle workers are kept."""
+        previous, self._last_decision = self._last_decision, (re.sub(r"\d+", "", kind), " kept" in decision)
+        return kind.startswith(("spawn", "drain")) or previous != self._last_decision
 
     @property
     def took_s(self) -> float:
-        return time.monotonic() - self.started
+        return time.monotonic() - self._started
 
 
 @asynccontextmanager
-async def guarded_place() -> AsyncIterator[DemoPlace]:
+async def temporary_place() -> AsyncIterator[DemoPlace]:
+    """A folder, and a clean-up process that deletes it and kills what runs in it when this process exits."""
     folder = stores.make_temporary_folder("windlass-demo-")
     mark = secrets.token_hex(8)
-    guard = await asyncio.create_subprocess_exec(
+    cleanup = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "windlass.demo.cleanup", str(folder), mark),
         stdin=PIPE,
         stdout=DEVNULL,
         stderr=DEVNULL,
         start_new_session=True,
-        # It may be there when the folder we are in is not any more.
+        # The current folder may be deleted before it exits.
         cwd="/",
     )
     try:
         yield DemoPlace(folder, mark)
     finally:
-        if guard.stdin is not None:
-            guard.stdin.close()
-        await asyncio.shield(guard.wait())
+        if cleanup.stdin is not None:
+            cleanup.stdin.close()
+        await asyncio.shield(cleanup.wait())
 
 
 @asynccontextmanager
-async def played(
-    place: DemoPlace,
-    scene: DemoScenario,
-    teller: DemoNarrator,
-    go_on: Callable[[DemoEnvironment, Any], Awaitable[bool]],
+async def start_environment(
+    place: DemoPlace, toml: str, description: str, secrets: Mapping[str, str], print_line: PrintLine
 ) -> AsyncIterator[DemoEnvironment]:
-    """The stage, when the arc is over; or when its time is, and then the report says what is missing.
+    """PostgreSQL, and `windlass up` with this configuration, which shuts down at the end.
 
-    Whatever is new is told. `go_on` is given how far everything is, takes the arc's next step if it is time for that,
-    and answers whether there is none any more.
+    After an error or Ctrl-C, the clean-up process kills everything instead.
     """
-    async with _staged(place, scene, teller.tell) as stage:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(scene.limit_s):
-                while True:
-                    standing = await stage.standing()
-                    await teller.tell_news(stage, standing)
-                    if await go_on(stage, standing):
-                        break
-                    await asyncio.sleep(LOOK_INTERVAL_S)
-        yield stage
-
-
-@asynccontextmanager
-async def _staged(place: DemoPlace, scene: DemoScenario, tell: Tell) -> AsyncIterator[DemoEnvironment]:
-    """A database, and `windlass up` with this configuration, until the end; then it lets its workers go and leaves. If
-    something fails, or somebody has had enough, the guard ends it all."""
     config = Config(data_dir=place.data_dir)
-    tell(f"starting PostgreSQL in {config.data_dir}")
+    print_line(f"starting PostgreSQL in {config.data_dir}")
     async with stores.database(config) as dsn, _connection(dsn) as database:
         await database.execute(QUERIES["install"])
-        tell(f"starting `windlass up`: {scene.what}")
-        place.toml.write_text(scene.toml, encoding="utf-8")
-        up = await _start_up(place, scene.secrets)
-        tell(f"watch it in a browser: {await _link(place, up)}")
+        print_line(f"starting `windlass up`: {description}")
+        place.toml.write_text(toml, encoding="utf-8")
+        up = await _start_up(place, secrets)
+        print_line(f"dashboard: {await _wait_for_link(place, up)}")
         yield DemoEnvironment(place, config, database, up)
-        tell("the end: `windlass up` lets its workers go and leaves")
+        print_line("stopping `windlass up`: it drains its workers and exits")
         up.terminate()
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await up.wait()
 
 
-async def _link(place: DemoPlace, up: Process) -> str:
-    """What `windlass up` prints once it listens: the address that lets one browser in."""
+async def _wait_for_link(place: DemoPlace, up: Process) -> str:
+    """The dashboard link, which `windlass up` prints when it listens."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             log = (place.folder / "up.log").read_text(errors="replace")
             if (found := _LINK.search(log)) is not None:
                 return found[1]
             if up.returncode is not None:
-                raise WindlassError(f"the demo's `windlass up` did not start: {shortened(log, NOTE_WIDTH)}")
-            await asyncio.sleep(LOOK_INTERVAL_S)
+                raise WindlassError(f"`windlass up` of the demo did not start: {last_line(log, ERROR_WIDTH)}")
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def _start_up(place: DemoPlace, secrets: Mapping[str, str]) -> Process:
-    # None of what the user has set: the demo is the same for everybody.
+    # Without the user's settings, so that the demo is the same for everyone.
     kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) and k not in ENVIRONMENT_ALIASES}
     with (place.folder / "up.log").open("wb") as log:
         return await asyncio.create_subprocess_exec(
@@ -240,16 +192,22 @@ async def _start_up(place: DemoPlace, secrets: Mapping[str, str]) -> Process:
             stderr=STDOUT,
             cwd=place.folder,
             env={**kept, **secrets, MARK: place.mark},
-            # Ctrl-C is for us: we end it in order.
+            # Ctrl-C must not reach it: the demo stops it in order.
             start_new_session=True,
         )
 
 
 @asynccontextmanager
 async def _connection(dsn: str) -> AsyncIterator[Any]:
-    with explained("looking at the demo", dsn):
+    with explained("connecting to the demo database", dsn):
         connection = await connect(dsn)
     try:
         yield connection
     finally:
         connection.terminate()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port

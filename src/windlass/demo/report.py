@@ -1,9 +1,38 @@
-"""What every demonstration promises about tasks, and whether it was kept. Every number is read from the database."""
+"""The result of a demo: numbers from the database and the vendor's bill, and the checks that they must pass."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from windlass.cli.output import duration
+from windlass.model.money import with_currency
+
+
+@dataclass(frozen=True, slots=True)
+class MachineBill:
+    """One machine on the vendor's bill, with the cost of its worker in our ledger."""
+
+    machine_id: str
+    # None: the machine belongs to no worker.
+    worker_id: str | None
+    gpu: str | None
+    terminated_as: str | None
+    lifetime_s: float
+    # None if the vendor bills by the second.
+    hours: int | None
+    bill_micros: int
+    ledger_micros: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    machines: list[MachineBill]
+    total_micros: int
+    ledger_micros: int
+    currency: str
+    # Calls of the vendor's API.
+    requests: int
+    machines_left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,44 +48,94 @@ class DemoReport:
     workers_spawned: int
     workers_left: int
     dead_letters: list[int]
+    # The worker that was killed, and the task that it was running.
     killed_worker_id: str | None
     killed_task_id: int | None
     noticed_after_s: float | None
     completed_by: str | None
     worker_ended_as: str | None
     took_s: float
+    min_workers: int = 0
+    # The task that kills every worker that runs it, if the scenario has one.
+    poisonous_task_id: int | None = None
+    bill: Bill | None = None
+    # Values of this scenario only, for JSON.
+    details: Mapping[str, Any] = field(default_factory=dict)
+    # Checks and lines of this scenario only.
+    extra_checks: Mapping[str, bool] = field(default_factory=dict)
+    extra_lines: Sequence[tuple[str, str]] = ()
 
     def problems(self) -> list[str]:
-        """What was promised and not kept; empty if all is well."""
-        return [problem for problem, is_kept in self.promises().items() if not is_kept]
+        """The checks that failed, each as a sentence."""
+        return [problem for problem, is_passed in self._checks().items() if not is_passed]
 
-    def promises(self) -> dict[str, bool]:
-        """Each by what is wrong if it was not kept."""
-        return {
-            f"{self.accepted_twice} tasks were accepted more than once": self.accepted_twice == 0,
-            f"{self.accepted_once} tasks were accepted exactly once": self.accepted_once == self.complete,
+    def _checks(self) -> dict[str, bool]:
+        """Each check, by the problem to report if it fails."""
+        expected_dead = [self.poisonous_task_id] if self.poisonous_task_id is not None else []
+        expected = self.enqueued - len(expected_dead)
+        checks = {
+            f"{self.complete} of {expected} tasks are complete": self.complete == expected,
+            f"failed tasks are {self.dead_letters}, expected {expected_dead}": self.dead_letters == expected_dead,
+            f"{self.accepted_twice} tasks were completed more than once": self.accepted_twice == 0,
+            f"{self.accepted_once} tasks were completed exactly once": self.accepted_once == self.complete,
             f"{self.attempts} attempts do not add up": self.attempts == self.accepted_once + self.lost_attempts,
             "no worker was killed": self.killed_worker_id is not None,
-            "the killed worker was not ended": self.worker_ended_as is not None,
-            "the killed worker's task was not completed by another": self.completed_by
+            "the killed worker was not terminated": self.worker_ended_as is not None,
+            "the task of the killed worker was not completed by another worker": self.completed_by
             not in (None, self.killed_worker_id),
+            f"{self.workers_left} workers are left, expected {self.min_workers}": self.workers_left == self.min_workers,
         }
+        if self.bill is not None:
+            different = [one.machine_id for one in self.bill.machines if one.bill_micros != one.ledger_micros]
+            checks |= {
+                f"bill and ledger differ for the machines {', '.join(different)}": not different,
+                f"the bill is {self.bill.total_micros} micros, the ledger {self.bill.ledger_micros}": (
+                    self.bill.total_micros == self.bill.ledger_micros
+                ),
+                f"{self.bill.machines_left} machines are left": self.bill.machines_left == 0,
+            }
+        return {**checks, **self.extra_checks}
 
     def lines(self) -> list[tuple[str, str]]:
         lost = self.enqueued - self.complete - len(self.dead_letters)
-        dead = f"{len(self.dead_letters)} dead letter, " if self.dead_letters else ""
-        return [
-            ("tasks", f"{self.enqueued} enqueued, {self.complete} complete, {dead}{lost or 'none'} lost"),
-            ("results", f"{self.accepted_once} accepted once, {self.accepted_twice or 'none'} twice"),
-            ("attempts", f"{self.attempts}, of which {self.lost_attempts} died with their worker"),
-            ("wait in the queue", f"p50 {duration(self.wait_p50_s)}, p95 {duration(self.wait_p95_s)}"),
+        failed = f"{len(self.dead_letters)} failed, " if self.dead_letters else ""
+        lines = [
+            ("tasks", f"{self.enqueued} enqueued, {self.complete} complete, {failed}{lost} lost"),
+            ("results", f"{self.accepted_once} accepted once, {self.accepted_twice} twice"),
+            ("attempts", f"{self.attempts}, of which {self.lost_attempts} were lost with their worker"),
+            ("time in queue", f"p50 {duration(self.wait_p50_s)}, p95 {duration(self.wait_p95_s)}"),
+            ("workers", f"{self.workers_spawned} spawned, {self.workers_left} left (minimum {self.min_workers})"),
+            ("killed worker", f"{self.killed_worker_id}, terminated with {self.worker_ended_as}"),
+            (
+                f"its task {self.killed_task_id}",
+                f"requeued after {duration(self.noticed_after_s)}, completed by {self.completed_by or 'no worker'}",
+            ),
+            *self.extra_lines,
         ]
+        if self.bill is not None:
+            for name, micros in (("vendor's bill", self.bill.total_micros), ("our ledger", self.bill.ledger_micros)):
+                lines.append((name, f"{with_currency(micros, self.bill.currency)} ({micros:,} micros)"))
+            lines.append(("API requests", str(self.bill.requests)))
+        return [*lines, ("duration", f"{self.took_s:.0f} s")]
 
-    def recovery(self) -> tuple[str, str]:
-        return (
-            f"its task {self.killed_task_id}",
-            f"taken back after {duration(self.noticed_after_s)}, completed by {self.completed_by or 'nobody'}",
-        )
+    def machine_table(self) -> tuple[list[list[object]], list[str]]:
+        """Rows and headings of the bill, without columns that are empty."""
+        machines = self.bill.machines if self.bill is not None else []
+        columns: dict[str, list[object]] = {
+            "machine": [one.machine_id for one in machines],
+            "worker": [one.worker_id for one in machines],
+            "GPU": [one.gpu for one in machines],
+            "terminated with": [one.terminated_as for one in machines],
+            "lifetime": [duration(one.lifetime_s) for one in machines],
+            "hours": [one.hours for one in machines],
+            "bill (micros)": [f"{one.bill_micros:,}" for one in machines],
+            "ledger (micros)": [f"{one.ledger_micros:,}" for one in machines],
+        }
+        used = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        return [list(row) for row in zip(*used.values(), strict=True)], list(used)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        for name in ("extra_checks", "extra_lines"):
+            del values[name]
+        return {**values, **values.pop("details")}

@@ -1,4 +1,4 @@
-"""A worker that joins, says that it is ready, and never takes a task: what a pod does whose program hangs.
+"""A worker that joins, sends heartbeats and never claims a task, like a pod whose program hangs.
 
 `python -m windlass.demo.stuck_worker JOIN_FILE`, on one pod of `windlass demo --on runpod`.
 """
@@ -15,7 +15,7 @@ from windlass.worker.join import join
 
 
 async def idle(join_file: Path) -> None:
-    """Until it is told to end, or nobody knows it any more."""
+    """Return when the worker is no longer live."""
     credentials, tls, order = await join(join_file)
     gpu = GpuReader()
     gpu.start()
@@ -23,10 +23,10 @@ async def idle(join_file: Path) -> None:
         registration = Registration(order.worker_id, order.queues, fleet=order.fleet, lease_s=order.lease_s)
         status = await transport.register(registration)
         while status in LIVE:
-            pulse = await transport.heartbeat(order.worker_id, (), gpu.vitals())
-            if pulse.status is None:
+            reply = await transport.heartbeat(order.worker_id, (), gpu.vitals())
+            if reply.status is None:
                 return
-            status = pulse.status
+            status = reply.status
             await asyncio.sleep(order.heartbeat_interval_s)
 
 

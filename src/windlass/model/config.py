@@ -1,7 +1,4 @@
-"""Everything that can be set, validated in one place.
-
-Where values come from (file, environment, command line) is no concern of this module: see config_loader.py.
-"""
+"""All settings, and the rules that they must satisfy. config_loader.py reads them from their sources."""
 
 import re
 import shlex
@@ -11,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
+from windlass.model.comma_separated import TextList
 from windlass.model.fleet import MIN_INTERVAL_S, FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.runpod import RUNPOD_ENDPOINT
@@ -18,12 +16,12 @@ from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 from windlass.model.urls import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
 
 _DAY_S = 86_400.0
-# Good to listen on, but no place to call.
-_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104
+# A server can listen on these addresses, but a client cannot connect to them.
+_ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104
 
 
 class _Section(BaseModel):
-    # An unknown key is a typo, and a typo that is ignored costs money.
+    # An unknown key is most likely a typo, and an ignored typo can cost money.
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     _durations = field_validator("*")(within_ten_years)
@@ -34,88 +32,92 @@ def _from_environment(name: str, description: str) -> Any:
 
 
 class Retention(_Section):
-    """How long finished things are kept."""
+    """How long finished tasks and history are kept."""
 
     complete_s: float = Field(default=7 * _DAY_S, ge=0, description="Completed tasks.")
-    failed_s: float = Field(default=30 * _DAY_S, ge=0, description="Dead letters.")
-    events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events: the story of each task and worker.")
+    failed_s: float = Field(default=30 * _DAY_S, ge=0, description="Failed tasks.")
+    events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events of tasks and workers.")
     cycles_s: float = Field(default=2 * _DAY_S, ge=0, description="Snapshots and plans of the control loop.")
-    samples_s: float = Field(default=2 * _DAY_S, ge=0, description="How fleets stood, for charts.")
+    samples_s: float = Field(default=2 * _DAY_S, ge=0, description="Samples of fleets, for charts.")
     logs_s: float = Field(
-        default=3 * _DAY_S, ge=0, description="Log lines in the database, where `logs.in_database` is set."
+        default=3 * _DAY_S, ge=0, description="Log lines in the database, if `logs.in_database` is set."
     )
-    charges_s: float = Field(default=400 * _DAY_S, ge=0, description="What was paid, and what for.")
+    charges_s: float = Field(default=400 * _DAY_S, ge=0, description="Charges: costs of workers and tasks.")
 
 
 class WorkerConfig(_Section):
-    """How workers behave that are not told otherwise on their command line."""
+    """Defaults of `windlass worker`. Its options override them."""
 
     heartbeat_interval_s: float = Field(
-        default=5.0, ge=MIN_INTERVAL_S, description="How often a worker says that it lives; 0.05 at the least."
+        default=5.0, ge=MIN_INTERVAL_S, description="Interval between heartbeats, at least 0.05."
     )
-    lease_s: float = Field(default=30.0, gt=0, description="Silent for longer than this, its tasks go to others.")
-    timeout_s: float | None = Field(default=None, gt=0, description="Time limit of tasks that bring none of their own.")
+    lease_s: float = Field(
+        default=30.0, gt=0, description="Its tasks are requeued if no heartbeat arrives for this long."
+    )
+    timeout_s: float | None = Field(
+        default=None, gt=0, description="Time limit of an attempt, for tasks without their own."
+    )
     drain_timeout_s: float = Field(
-        default=600.0, ge=0, description="From the wish to end until tasks at hand are given back."
+        default=600.0, ge=0, description="A draining worker requeues tasks that still run after this time."
     )
     memory_limit_mb: int | None = Field(
         default=None,
         gt=0,
-        description="Memory one handler's process may use. Without it: nine tenths of the machine's, by concurrency.",
+        description="Memory limit of one handler process. Default: 90 % of the machine's, divided by concurrency.",
     )
 
     @model_validator(mode="after")
-    def _several_beats_fit_into_the_lease(self) -> "WorkerConfig":
+    def _check_lease(self) -> "WorkerConfig":
         if self.lease_s < 3 * self.heartbeat_interval_s:
             raise ValueError(
                 f"lease_s is {self.lease_s:g} and heartbeat_interval_s is {self.heartbeat_interval_s:g}: "
-                "at least three beats must fit into a lease, or one lost packet costs a worker its tasks"
+                "a lease must be at least three heartbeat intervals, or one lost packet costs a worker its tasks"
             )
         return self
 
 
 class ControlConfig(_Section):
-    """The control loop itself."""
+    """The control loop of `windlass up`."""
 
     lease_s: float = Field(
-        default=30.0, gt=1, description="A leader that is silent for this long is replaced by another orchestrator."
+        default=30.0,
+        gt=1,
+        description="A standby takes over if the leader does not renew its lease for this long.",
     )
 
 
 class ApiConfig(_Section):
-    """The HTTP face of `windlass up`: for machines in a cloud, for programs, and for people."""
+    """The HTTP server of `windlass up`: dashboard, API and remote workers."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Where to listen: 0.0.0.0 for everywhere.")
-    port: int | None = Field(default=None, ge=0, le=65_535, description="Without it, nobody listens.")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces."
+    )
+    port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Port to listen on; 0 for any free port. Default: no HTTP server."
+    )
     url: str | None = Field(
-        default=None, description="Where machines call. Without it: http, control_plane_ip (or host) and the port."
+        default=None, description="URL that remote workers call. Default: http, control_plane_ip (or host) and port."
     )
 
     rate_limit: float = Field(
-        default=500.0, gt=0, description="Requests a second that one token, session or address may make; workers any."
+        default=500.0, gt=0, description="Requests per second for one token, session or address. Workers have no limit."
     )
-    cors_origins: tuple[str, ...] = Field(
-        default=(), description="Web pages of these origins may read with a token. Without it: none."
+    cors_origins: TextList = Field(
+        default=(), description="Origins whose web pages may read the API with a token. Default: none."
     )
-
-    @field_validator("cors_origins", mode="before")
-    @classmethod
-    def _from_one_line(cls, origins: Any) -> Any:
-        """The environment has only text: origins, separated by commas."""
-        return [origin.strip() for origin in origins.split(",")] if isinstance(origins, str) else origins
 
     @field_validator("cors_origins")
     @classmethod
-    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             scheme, _, host = origin.partition("://")
             if scheme not in ("http", "https") or not host or "/" in host or "*" in host:
-                raise ValueError(f"{origin!r} is no origin: write https://host or http://host:port, without a path")
+                raise ValueError(f"{origin!r} is not an origin: write https://host or http://host:port, without a path")
         return origins
 
     @field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str | None) -> str | None:
+    def _check_url(cls, url: str | None) -> str | None:
         problem = problem_of_control_plane_url(url) if url is not None else None
         if problem is not None:
             raise ValueError(f"it {problem}")
@@ -123,38 +125,30 @@ class ApiConfig(_Section):
 
 
 class AlertsConfig(_Section):
-    """Who is told what is the matter. Everybody who is named is told everything, once, and when it is over."""
+    """Where alerts are sent. Each notifier gets one message when an alert fires and one when it resolves."""
 
-    webhook_url: SecretStr | None = Field(default=None, description="Gets each message as JSON, by POST.")
+    webhook_url: SecretStr | None = Field(default=None, description="URL that gets each message as JSON, by POST.")
     slack_url: SecretStr | None = Field(
         default=None,
-        description="An incoming webhook of Slack, or of what speaks like it (Mattermost, Discord's /slack).",
+        description="Incoming webhook of Slack, or of a compatible service (Mattermost, Discord with /slack).",
     )
-    email_to: tuple[str, ...] = Field(default=(), description="Addresses that get each message as a mail.")
-    email_from: str = Field(default="windlass@localhost", description="Who those mails are from.")
+    email_to: TextList = Field(default=(), description="Addresses that get each message by e-mail.")
+    email_from: str = Field(default="windlass@localhost", description="Sender of those e-mails.")
     smtp_url: SecretStr | None = Field(
-        default=None, description="Through which server: smtp://user:password@host:587, or smtps://."
+        default=None, description="Mail server: smtp://user:password@host:587, or smtps://."
     )
-    command: str | None = Field(
-        default=None, description="A command that gets each message as JSON on its standard input."
-    )
+    command: str | None = Field(default=None, description="Command that gets each message as JSON on standard input.")
     dead_letters_per_hour: int = Field(
-        default=0, ge=0, description="More dead letters of a queue within an hour than this are told."
+        default=0, ge=0, description="An alert fires if more tasks of a queue fail within an hour."
     )
-    ignored: tuple[str, ...] = Field(default=(), description="Codes of alerts that nobody wants to hear of.")
-
-    @field_validator("email_to", "ignored", mode="before")
-    @classmethod
-    def _from_one_line(cls, names: Any) -> Any:
-        """The environment has only text: names, separated by commas."""
-        return [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    ignored: TextList = Field(default=(), description="Codes of alerts that are not sent.")
 
     @field_validator("webhook_url", "slack_url", "smtp_url")
     @classmethod
-    def _is_an_address(cls, url: SecretStr | None, field: ValidationInfo) -> SecretStr | None:
+    def _check_url(cls, url: SecretStr | None, field: ValidationInfo) -> SecretStr | None:
         if url is None:
             return None
-        # A value read from a file often ends with a line's end.
+        # A value that was read from a file often ends with a line break.
         address = url.get_secret_value().strip()
         problem_of = problem_of_mail_server if field.field_name == "smtp_url" else problem_of_web_address
         problem = problem_of(address)
@@ -164,61 +158,61 @@ class AlertsConfig(_Section):
 
     @field_validator("email_to")
     @classmethod
-    def _are_mail_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_recipients(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         if not all(map(_is_mail_address, addresses)):
             raise ValueError("write each as ops@example.com")
         return addresses
 
     @field_validator("email_from")
     @classmethod
-    def _is_somebody(cls, address: str) -> str:
+    def _check_sender(cls, address: str) -> str:
         if not _is_mail_address(address):
             raise ValueError("write it as windlass@example.com")
         return address
 
     @field_validator("command")
     @classmethod
-    def _can_be_run(cls, command: str | None) -> str | None:
+    def _check_command(cls, command: str | None) -> str | None:
         if command is None:
             return None
         if "\0" in command:
-            raise ValueError("it holds a NUL, which no command can")
+            raise ValueError("it contains a NUL character")
         try:
             words = shlex.split(command)
         except ValueError:
             is_open = command.endswith("\\")
             raise ValueError("it ends in a backslash" if is_open else "a quote in it is not closed") from None
         if not words or not words[0]:
-            raise ValueError("it names no program: write it as in a shell, /path/to/program --option")
+            raise ValueError("it has no program: write it as in a shell, /path/to/program --option")
         return command
 
     @model_validator(mode="after")
-    def _mails_have_a_server(self) -> Self:
+    def _check_mail_server(self) -> Self:
         if self.email_to and self.smtp_url is None:
-            raise ValueError("email_to is set and smtp_url is not: name the server that takes the mails")
+            raise ValueError("email_to is set and smtp_url is not: set the mail server")
         return self
 
 
 def _is_mail_address(text: str) -> bool:
-    """Whether it is one, with or without a name before it: Ops <ops@example.com>."""
+    """With or without a name: Ops <ops@example.com>."""
     found = getaddresses([text])
     return text.isprintable() and len(found) == 1 and bool(re.fullmatch(r"[^@\s]+@[^@\s]+", found[0][1]))
 
 
 class LogsConfig(_Section):
-    """Log lines of `windlass up`, beside what it prints."""
+    """Where `windlass up` stores log lines and traces, in addition to standard error."""
 
     in_database: bool = Field(
-        default=False, description="Keep them in the table windlass.logs too, for `retention.logs_s`."
+        default=False, description="Also store log lines in the table windlass.logs, for `retention.logs_s`."
     )
     traces_endpoint: str | None = Field(
         default=None,
-        description="Where traces of cycles and tasks go, by OTLP over HTTP; needs the extra windlass[otel].",
+        description="OTLP endpoint (HTTP) for traces of cycles and tasks. Needs the extra windlass[otel].",
     )
 
     @field_validator("traces_endpoint")
     @classmethod
-    def _is_an_address(cls, endpoint: str | None) -> str | None:
+    def _check_url(cls, endpoint: str | None) -> str | None:
         problem = problem_of_web_address(endpoint) if endpoint is not None else None
         if problem is not None:
             raise ValueError(f"it {problem}")
@@ -228,42 +222,44 @@ class LogsConfig(_Section):
 class Config(_Section):
     database_url: SecretStr | None = Field(
         default=None,
-        description="PostgreSQL 14 or newer. Without it, windlass starts its own in the data directory.",
+        description="PostgreSQL 14 or newer. Default: an embedded PostgreSQL in `data_dir`.",
         json_schema_extra={"env": "DATABASE_URL"},
     )
     data_dir: Path | None = Field(
-        default=None, description="Where the embedded PostgreSQL lives. Without it: the user's data directory."
+        default=None, description="Folder of the embedded PostgreSQL. Default: the user's data directory."
     )
     supabase_url: str | None = _from_environment(
-        "SUPABASE_URL", "The project's address, to say where its database is found."
+        "SUPABASE_URL", "URL of a Supabase project. Needs database_url too: windlass connects to the database itself."
     )
     supabase_service_role_key: SecretStr | None = _from_environment(
-        "SUPABASE_SERVICE_ROLE_KEY", "Accepted and kept secret; windlass speaks to the database itself."
+        "SUPABASE_SERVICE_ROLE_KEY", "Not used, but accepted; masked in logs, and not passed to workers."
     )
-    runpod_api_key: SecretStr | None = _from_environment("RUNPOD_API_KEY", "For Runpod fleets.")
+    runpod_api_key: SecretStr | None = _from_environment("RUNPOD_API_KEY", "API key for Runpod fleets.")
     runpod_endpoint: str = Field(
         default=RUNPOD_ENDPOINT,
-        description="Where Runpod's API, or an emulator of it, answers.",
+        description="URL of the Runpod API, or of an emulator.",
         json_schema_extra={"env": "RUNPOD_ENDPOINT"},
     )
     runpod_ssh_key_file: Path | None = _from_environment(
-        "RUNPOD_SSH_PRIVATE_KEY_PATH", "The private key that opens pods, for Runpod fleets with `auto_start_worker`."
+        "RUNPOD_SSH_PRIVATE_KEY_PATH", "Private SSH key for pods, for Runpod fleets with `auto_start_worker`."
     )
-    hetzner_api_token: SecretStr | None = _from_environment("HCLOUD_TOKEN HETZNER_API_TOKEN", "For Hetzner fleets.")
+    hetzner_api_token: SecretStr | None = _from_environment(
+        "HCLOUD_TOKEN HETZNER_API_TOKEN", "API token for Hetzner fleets."
+    )
     hetzner_endpoint: str = Field(
         default=HETZNER_ENDPOINT,
-        description="Where Hetzner's API, or an emulator of it, answers.",
+        description="URL of the Hetzner Cloud API, or of an emulator.",
         json_schema_extra={"env": "HCLOUD_ENDPOINT"},
     )
-    hetzner_network_id: int | None = _from_environment("HETZNER_NETWORK_ID", "The private network of Hetzner fleets.")
+    hetzner_network_id: int | None = _from_environment("HETZNER_NETWORK_ID", "Private network of Hetzner fleets.")
     ray_address: str | None = _from_environment(
-        "RAY_ADDRESS", "The head of a Ray cluster, as host:port. Without it, `up` starts one where a fleet needs it."
+        "RAY_ADDRESS", "Head of a Ray cluster, as host:port. Default: `up` starts one if a fleet needs it."
     )
     control_plane_ip: str | None = _from_environment(
-        "RGRID_CONTROL_PLANE_IP", "Where machines in a private network find the control plane."
+        "RGRID_CONTROL_PLANE_IP", "Address of the control plane in a private network, for remote workers."
     )
     max_payload_bytes: int = Field(
-        default=MAX_PAYLOAD_BYTES, gt=0, description="Largest payload or result of a task, as JSON."
+        default=MAX_PAYLOAD_BYTES, gt=0, description="Maximum size of a payload or result, as JSON."
     )
     retention: Retention = Retention()
     worker: WorkerConfig = WorkerConfig()
@@ -275,23 +271,23 @@ class Config(_Section):
 
     @field_validator("hetzner_api_token", "runpod_api_key")
     @classmethod
-    def _fits_into_a_header(cls, key: SecretStr | None) -> SecretStr | None:
-        """Files and secrets of clusters often end in a line break. What libraries say of such a header quotes it."""
+    def _check_key(cls, key: SecretStr | None) -> SecretStr | None:
+        """Strip line breaks, which files often end with. HTTP libraries would quote the key in an error message."""
         if key is None:
             return None
         bare = key.get_secret_value().strip()
         if not re.fullmatch(r"[!-~]+", bare):
-            raise ValueError("it must be one word of letters, digits and signs, as the vendor's console shows it")
+            raise ValueError("it must be one word of printable ASCII characters, as the vendor's console shows it")
         return SecretStr(bare)
 
     @field_validator("hetzner_endpoint", "runpod_endpoint")
     @classmethod
-    def _address_of_api(cls, endpoint: str, field: ValidationInfo) -> str:
+    def _check_endpoint(cls, endpoint: str, field: ValidationInfo) -> str:
         usual = HETZNER_ENDPOINT if field.field_name == "hetzner_endpoint" else RUNPOD_ENDPOINT
         if not endpoint.startswith(("https://", "http://")):
-            raise ValueError("it must be an address that begins with https://, such as " + usual)
+            raise ValueError("it must be a URL that begins with https://, such as " + usual)
         endpoint = endpoint.rstrip("/")
-        # The version we speak; elsewhere all that is heard is 404.
+        # Other versions of the API would respond with 404 to every request.
         version = usual[usual.rindex("/") :]
         if not endpoint.endswith(version):
             raise ValueError(f"it must end in {version}, as {usual} does")
@@ -299,35 +295,35 @@ class Config(_Section):
 
     @field_validator("ray_address")
     @classmethod
-    def _address_of_head(cls, address: str | None) -> str | None:
+    def _check_ray_address(cls, address: str | None) -> str | None:
         if address is not None and not re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}", address):
-            hint = ": Ray Client cannot be used, the dispatcher is a driver" if address.startswith("ray://") else ""
-            raise ValueError(f"it must be the head's own address, as 10.0.0.5:6379{hint}")
+            hint = "; Ray Client (ray://) is not supported" if address.startswith("ray://") else ""
+            raise ValueError(f"it must be host:port of the head, for example 10.0.0.5:6379{hint}")
         return address
 
     @field_validator("fleets")
     @classmethod
-    def _fleet_names(cls, fleets: dict[str, FleetConfig]) -> dict[str, FleetConfig]:
+    def _check_fleet_names(cls, fleets: dict[str, FleetConfig]) -> dict[str, FleetConfig]:
         for name in fleets:
             if not is_name(name):
-                raise ValueError(f"{name!r} cannot be a fleet's name: letters, digits and _ . : -, at most 63 of them")
+                raise ValueError(f"invalid fleet name {name!r}: use at most 63 letters, digits and _ . : -")
         return fleets
 
     @model_validator(mode="after")
-    def _supabase_has_a_database(self) -> Self:
+    def _check_supabase(self) -> Self:
         if self.supabase_url is not None and self.database_url is None and self.data_dir is None:
             raise ValueError(
-                f"supabase_url is {self.supabase_url}, but windlass connects to the database itself: set DATABASE_URL "
-                "to the connection string that the project's dashboard shows under Connect"
+                f"supabase_url is {self.supabase_url}, but database_url is not set: set DATABASE_URL to the connection "
+                "string that the Supabase dashboard shows under Connect"
             )
         return self
 
     @property
     def machine_url(self) -> str | None:
-        """Where machines call the control plane; None if that is not known."""
+        """The URL of the control plane for remote workers; None if it is unknown."""
         if self.api.url is not None:
             return self.api.url
         host = self.control_plane_ip or self.api.host
-        if not self.api.port or host in _ANYWHERE:
+        if not self.api.port or host in _ANY_ADDRESS:
             return None
         return f"http://[{host}]:{self.api.port}" if ":" in host else f"http://{host}:{self.api.port}"

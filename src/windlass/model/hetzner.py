@@ -1,9 +1,11 @@
-"""What a Hetzner fleet hires: server types and places in the order they are tried, the image, networks, addresses."""
+"""Settings of Hetzner fleets: server types and locations, image, networks, addresses, billing."""
 
 import re
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from windlass.model.comma_separated import NumberList, TextList
 
 HOUR_S = 3600
 HETZNER_ENDPOINT = "https://api.hetzner.cloud/v1"
@@ -13,8 +15,6 @@ _LABEL_PREFIX = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 class Choice(NamedTuple):
-    """A server type and where."""
-
     server_type: str
     location: str
 
@@ -27,94 +27,90 @@ class HetznerSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    choices: tuple[str, ...] = Field(
+    choices: TextList = Field(
         default=("cx23@nbg1", "cx23@fsn1", "cx23@hel1"),
         min_length=1,
-        description="Server type and location, in the order in which they are tried; no capacity moves on to the next.",
+        description="Server type and location, in order of preference. The next is used if one has no capacity.",
     )
     image: str = Field(
         default="ubuntu-24.04",
         min_length=1,
-        description="Name or id of the image. Its Python must be 3.11 or newer, which that of ubuntu-22.04 is not.",
+        description="Name or id of the image. Needs Python 3.11 or newer, which ubuntu-22.04 does not have.",
     )
     network_id: int | None = Field(
-        default=None, gt=0, description="The private network. Without it: `hetzner_network_id`, if that is set."
+        default=None, gt=0, description="Private network. Default: `hetzner_network_id`, if set."
     )
-    is_ipv4_on: bool = Field(default=True, description="A public IPv4 address. It costs extra.")
-    is_ipv6_on: bool = Field(default=False, description="A public IPv6 address.")
-    ssh_keys: tuple[str, ...] = Field(
+    is_ipv4_on: bool = Field(default=True, description="Assign a public IPv4 address, which costs extra.")
+    is_ipv6_on: bool = Field(default=False, description="Assign a public IPv6 address.")
+    ssh_keys: TextList = Field(
         default=(),
-        description="Names or ids of SSH keys that may log in. None: nobody can; the password that Hetzner then makes "
-        "for root is locked at first boot.",
+        description="Names or ids of SSH keys for root. Default: none, and no log-in; the root password that Hetzner "
+        "then creates is locked at first boot.",
     )
-    firewall_ids: tuple[int, ...] = Field(default=(), description="Firewalls before the public addresses.")
-    labels: dict[str, str] = Field(default={}, description="More labels for its servers, beside those windlass needs.")
-    prices: Literal["net", "gross"] = Field(default="net", description="Prices without VAT, or with it.")
+    firewall_ids: NumberList = Field(default=(), description="Firewalls for the public addresses.")
+    labels: dict[str, str] = Field(default={}, description="Additional labels for servers.")
+    prices: Literal["net", "gross"] = Field(
+        default="net", description="Use prices without VAT (net) or with VAT (gross)."
+    )
     capacity_memory_s: float = Field(
-        default=300.0, ge=0, description="A choice without capacity is not tried again for this long."
+        default=300.0, ge=0, description="A choice without capacity is not used again for this long."
     )
-    call_timeout_s: float = Field(default=20.0, gt=0, le=40, description="Longest time for an answer of the API.")
+    call_timeout_s: float = Field(default=20.0, gt=0, le=40, description="Timeout of an API call.")
     billing_hour_s: int = Field(
         default=HOUR_S,
         gt=0,
         le=HOUR_S,
-        description="How long an hour is that is paid at once. Only for rehearsals: an emulator's may be shorter.",
+        description="Length of a billed hour. Only for an emulator, whose hours may be shorter.",
     )
 
     @property
     def ordered(self) -> tuple[Choice, ...]:
         return tuple(Choice(*choice.split("@")) for choice in self.choices)
 
-    @field_validator("choices", "ssh_keys", "firewall_ids", mode="before")
-    @classmethod
-    def _from_one_line(cls, value: Any) -> Any:
-        """The environment has only text: items, separated by commas."""
-        return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-
     @field_validator("choices")
     @classmethod
-    def _types_and_places(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_choices(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
         for choice in choices:
             if _CHOICE.fullmatch(choice) is None:
-                raise ValueError(f"{choice!r} is no server type and location: write them as cx23@nbg1")
+                raise ValueError(f"{choice!r} is not a server type and location: write cx23@nbg1")
         return tuple(dict.fromkeys(choices))
 
     @field_validator("billing_hour_s")
     @classmethod
-    def _part_of_an_hour(cls, seconds: int) -> int:
-        # Or a price per real hour, which is what we reckon with, would be no whole number.
+    def _check_billing_hour(cls, seconds: int) -> int:
+        # Otherwise the price per real hour, which costs are computed with, would not be an integer.
         if HOUR_S % seconds:
-            raise ValueError(f"{HOUR_S} s are no whole number of such hours: take 60, 300 or 600")
+            raise ValueError(f"it must divide {HOUR_S}: use 60, 300 or 600")
         return seconds
 
     @field_validator("labels")
     @classmethod
-    def _vendors_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+    def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         for key, value in labels.items():
             problem = problem_of_label(key, value)
             if problem is not None:
                 raise ValueError(problem)
             if key == "managed-by" or key.startswith("windlass-"):
-                raise ValueError(f"the label {key} is windlass's own: choose another name")
+                raise ValueError(f"the label {key} is reserved for windlass: choose another name")
         return labels
 
     @model_validator(mode="after")
-    def _can_be_reached(self) -> Self:
+    def _check_firewalls(self) -> Self:
         if self.firewall_ids and not (self.is_ipv4_on or self.is_ipv6_on):
             raise ValueError(
-                "firewall_ids are set and both is_ipv4_on and is_ipv6_on are false: firewalls stand before public "
-                "addresses only, so leave them out"
+                "firewall_ids are set, but is_ipv4_on and is_ipv6_on are false: firewalls apply to public addresses "
+                "only, so remove them"
             )
         return self
 
 
 def problem_of_label(key: str, value: str) -> str | None:
-    """What the vendor would not accept about a label, or None."""
+    """Why Hetzner would reject a label; None if it is valid."""
     prefix, slash, name = key.rpartition("/")
     if _LABEL_NAME.fullmatch(name) is None or (slash and _LABEL_PREFIX.fullmatch(prefix) is None):
-        return f"{key!r} cannot be a label: letters, digits and _ . - between, at most 63 of them"
+        return f"{key!r} is not a valid label: use at most 63 letters, digits, and _ . - between them"
     if prefix == "hetzner.cloud":
-        return f"{key!r} cannot be a label: hetzner.cloud/ is the vendor's own"
+        return f"{key!r} is not a valid label: hetzner.cloud/ is reserved"
     if value and _LABEL_NAME.fullmatch(value) is None:
-        return f"{value!r} cannot be the value of label {key}: letters, digits and _ . - between, at most 63 of them"
+        return f"{value!r} is not a valid value of label {key}: use at most 63 letters, digits, and _ . - between them"
     return None

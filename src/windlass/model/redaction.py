@@ -1,4 +1,8 @@
-"""Texts and settings as they may leave the program: into logs, reasons, answers and pages, without secrets."""
+"""Removes secrets from text and settings before they reach logs, reasons, HTTP responses and pages.
+
+`masked` hides passwords in URLs. `Mask` also hides known secrets, our tokens, and values of variables with names like
+API_KEY, as a shell prints them. Both take time proportional to the length of the text, whatever it contains.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,29 +10,55 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.auth import without_tokens
-from windlass.model.urls import HIDDEN, masked
 
-# Shorter ones would be found in ordinary words.
+HIDDEN = "********"
+# A shorter secret could be a part of ordinary words.
 MIN_SECRET_LENGTH = 6
-# In the name of a variable: what it holds is taken for a secret.
-_TELLING_WORDS = "KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL"
-_SECRET_NAME = re.compile(_TELLING_WORDS, re.IGNORECASE)
-# A part of a value in quotes, also as those stand in JSON. (A quote before one of these signs ends what is around it.)
+_URL_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
+_PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
+# A variable with one of these words in its name holds a secret.
+_SECRET_WORDS = "KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL"  # noqa: S105
+_SECRET_NAME = re.compile(_SECRET_WORDS, re.IGNORECASE)
+# A quoted part of a value, also with quotes escaped as in JSON. A quote before one of the signs , : } ] or white space
+# ends a string around the value.
 _QUOTED = r"""(?:"(?![,:}\]\s])(?:\\.|[^"\\])*"|'(?![,:}\]\s])[^']*'|\\"(?:[^"\\]|\\[^"])*\\")"""
-# As a shell writes it down (`set -x`, `export -p`): its value ends with the word, quoted parts included; with a quote
-# that is never closed, at the end of the line. Programs write in small letters whatever they like (unique_key=7), so
-# only names of environments are meant. (The lookahead is tried once a word: text of any length takes a time that grows
-# with its length, not with the square of it.)
+# NAME=value as a shell prints it (`set -x`, `export -p`). The value ends with the word, including quoted parts, or at
+# the end of the line if a quote is not closed. Only upper-case names match: programs print unique_key=7 and the like.
+# The lookahead is tried once per word, so that the time is not quadratic.
 _ASSIGNMENT = re.compile(
-    rf"""\b(?=[A-Z0-9_]*(?:{_TELLING_WORDS}))([A-Z0-9_]+)=(?:\$?(?:{_QUOTED}|\\.|[^\s"'\\])+|["'](?![,:}}\]\s])[^\n]+)"""
+    rf"""\b(?=[A-Z0-9_]*(?:{_SECRET_WORDS}))([A-Z0-9_]+)=(?:\$?(?:{_QUOTED}|\\.|[^\s"'\\])+|["'](?![,:}}\]\s])[^\n]+)"""
 )
+
+
+def masked(text: str) -> str:
+    """Hide the passwords of the URLs in a text."""
+    return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _replace_passwords(text, f":{HIDDEN}"))
+
+
+def without_password(url: str) -> str:
+    """Remove the password from a URL, for a program that asks for it or reads PGPASSWORD or ~/.pgpass."""
+    url = _PASSWORD_IN_QUERY.sub("", _replace_passwords(url, ""))
+    # If the password was the first parameter of the query, the next one is now the first.
+    return re.sub(r"^([^?&]*)&", r"\1?", url)
+
+
+def _replace_passwords(text: str, replacement: str) -> str:
+    """In each word, replace everything between the user and the last @.
+
+    A password that should have been encoded may itself contain : / or @. A single pattern would be slow on long texts.
+    """
+
+    def replace(word: re.Match[str]) -> str:
+        user, end = _URL_USER.search(word[0]), word[0].rfind("@")
+        if user is None or end < user.end():
+            return word[0]
+        return word[0][: user.end() - 1] + replacement + word[0][end:]
+
+    return re.sub(r"\S+", replace, text) if "://" in text else text
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Hides these secrets, passwords in addresses, our tokens, and the values of variables that are named like
-    secrets, where a shell shows them."""
-
     secrets: tuple[str, ...] = ()
 
     def __call__(self, text: str) -> str:
@@ -41,18 +71,18 @@ class Mask:
         return f"Mask({len(self.secrets)} secrets)"
 
 
-def is_named_secret(variable: str) -> bool:
-    """Whether a variable of an environment is to be taken for a secret."""
-    return _SECRET_NAME.search(variable) is not None
-
-
 def mask_of(secrets: Iterable[str]) -> Mask:
-    # The longest first: one may be a part of another.
+    # The longest first: one secret may be a part of another.
     return Mask(tuple(sorted({s for s in secrets if len(s) >= MIN_SECRET_LENGTH}, key=len, reverse=True)))
 
 
+def is_named_secret(variable: str) -> bool:
+    """Whether the name of an environment variable says that its value is a secret."""
+    return _SECRET_NAME.search(variable) is not None
+
+
 def shown_settings(settings: Any) -> Any:
-    """Settings, as plain values, that anybody may see; of an environment its names, for its values may be secrets."""
+    """Settings as plain values, without secrets. The values of `env` tables are hidden, because they may be secrets."""
     if isinstance(settings, str):
         return Mask()(settings)
     if isinstance(settings, Mapping):

@@ -1,38 +1,39 @@
-"""What a Runpod fleet hires: GPU types, clouds and data centers in the order they are tried, the image, its storage;
-and how the worker's program is started on a pod that does not start it by itself.
+"""Settings of Runpod fleets: GPU types, clouds, data centers, image, storage, and how workers are started over SSH.
 
-Everything here stands in the pod's own description, which whoever has the account's key may read: no secrets.
+These settings must contain no secrets: everyone with the API key of the account can read them in a pod's description.
 """
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from windlass.model.comma_separated import TextList
+
 RUNPOD_ENDPOINT = "https://api.runpod.io/v2"
-# On every pod that is started over SSH, and where an image's start script should put what it finds in WINDLASS_JOIN.
+# On every pod that is started over SSH. The start script of an image should write WINDLASS_JOIN to it.
 JOIN_FILE = "/etc/windlass/join.json"
 DEFAULT_START = f"windlass worker --join {JOIN_FILE}"
 CLOUDS = ("SECURE", "COMMUNITY")
 _CHOICE = re.compile(r"([^@/,]*[^@/,\s])(?:@([A-Za-z]+)((?:/[A-Za-z0-9-]+)*))?")
 _PORT = re.compile(r"([0-9]{1,5})/(tcp|http)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# A path without anything that a shell, or somebody who reads it, could take for something else.
+# A path without characters that a shell would interpret.
 _FOLDER = r"^/[A-Za-z0-9._/-]*[A-Za-z0-9._-]$"
 _SSH_PORT = "22/tcp"
-# How the vendor's GPU types of the one maker are called whose GPUs a worker can read.
+# Prefixes of the names of NVIDIA GPUs. Workers cannot read other GPUs.
 _NVIDIA = ("NVIDIA ", "Tesla ")
-# What has an id at Runpod: it becomes part of an address.
+# An id at Runpod becomes a part of a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]+")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
-# Larger than any machine there is: the catalog says for each type what it has, this finds slips of the keyboard.
+# Larger than any machine, to find typing errors. The limits of each type are in the catalog.
 MAX_GPUS = 32
 MAX_DISK_GB = 16_384
 
 
 class GpuChoice(NamedTuple):
-    """A GPU type, and where. No data centers: anywhere."""
+    """Without data centers: any of them."""
 
     gpu: str
     cloud: str
@@ -44,93 +45,94 @@ class GpuChoice(NamedTuple):
 
 def _folder(path: str | None) -> str | None:
     if path is not None and {".", ".."} & set(path.split("/")):
-        raise ValueError(f"{path!r} has a step that leads nowhere or back: write the folder itself")
+        raise ValueError(f"{path!r} must not contain . or ..")
     return path
 
 
 class SshSettings(BaseModel):
-    """How a pod is looked over and its worker started, with `auto_start_worker`."""
+    """How pods are checked and workers started over SSH, with `auto_start_worker`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    user: str | None = Field(default=None, min_length=1, description="Who logs in. Without it: whom Runpod names.")
-    private_key_file: Path | None = Field(
-        default=None, description="The key that opens the pods. Without it: `runpod_ssh_key_file`."
+    user: str | None = Field(
+        default=None, min_length=1, description="User to log in as. Default: the user that Runpod reports."
     )
+    private_key_file: Path | None = Field(default=None, description="Private key. Default: `runpod_ssh_key_file`.")
     start_command: str = Field(
         default=DEFAULT_START,
         min_length=1,
-        description="Starts the worker, once: `bash /workspace/start.sh`. What it needs to join is in "
-        + JOIN_FILE
-        + ".",
+        description=f"Command that starts the worker, for example `bash /workspace/start.sh`. It can read {JOIN_FILE}.",
     )
     start_watch_s: float = Field(
-        default=3.0, ge=0, le=30, description="Ends it with an error within this time, the pod is given up."
+        default=3.0, ge=0, le=30, description="The pod fails if the start command exits with an error within this time."
     )
     storage_path: str | None = Field(
-        default=None, pattern=_FOLDER, description="Must be mounted and writable. Without it: `volume_path`, if used."
+        default=None,
+        pattern=_FOLDER,
+        description="Folder that must be mounted and writable. Default: `volume_path`, if a volume is used.",
     )
-    min_free_disk_gb: float = Field(default=2.0, ge=0, description="Must be free on the container's disk.")
+    min_free_disk_gb: float = Field(default=2.0, ge=0, description="Required free space on the container's disk.")
     checks: tuple[str, ...] = Field(
         default=(), description="Shell commands that must succeed, such as `python3 -c 'import torch'`."
     )
-    command_timeout_s: float = Field(default=60.0, gt=0, le=300, description="Longest time for one of them.")
+    command_timeout_s: float = Field(default=60.0, gt=0, le=300, description="Timeout of one command.")
     timeout_s: float = Field(
-        default=300.0, gt=0, le=1800, description="From the first look at a running pod to the start of its worker."
+        default=300.0,
+        gt=0,
+        le=1800,
+        description="Timeout from the first check of a running pod to the start of its worker.",
     )
 
     _whole_path = field_validator("storage_path")(_folder)
 
     @field_validator("start_command", "checks")
     @classmethod
-    def _commands(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _check_commands(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         for command in (value,) if isinstance(value, str) else value:
             if not command.strip() or any(not (c.isprintable() or c in "\n\t") for c in command):
-                raise ValueError("a command is text, and not empty")
+                raise ValueError("a command must be printable text, and not empty")
         return value
 
 
 class RunpodSettings(BaseModel):
-    """Pods of Runpod, for fleets with `provider = "runpod"`. Nothing here may be secret."""
+    """Pods of Runpod, for fleets with `provider = "runpod"`. These settings must contain no secrets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    choices: tuple[str, ...] = Field(
+    choices: TextList = Field(
         default=("NVIDIA GeForce RTX 4090@SECURE",),
         min_length=1,
-        description="GPU type, cloud and data centers (any if none is named), as `NVIDIA L40S@SECURE/EU-RO-1/US-KS-2`, "
-        "in the order in which they are tried; no capacity moves on to the next.",
+        description="GPU type, cloud and data centers (default: any), as `NVIDIA L40S@SECURE/EU-RO-1/US-KS-2`, in "
+        "order of preference. The next is used if one has no capacity.",
     )
-    gpu_count: int = Field(default=1, ge=1, le=MAX_GPUS, description="GPUs of a pod.")
+    gpu_count: int = Field(default=1, ge=1, le=MAX_GPUS, description="GPUs per pod.")
     min_cuda_version: str | None = Field(
-        default=None, pattern=r"^\d+\.\d+$", description="The oldest CUDA version a pod's machine may have: 12.4."
+        default=None, pattern=r"^\d+\.\d+$", description="Minimum CUDA version of the machine, for example 12.4."
     )
-    image: str | None = Field(default=None, min_length=1, description="The Docker image. Needed without a template.")
+    image: str | None = Field(default=None, min_length=1, description="Docker image. Required without a template.")
     template_id: str | None = Field(
-        default=None, min_length=1, description="A template of Runpod's; what is set here is stronger."
+        default=None, min_length=1, description="Runpod template. These settings override it."
     )
-    registry_id: str | None = Field(
-        default=None, min_length=1, description="The credential for a private image's registry."
-    )
-    args: str | None = Field(default=None, description="Arguments for the image's entrypoint.")
-    env: dict[str, str] = Field(default={}, description="The container's environment. No secrets.")
-    ports: tuple[str, ...] = Field(default=(), description="Ports to open, as 8888/http or 22/tcp.")
+    registry_id: str | None = Field(default=None, min_length=1, description="Registry credential for a private image.")
+    args: str | None = Field(default=None, description="Arguments of the entrypoint.")
+    env: dict[str, str] = Field(default={}, description="Environment variables of the container. No secrets.")
+    ports: TextList = Field(default=(), description="Ports to open, for example 8888/http or 22/tcp.")
     disk_gb: int | None = Field(
         default=None,
         ge=1,
         le=MAX_DISK_GB,
-        description="The container's disk. Without it: the template's, or Runpod's usual size.",
+        description="Disk of the container. Default: of the template, or of Runpod.",
     )
-    network_volume_id: str | None = Field(default=None, min_length=1, description="Storage that its pods share.")
-    volume_path: str = Field(default="/workspace", pattern=_FOLDER, description="Where that is mounted.")
+    network_volume_id: str | None = Field(default=None, min_length=1, description="Network volume that the pods share.")
+    volume_path: str = Field(default="/workspace", pattern=_FOLDER, description="Mount point of the network volume.")
     capacity_memory_s: float = Field(
-        default=300.0, ge=0, description="A choice without capacity is not tried again for this long."
+        default=300.0, ge=0, description="A choice without capacity is not used again for this long."
     )
     call_timeout_s: float = Field(
         default=20.0,
         gt=0,
         le=40,
-        description="Longest time for an answer of the API; of several fleets with one key, the longest.",
+        description="Timeout of an API call. Fleets with the same key use the longest of their timeouts.",
     )
     ssh: SshSettings = SshSettings()
 
@@ -140,32 +142,26 @@ class RunpodSettings(BaseModel):
 
     @property
     def storage_path(self) -> str | None:
-        """What must be mounted before a worker is started."""
+        """The folder that must be mounted before a worker is started."""
         return self.ssh.storage_path or (self.volume_path if self.network_volume_id is not None else None)
 
     def opened_ports(self, *, has_ssh: bool) -> tuple[str, ...]:
         return (*self.ports, _SSH_PORT) if has_ssh and _SSH_PORT not in self.ports else self.ports
 
-    @field_validator("choices", "ports", mode="before")
-    @classmethod
-    def _from_one_line(cls, value: Any) -> Any:
-        """The environment has only text: items, separated by commas."""
-        return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-
     @field_validator("choices")
     @classmethod
-    def _types_and_places(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_choices(cls, choices: tuple[str, ...]) -> tuple[str, ...]:
         for choice in choices:
             found = _CHOICE.fullmatch(choice.strip())
             if found is None or (found[2] or CLOUDS[0]).upper() not in CLOUDS:
                 raise ValueError(
-                    f"{choice!r} is no GPU type and place: write NVIDIA L40S@SECURE, or NVIDIA L40S@SECURE/EU-RO-1, or "
+                    f"{choice!r} is not a GPU type and cloud: write NVIDIA L40S@SECURE, NVIDIA L40S@SECURE/EU-RO-1, or "
                     "@COMMUNITY for the other cloud"
                 )
             if not found[1].strip().startswith(_NVIDIA):
                 raise ValueError(
-                    f"{choice!r} is no GPU of NVIDIA's, and a worker can read no other: write its type as Runpod does, "
-                    "NVIDIA L40S"
+                    f"{choice!r} is not an NVIDIA GPU, and workers support no others: write the type as Runpod does, "
+                    "for example NVIDIA L40S"
                 )
         return tuple(dict.fromkeys(choices))
 
@@ -173,44 +169,44 @@ class RunpodSettings(BaseModel):
 
     @field_validator("image")
     @classmethod
-    def _reference(cls, image: str | None) -> str | None:
+    def _check_image(cls, image: str | None) -> str | None:
         if image is not None and _IMAGE.fullmatch(image) is None:
-            raise ValueError(f"{image!r} is no image: write it as docker would pull it, ghcr.io/example/worker:1")
+            raise ValueError(f"{image!r} is not an image: write it as for docker pull, ghcr.io/example/worker:1")
         return image
 
     @field_validator("network_volume_id", "template_id", "registry_id")
     @classmethod
-    def _identifier(cls, value: str | None) -> str | None:
+    def _check_id(cls, value: str | None) -> str | None:
         if value is not None and _ID.fullmatch(value) is None:
-            raise ValueError(f"{value!r} is no id of Runpod's: copy it from the console, as agv6w2qcg7")
+            raise ValueError(f"{value!r} is not an id of Runpod: copy it from the console, for example agv6w2qcg7")
         return value
 
     @field_validator("ports")
     @classmethod
-    def _ports_and_protocols(cls, ports: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_ports(cls, ports: tuple[str, ...]) -> tuple[str, ...]:
         for port in ports:
             found = _PORT.fullmatch(port)
             if found is None or not 0 < int(found[1]) < 65_536:
-                raise ValueError(f"{port!r} is no port: write it as 22/tcp or 8888/http")
+                raise ValueError(f"{port!r} is not a port: write 22/tcp or 8888/http")
         return tuple(dict.fromkeys(ports))
 
     @field_validator("env")
     @classmethod
-    def _variables(cls, env: dict[str, str]) -> dict[str, str]:
+    def _check_env(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
             if _VARIABLE.fullmatch(name) is None:
-                raise ValueError(f"{name!r} cannot be the name of an environment variable")
+                raise ValueError(f"{name!r} is not a valid name of an environment variable")
             if name.startswith("WINDLASS_"):
-                raise ValueError(f"{name} is windlass's own: choose another name")
+                raise ValueError(f"{name} is reserved for windlass: choose another name")
         return env
 
     @model_validator(mode="after")
-    def _can_be_placed(self) -> Self:
+    def _check_volume_cloud(self) -> Self:
         community = [str(choice) for choice in self.ordered if choice.cloud == "COMMUNITY"]
         if self.network_volume_id is not None and community:
             raise ValueError(
-                f"network_volume_id is set and {community[0]} is among the choices: network volumes are in the secure "
-                "cloud only, so leave one of them out"
+                f"network_volume_id is set and {community[0]} is one of the choices: network volumes exist only in the "
+                "secure cloud, so remove one of them"
             )
         return self
 

@@ -1,110 +1,65 @@
-"""Addresses, of a database, a control plane, and who is told of alerts: whether they are one, how they may be shown.
+"""Checks URLs of databases, control planes, web hooks and mail servers.
 
-No message here repeats a password.
+Each check returns what is wrong with a URL, as the end of a sentence, or None. No message contains a password.
 """
 
 import ipaddress
-import re
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
-# Where only this host can call.
+# Hosts that only this machine can connect to.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-HIDDEN = "********"
-_SCHEMES = ("postgresql", "postgres")
-_WEB = ("https", "http")
+_DATABASE = ("postgresql", "postgres")
 _MAIL = ("smtp", "smtps")
 _UNENCODED = "has a / ? # or @ in its user or password: write %2F, %3F, %23 or %40 for it"
-_NO_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
-_SHAPE = "write postgresql://user:password@host:5432/database"
-_WORD = re.compile(r"\S+")
-_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
-_PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
-
-
-def masked(text: str) -> str:
-    """The text without the passwords of the addresses in it."""
-    return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _replace_passwords(text, f":{HIDDEN}"))
-
-
-def without_password(url: str) -> str:
-    """The address for a program that asks for the password itself, or finds it in PGPASSWORD or ~/.pgpass."""
-    url = _PASSWORD_IN_QUERY.sub("", _replace_passwords(url, ""))
-    # If that was the first of several parts of the query, the next one is the first now.
-    return re.sub(r"^([^?&]*)&", r"\1?", url)
-
-
-def _replace_passwords(text: str, shown: str) -> str:
-    return _WORD.sub(lambda word: _replace_password(word[0], shown), text) if "://" in text else text
-
-
-def _replace_password(word: str, shown: str) -> str:
-    """All between the user and the last @ of the word: a password that should have been encoded may itself contain : /
-    or @. (No pattern: texts may be long, and made to be slow.)"""
-    user, end = _USER.search(word), word.rfind("@")
-    if user is None or end < user.end():
-        return word
-    return word[: user.end() - 1] + shown + word[end:]
+_BAD_PORT = "has a port that is not a number from 1 to 65535, or a special character in its password"
+_DATABASE_EXAMPLE = "write postgresql://user:password@host:5432/database"
 
 
 def is_database_url(url: str) -> bool:
-    return url.partition("://")[0] in _SCHEMES
+    return url.partition("://")[0] in _DATABASE
 
 
 def problem_of_database_url(url: str) -> str | None:
-    """What is wrong with this address, as the end of a sentence; None if nothing is."""
     scheme, separator, _ = url.partition("://")
     if not separator:
-        return f"is not an address: {_SHAPE}"
+        return f"is not a URL: {_DATABASE_EXAMPLE}"
     if scheme.startswith("postgresql+"):
         return "names a driver of another program: begin it with postgresql:// alone"
-    if scheme not in _SCHEMES:
-        return f"is not the address of a PostgreSQL server: {_SHAPE}"
+    if scheme not in _DATABASE:
+        return f"is not the URL of a PostgreSQL server: {_DATABASE_EXAMPLE}"
     try:
         parts = urlsplit(url)
     except ValueError:
-        return f"has brackets or characters that no address has: {_SHAPE}"
-    # In these cases a piece of the password was taken for the host, the port or the database.
+        return f"has invalid brackets or characters: {_DATABASE_EXAMPLE}"
+    # In these cases a part of the password was read as the host, the port or the database.
     if parts.fragment or "@" in parts.path or ("@" in parts.query and "@" not in parts.netloc):
         return _UNENCODED
-    if not all(map(_is_port, _ports(parts))):
-        return f"{_NO_PORT}: {_SHAPE}"
+    # There may be several hosts, separated by commas.
+    for host in parts.netloc.rpartition("@")[2].split(","):
+        port = host.rpartition("]")[2].partition(":")[2]
+        if port and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
+            return f"{_BAD_PORT}: {_DATABASE_EXAMPLE}"
     return None
 
 
-def _ports(parts: SplitResult) -> list[str]:
-    """Of each host; several may stand there, separated by commas."""
-    hosts = parts.netloc.rpartition("@")[2].split(",")
-    return [port for host in hosts if (port := host.rpartition("]")[2].partition(":")[2])]
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 1 <= int(text) <= 65_535
-
-
-# -------------------------------------------------------------------------------------------------- the control plane
-
-
 def problem_of_control_plane_url(url: str) -> str | None:
-    """What is wrong with the address that machines are to call, as the end of a sentence; None if nothing is."""
+    """For the URL that machines call."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError:
-        return "has a host or port that no address has: write https://host:port"
+        return "has an invalid host or port: write https://host:port"
     if parts.scheme not in ("https", "http") or not host:
-        return "is not an address: write https://host:port"
+        return "is not a URL: write https://host:port"
     if parts.query or parts.fragment or parts.username is not None or parts.password is not None:
-        return "has more than a host, a port and a path: leave out user, ? and #"
+        return "has more than a host, a port and a path: remove user, ? and #"
     if parts.scheme == "http" and not is_private_host(host):
-        return (
-            f"is http to {host}, where anybody on the way can read the tokens: use https, or an address of a private "
-            "network"
-        )
+        return f"uses http to {host}, which sends tokens unencrypted: use https, or an address of a private network"
     return None
 
 
 def is_private_host(host: str) -> bool:
-    """Whether what is sent there stays on this machine or in a private network. A name could be anybody's."""
+    """Whether the host is this machine or in a private network. Host names, except localhost, are not."""
     if host == "localhost":
         return True
     try:
@@ -114,39 +69,34 @@ def is_private_host(host: str) -> bool:
     return address.is_private and not address.is_unspecified
 
 
-# ------------------------------------------------------------------------------------------------------ who is told
-
-
 def problem_of_web_address(url: str) -> str | None:
-    """What is wrong with an address to which something is sent, as the end of a sentence; None if nothing is."""
-    return _problem_of_server(url, _WEB)
+    return _problem_of_server(url, ("https", "http"))
 
 
 def problem_of_mail_server(url: str) -> str | None:
-    """What is wrong with smtp://user:password@host:587, as the end of a sentence; None if nothing is."""
+    """For smtp://user:password@host:587."""
     scheme, _, rest = url.partition("://")
-    # Nothing follows the port: what seems to, follows a piece of the password.
+    # Nothing follows the port, so what seems to follow it is a part of the password.
     if scheme in _MAIL and set("/?#") & set(rest.removesuffix("/")):
         return _UNENCODED if "@" in rest else "has more than a host and a port"
     if not unquote(rest.rpartition("@")[0]).isascii():
-        return "has letters that a mail server cannot be told in its user or password: only ASCII can be"
+        return "has characters other than ASCII in its user or password, which SMTP cannot send"
     return _problem_of_server(url, _MAIL)
 
 
 def _problem_of_server(url: str, schemes: tuple[str, str]) -> str | None:
     if url.partition("://")[0] not in schemes:
-        return "is not an address that begins with {}:// or {}://".format(*schemes)
+        return "is not a URL that begins with {}:// or {}://".format(*schemes)
     if not url.isprintable() or " " in url:
-        return "has a space or a line's end in it: write %20 for a space"
+        return "contains a space or a line break: write %20 for a space"
     try:
         parts = urlsplit(url)
         host = parts.hostname
     except ValueError:
-        return "has brackets or characters that no address has"
+        return "has invalid brackets or characters"
     if not host:
-        return "names no host: write {}://host".format(*schemes)
+        return "has no host: write {}://host".format(*schemes)
     try:
-        is_sound = parts.port != 0
+        return _BAD_PORT if parts.port == 0 else None
     except ValueError:
-        is_sound = False
-    return None if is_sound else _NO_PORT
+        return _BAD_PORT

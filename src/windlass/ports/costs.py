@@ -1,4 +1,4 @@
-"""What people ask about money: what is settled, and the accounts that are not. cost/report.py adds it up."""
+"""The ledger for people: settled costs and open accounts. cost/report.py adds them up."""
 
 from datetime import datetime
 from typing import Protocol
@@ -6,15 +6,15 @@ from typing import Protocol
 from windlass.model.cost import BillingAccount, Charge, Cost
 
 
-class Costs(Protocol):
+class CostStore(Protocol):
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
-        """What is in the ledger for time that began since then, by day, fleet, queue, worker or task.
+        """Settled cost of time that began since then, by day, fleet, queue, worker or task.
 
-        Days newest first; everything else dearest first.
+        Days newest first; everything else most expensive first.
         """
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
-        """What is in the ledger for a task, oldest first."""
+        """Settled charges of a task, oldest first."""
 
     async def open_accounts(self, *, fleet: str | None = None, worker_id: str | None = None) -> list[BillingAccount]:
-        """Workers whose bill is not closed, oldest first."""
+        """Accounts that are not settled to their end, oldest first."""

@@ -18,6 +18,7 @@ from windlass.model.event import Event
 from windlass.model.listing import LogLine, Page, TaskDetail, TaskList, TaskRow, WorkerRow
 from windlass.model.overview import FleetMetrics, OpenAlert, Overview, Sample
 from windlass.model.worker import WorkerStatus
+from windlass.ports.clock import DatabaseClock
 
 # Rows that one page of a search examines.
 SCAN_LIMIT = 20_000
@@ -25,21 +26,21 @@ SCAN_LIMIT = 20_000
 SEARCH_S = 1.0
 
 
-class QueryStore(Protocol):
+class QueryStore(DatabaseClock, Protocol):
     async def ray_dashboards(self) -> Mapping[str, str]:
-        """By fleet whose tasks Ray places: where Ray's own dashboard is, if its dispatcher says so."""
+        """URL of Ray's own dashboard by fleet, for Ray fleets whose dispatcher reports one."""
 
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
-        """With the names of those that are configured here, fleets that are over are left out."""
+        """`configured`: names of the fleets configured here. With it, former fleets are left out."""
 
     async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
-        """The last so many seconds in at most so many points (and never more than MAX_POINTS), oldest first."""
+        """The last `since_s` seconds in at most `points` points (never more than MAX_POINTS), oldest first."""
 
     async def take_samples(self, overview: Overview) -> None:
-        """Write down how the fleets stand, for `history`. Whoever else does so at the same time does no harm."""
+        """Store one sample per fleet for `history`. Several processes may do so at the same time."""
 
     async def fleet_metrics(self) -> list[FleetMetrics]:
-        """One for each fleet."""
+        """One per fleet."""
 
     async def workers_page(
         self,
@@ -49,12 +50,12 @@ class QueryStore(Protocol):
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[WorkerRow]:
-        """Without a status those that are not terminated, by fleet and slot. Terminated ones newest first."""
+        """Without a status: all that are not terminated, by fleet and slot. Terminated ones: newest first."""
 
     async def worker_row(self, worker_id: str) -> WorkerRow | None: ...
 
     async def running_tasks_of(self, worker_id: str, limit: int) -> list[TaskRow]:
-        """What a worker runs now, the oldest task first."""
+        """A worker's running tasks, oldest first."""
 
     async def task_in_full(self, task_id: int) -> TaskDetail | None: ...
 
@@ -67,8 +68,11 @@ class QueryStore(Protocol):
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TaskRow]:
-        """Without `which` all, newest first. `search`: an id, the beginning of a unique key, an error's code, or a part
-        of its text; a task found by its id or its whole unique key comes first, whatever else it matches."""
+        """Without `which`: all tasks, newest first.
+
+        `search` matches an id, the start of a unique key, an error code, or part of an error text. Tasks that match by
+        id or by whole unique key come first.
+        """
 
     async def events_page(
         self,

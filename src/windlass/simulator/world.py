@@ -26,7 +26,7 @@ from windlass.simulator.processes import SimulatedProcess, start_outside, track_
 from windlass.simulator.scenario import Scenario, Surroundings
 from windlass.simulator.trace import Trace
 from windlass.simulator.workers import SimWorker, WorkerFaults
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.stores import MemoryStores
 
 # From the end of all faults until everything is at rest: all tasks done, fleets at their minimum. Long, since a fleet
 # whose machines all failed may be held for up to an hour before it tries again.
@@ -45,8 +45,8 @@ MakeStore = Callable[[Random], Any]
 MakeProvider = Callable[[SimulatedCloud], Provider]
 
 
-def memory_store(rng: Random) -> MemoryControlStore:
-    return MemoryControlStore(virtual_now, chance=rng)
+def memory_store(rng: Random) -> MemoryStores:
+    return MemoryStores(virtual_now, chance=rng)
 
 
 @dataclass(slots=True)

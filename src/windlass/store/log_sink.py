@@ -14,7 +14,7 @@ from typing import Any
 
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import storable
-from windlass.store.postgres import PostgresStore
+from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 
 QUERIES = read_queries("windlass.store", "log_sink.sql")
@@ -27,10 +27,9 @@ _WORKER_FIELDS = ("worker_id", "worker")
 _CYCLE_FIELDS = ("cycle_id", "cycle")
 
 
-class PostgresLogStore(PostgresStore):
+class PostgresLogStore(DatabaseStore):
     async def add_logs(self, rows: list[dict[str, Any]]) -> None:
-        async with self._connection("writing log lines") as connection:
-            await connection.execute(QUERIES["add_logs"], json.dumps(rows))
+        await self._database.execute("writing log lines", QUERIES["add_logs"], json.dumps(rows))
 
 
 class LogSink:

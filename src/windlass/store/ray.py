@@ -1,6 +1,6 @@
-"""What a dispatcher does, over PostgreSQL: the functions of migrations/0008_ray.sql.
+"""The Ray dispatcher's store over PostgreSQL. Implements ports/ray.py.
 
-store/memory/ray.py keeps the same contract; tests/conformance/test_engine_store.py runs over both.
+store/memory/ray.py has the same contract; tests/conformance/test_ray_store.py runs over both.
 """
 
 import json
@@ -9,37 +9,36 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-import asyncpg
-
-from windlass.model.lease import Candidate, LeaseLost
+from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, DeadNode, NodeVerdict, Placement
-from windlass.store.control import PostgresControlStore
+from windlass.store.leases import PostgresLeaseStore, lease_required
 
 if TYPE_CHECKING:
     from windlass.ports.ray import RayStore
 
 
-class PostgresRayStore(PostgresControlStore):
+class PostgresRayStore(PostgresLeaseStore):
     async def take_over_nodes(self, candidate: Candidate, term: int, fleet: str) -> int:
-        try:
-            async with self._connection("taking a fleet's nodes over") as connection:
-                return int(
-                    await connection.fetchval(
-                        "select windlass_internal.take_over_nodes($1, $2, $3)", candidate.holder, term, fleet
-                    )
+        with lease_required():
+            return int(
+                await self._database.fetchval(
+                    "taking over a fleet's nodes",
+                    "select windlass_internal.take_over_nodes($1, $2, $3)",
+                    candidate.holder,
+                    term,
+                    fleet,
                 )
-        except asyncpg.ObjectNotInPrerequisiteStateError as error:
-            raise LeaseLost(str(error)) from None
+            )
 
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:
-        async with self._connection("placing tasks") as connection:
-            rows = await connection.fetch(
-                "select * from windlass_internal.place_tasks($1, $2, $3)",
-                [placement.task_id for placement in placements],
-                [placement.token for placement in placements],
-                [placement.worker_id for placement in placements],
-            )
-        # asyncpg has a class of its own for these, which compares slowly.
+        rows = await self._database.fetch(
+            "placing tasks",
+            "select * from windlass_internal.place_tasks($1, $2, $3)",
+            [placement.task_id for placement in placements],
+            [placement.token for placement in placements],
+            [placement.worker_id for placement in placements],
+        )
+        # asyncpg returns its own UUID class, which compares slowly.
         return {UUID(int=row["token"].int): NodeVerdict(row["outcome"]) for row in rows}
 
     async def report_nodes(
@@ -51,23 +50,20 @@ class PostgresRayStore(PostgresControlStore):
         lease_s: float,
         nodes: Sequence[AliveNode | DeadNode],
     ) -> dict[str, bool]:
-        plain = json.dumps([asdict(node) for node in nodes])
-        try:
-            async with self._connection("telling of nodes") as connection:
-                rows = await connection.fetch(
-                    "select * from windlass_internal.report_nodes($1, $2, $3, $4, $5, $6)",
-                    candidate.holder,
-                    term,
-                    fleet,
-                    list(queues),
-                    lease_s,
-                    plain,
-                )
-        except asyncpg.ObjectNotInPrerequisiteStateError as error:
-            raise LeaseLost(str(error)) from None
+        with lease_required():
+            rows = await self._database.fetch(
+                "reporting nodes",
+                "select * from windlass_internal.report_nodes($1, $2, $3, $4, $5, $6)",
+                candidate.holder,
+                term,
+                fleet,
+                list(queues),
+                lease_s,
+                json.dumps([asdict(node) for node in nodes]),
+            )
         return {row["worker_id"]: row["is_ending"] for row in rows}
 
 
 if TYPE_CHECKING:
-    # mypy compares every signature with the contract's.
+    # mypy compares every signature with the port's.
     _: type[RayStore] = PostgresRayStore

@@ -1,6 +1,7 @@
 """Makes the providers of fleets, and checks that they have what they need: keys, URLs, networks."""
 
 import functools
+import os
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -22,7 +23,9 @@ from windlass.providers.diagnostic import Diagnostic
 from windlass.providers.local import LocalProvider
 from windlass.providers.local.logs import log_folder
 from windlass.ray.versions import our_versions
-from windlass.wiring.stores import control_store, data_dir, has_embedded_database
+from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
+from windlass.wiring.stores import data_dir, database, has_embedded_database
 from windlass.worker.bootstrap import render_user_data
 
 # The SDKs of Hetzner and Runpod are imported where they are used: they are slow to load, and most processes need none.
@@ -296,7 +299,14 @@ async def _known_instance_id(config: Config) -> str | None:
     if config.database_url is None and not has_embedded_database(config):
         return None
     try:
-        async with control_store(config) as store:
-            return await store.instance_id()
+        async with database(config) as dsn, Database(dsn) as opened:
+            return await PostgresControlStore(opened).instance_id()
     except WindlassError:
         return None
+
+
+def startup_problem(name: str, fleet: "FleetConfig") -> str | None:
+    """Why no worker process of a local fleet could start, as a sentence; None if one could."""
+    from windlass.providers.local import spawn
+
+    return spawn.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))

@@ -12,7 +12,8 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.store.connect import COMMAND_TIMEOUT_S
-from windlass.store.postgres import PostgresStore
+from windlass.store.database import Database
+from windlass.store.transport import open_postgres_transport
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.stores import data_dir, database
 from windlass.wiring.tracing import trace_attempts
@@ -41,7 +42,9 @@ async def run_node(config: Config, settings: "NodeSettings") -> "ExitReason":
     from windlass.ray.node import Node
 
     async with database(config) as dsn:
-        return await Node(settings, lambda: PostgresStore(dsn, retention=config.retention, max_connections=2)).run()
+        return await Node(
+            settings, lambda: open_postgres_transport(dsn, retention=config.retention, max_connections=2)
+        ).run()
 
 
 async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, version: str) -> int:
@@ -63,7 +66,7 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
     os.environ.update(MATCH_MINOR)  # where Ray, which we drive in this process, looks
     async with (
         database(config) as dsn,
-        PostgresRayStore(dsn, retention=config.retention, max_connections=4) as opened,
+        Database(dsn, retention=config.retention, max_connections=4) as opened,
         trace_attempts(config, version) as traced,
     ):
         dispatcher = Dispatcher(
@@ -75,8 +78,8 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
                 timeout_s=config.worker.timeout_s,
                 version=version,
             ),
-            opened,
-            lambda: PostgresStore(
+            PostgresRayStore(opened),
+            lambda: open_postgres_transport(
                 dsn,
                 retention=config.retention,
                 max_connections=2,
@@ -207,9 +210,10 @@ async def _one_head(config: Config, dsn: str, owner: "asyncio.Task[Any] | None")
     """The address of the one that was given, or of our own. `owner`: as sole_head has it."""
     from windlass.ray.head import kept_head
     from windlass.ray.head_lease import given_head, sole_head
-    from windlass.store.control import PostgresControlStore
+    from windlass.store.leases import PostgresLeaseStore
 
-    async with PostgresControlStore(dsn, retention=config.retention, max_connections=1) as store:
+    async with Database(dsn, retention=config.retention, max_connections=1) as opened:
+        store = PostgresLeaseStore(opened)
         if config.ray_address is not None:
             async with given_head(store, owner=owner):
                 yield config.ray_address

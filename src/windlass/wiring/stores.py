@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
-from windlass.model.urls import masked
+from windlass.model.redaction import masked
 from windlass.store.connect import connected
+from windlass.store.costs import PostgresCostStore
+from windlass.store.database import Database
+from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.migrate import applied_migrations, migrate
-from windlass.store.postgres import PostgresStore
+from windlass.store.tasks import PostgresTaskStore
 from windlass.wiring.background import background_task
 
 if TYPE_CHECKING:
     from windlass.store.auth import PostgresAuthStore
-    from windlass.store.control import PostgresControlStore
     from windlass.store.doctor_checks import DatabaseCheck
     from windlass.store.embedded import EmbeddedPostgres
 
@@ -169,37 +171,33 @@ async def _in_thread(function: Callable[[], None]) -> None:
         raise
 
 
+class CommandStore(PostgresTaskStore, PostgresFleetQueries, PostgresOperations, PostgresCostStore):
+    """The ports of commands and of the client: tasks, fleets, operations and costs. No claims, leases or plans."""
+
+
 @asynccontextmanager
-async def store(config: Config, *, max_connections: int = 4, may_create: bool = True) -> AsyncIterator[PostgresStore]:
+async def store(
+    config: Config, *, max_connections: int = 4, may_create: bool = True, is_contract_sufficient: bool = False
+) -> AsyncIterator[CommandStore]:
+    """`is_contract_sufficient`: for producers, which work with every schema that supports their contract version."""
     async with (
         database(config, may_create=may_create) as dsn,
-        PostgresStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
+        Database(
+            dsn,
+            retention=config.retention,
+            max_connections=max_connections,
+            is_contract_sufficient=is_contract_sufficient,
+        ) as opened,
     ):
-        yield opened
+        yield CommandStore(opened)
 
 
 @asynccontextmanager
-async def access_store(config: Config, *, may_create: bool = True) -> "AsyncIterator[PostgresAuthStore]":
+async def auth_store(config: Config, *, may_create: bool = True) -> "AsyncIterator[PostgresAuthStore]":
     from windlass.store.auth import PostgresAuthStore
 
-    async with (
-        database(config, may_create=may_create) as dsn,
-        PostgresAuthStore(dsn, retention=config.retention) as opened,
-    ):
-        yield opened
-
-
-@asynccontextmanager
-async def control_store(
-    config: Config, *, max_connections: int = 4, may_create: bool = True
-) -> "AsyncIterator[PostgresControlStore]":
-    from windlass.store.control import PostgresControlStore
-
-    async with (
-        database(config, may_create=may_create) as dsn,
-        PostgresControlStore(dsn, retention=config.retention, max_connections=max_connections) as opened,
-    ):
-        yield opened
+    async with database(config, may_create=may_create) as dsn, Database(dsn, retention=config.retention) as opened:
+        yield PostgresAuthStore(opened)
 
 
 async def applied_migrations_of(dsn: str) -> dict[int, Any]:

@@ -27,16 +27,19 @@ from windlass.model.lease import Candidate, holder_of_this_process
 from windlass.ports.alerts import Notifier
 from windlass.store.alerts import PostgresAlertStore
 from windlass.store.control import PostgresControlStore
+from windlass.store.database import Database
 from windlass.store.doctor_checks import check_may_control, has_managed_workers
 from windlass.store.log_sink import LogSink, PostgresLogStore
 from windlass.store.migrate import migrate
+from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
-from windlass.wiring.http_server import http_face, open_listener
+from windlass.wiring.http_server import open_listener, run_http_server
 from windlass.wiring.notifiers import make_notifiers
 from windlass.wiring.providers import check_keys, check_machine_url, make_provider, spawning_fleets
 from windlass.wiring.ray import check_ray, ray_beside
 from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
 from windlass.wiring.signals import on_stop_signals
+from windlass.wiring.store_roles import OrchestratorStores
 from windlass.wiring.stores import database, described_database, has_embedded_database
 from windlass.wiring.tracing import trace_cycles
 
@@ -54,10 +57,11 @@ async def run_cycles(config: Config) -> list[Summary]:
     check_machine_url(config)
     check_keys(config)
     await check_ray(config)
-    async with database(config) as dsn, PostgresAlertStore(dsn, retention=config.retention) as store:
+    async with database(config) as dsn, Database(dsn, retention=config.retention) as opened:
+        store, maintenance = PostgresControlStore(opened), PostgresMaintenance(opened)
         candidate, instance_id = make_candidate(config), await store.instance_id()
         # Evaluation follows the cycles of this process, so it has nothing to wait for.
-        alerts = _make_alert_manager(config, store, make_notifiers(config), settling_s=0.0)
+        alerts = _make_alert_manager(config, PostgresAlertStore(opened), make_notifiers(config), settling_s=0.0)
 
         async def send_alerts_and_sweep(summaries: list[Summary]) -> None:
             for summary in summaries:
@@ -65,7 +69,7 @@ async def run_cycles(config: Config) -> list[Summary]:
             if any(summary.is_leader for summary in summaries):
                 await alerts.run_once(SEND_TIMEOUT_S)
                 with contextlib.suppress(DatabaseUnavailable):  # the next run does it
-                    await store.sweep()
+                    await maintenance.sweep()
 
         try:
             cycles = [
@@ -105,8 +109,9 @@ async def run_up(
         database(config) as dsn,
         _migrated(dsn),
         ray_beside(config, dsn) as ray,
-        PostgresControlStore(dsn, retention=config.retention) as store,
+        Database(dsn, retention=config.retention) as opened,
     ):
+        store = OrchestratorStores(opened)
         candidate, instance_id = make_candidate(config), await store.instance_id()
         notifiers = make_notifiers(config)
         active = ActiveConfig(config, ray.address or config.ray_address)
@@ -129,9 +134,11 @@ async def run_up(
         log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
             reload_on_request(orchestrator, active, load, ray, is_reload_requested),
-            http_face(config, dsn, orchestrator, listener, version, listeners, on_link, ray.head, notifiers) as counts,
-            _alerting(config, dsn, listeners, notifiers, counts.on_message),
-            _log_sink(config, dsn, tap, counts.on_dropped),
+            run_http_server(
+                config, dsn, orchestrator, listener, version, listeners, on_link, ray.head, notifiers
+            ) as hooks,
+            _alerting(config, dsn, listeners, notifiers, hooks.on_message),
+            _log_sink(config, dsn, tap, hooks.on_dropped),
             trace_cycles(config, version, listeners),
         ):
             await orchestrator.run(spawning_fleets(config), stops_when_empty=not config.fleets)
@@ -189,8 +196,8 @@ async def _alerting(
     on_message: Callable[[str, str], None],
 ) -> AsyncIterator[None]:
     # Connections of its own: no notifier makes a cycle wait for one.
-    async with PostgresAlertStore(dsn, retention=config.retention, max_connections=2) as store:
-        alerts = _make_alert_manager(config, store, notifiers, on_message=on_message)
+    async with Database(dsn, retention=config.retention, max_connections=2) as opened:
+        alerts = _make_alert_manager(config, PostgresAlertStore(opened), notifiers, on_message=on_message)
         listeners.append(alerts.record_cycle)
         async with background_task(alerts.run()):
             yield
@@ -202,8 +209,8 @@ async def _log_sink(config: Config, dsn: str, tap: Tap, on_dropped: Callable[[in
     if not config.logs.in_database:
         yield
         return
-    async with PostgresLogStore(dsn, retention=config.retention, max_connections=1) as store:
-        sink = LogSink(store, on_dropped)
+    async with Database(dsn, retention=config.retention, max_connections=1) as opened:
+        sink = LogSink(PostgresLogStore(opened), on_dropped)
         async with background_task(sink.run()):
             remove = tap(sink.take)
             try:

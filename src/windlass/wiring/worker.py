@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.store.connect import COMMAND_TIMEOUT_S
-from windlass.store.postgres import PostgresStore
+from windlass.store.transport import PostgresTransport, open_postgres_transport
 from windlass.wiring.stores import database
 from windlass.wiring.tracing import trace_attempts
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
     from windlass.model.work_order import RayOrder, WorkOrder
     from windlass.worker.executor import Executor
     from windlass.worker.heartbeat import OpenTransport
@@ -38,8 +40,8 @@ async def run_worker(
     executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
     async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
 
-        def open_transport() -> PostgresStore:
-            return PostgresStore(
+        def connect() -> "AbstractAsyncContextManager[PostgresTransport]":
+            return open_postgres_transport(
                 dsn,
                 retention=config.retention,
                 # One for the loop, one for the wait for work.
@@ -48,7 +50,7 @@ async def run_worker(
                 command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
             )
 
-        return await WorkerRuntime(settings, open_transport, traced(executor)).run()
+        return await WorkerRuntime(settings, connect, traced(executor)).run()
 
 
 async def run_self_registered_worker(

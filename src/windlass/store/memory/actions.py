@@ -25,7 +25,7 @@ from windlass.store.memory.ledger import open_bill
 from windlass.store.memory.tables import Tables
 
 
-def carry_out(tables: Tables, action: Action, snapshot: Snapshot) -> int:
+def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
     """How many tasks it took from their workers."""
     fleet = snapshot.fleet
     match action:

@@ -23,8 +23,9 @@ from windlass.model.auth import (
 from windlass.model.errors import BadInput
 from windlass.model.task import check_queue_name, storable
 from windlass.model.worker import LIVE, Registration, WorkerStatus
-from windlass.store.memory.control import MemoryControlStore
 from windlass.store.memory.interval import interval
+from windlass.store.memory.tables import Tables, TableStore
+from windlass.store.memory.transport import MemoryTransport
 from windlass.store.memory.workers import Credentials
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
 USE_NOTED_EVERY = timedelta(minutes=1)
 
 
-class MemoryAuthStore(MemoryControlStore):
+class MemoryAuthStore(TableStore):
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
+        self._transport = MemoryTransport(tables)
+
     async def authenticate(self, token_hash: bytes) -> Caller | None:
         for worker in self._workers.rows.values():
             credentials = worker.credentials
@@ -69,7 +74,7 @@ class MemoryAuthStore(MemoryControlStore):
         if credentials.join_expires_at <= self._clock():
             return Activation.EXPIRED
         credentials.token_hash = token_hash
-        self._note("WORKER_JOINED", "its machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
+        self._note("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
@@ -89,8 +94,8 @@ class MemoryAuthStore(MemoryControlStore):
             return None
         known = self._workers.get(registration.worker_id)
         if known is not None and (known.credentials is None or known.credentials.token_hash != token_hash):
-            raise BadInput(f"there is a worker {registration.worker_id} already: take another name.")
-        status = await self.register(registration)
+            raise BadInput(f"a worker {registration.worker_id} exists already: choose another name.")
+        status = await self._transport.register(registration)
         credentials = Credentials(token_hash=token_hash, api_token_hash=api_token_hash)
         self._workers.rows[registration.worker_id].credentials = credentials
         return status
@@ -98,7 +103,7 @@ class MemoryAuthStore(MemoryControlStore):
     async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
         check_queue_name(name)
         if any(token.name == name and token.revoked_at is None for token in self._tables.api_tokens.values()):
-            raise BadInput(f"there is a token {name} already: revoke it first, or take another name.")
+            raise BadInput(f"a token {name} exists already: revoke it first, or choose another name.")
         token = ApiToken(len(self._tables.api_tokens) + 1, name, role, self._clock(), None, None)
         self._tables.api_tokens[token_hash] = token
         return token
@@ -155,16 +160,16 @@ class MemoryAuthStore(MemoryControlStore):
             del self._tables.sessions[hash_]
         return bool(found)
 
-    async def record_server(self, face: ServerAddress) -> None:
-        self._tables.servers.pop(face, None)
-        self._tables.servers[face] = self._clock()
+    async def record_server(self, server: ServerAddress) -> None:
+        self._tables.servers.pop(server, None)
+        self._tables.servers[server] = self._clock()
 
     async def servers(self) -> list[ServerAddress]:
         since = self._clock() - interval(SERVER_TTL_S)
-        return [face for face, seen_at in reversed(self._tables.servers.items()) if seen_at > since]
+        return [server for server, seen_at in reversed(self._tables.servers.items()) if seen_at > since]
 
-    async def remove_server(self, face: ServerAddress) -> None:
-        self._tables.servers.pop(face, None)
+    async def remove_server(self, server: ServerAddress) -> None:
+        self._tables.servers.pop(server, None)
 
 
 if TYPE_CHECKING:

@@ -98,7 +98,7 @@ def failed_attempts_text(attempts: list[dict[str, Any]]) -> str:
     if len(workers) < 2:
         return ""
     more = f" and {len(workers) - MAX_WORKERS_NAMED} more" if len(workers) > MAX_WORKERS_NAMED else ""
-    return f"; it failed on {', '.join(workers[:MAX_WORKERS_NAMED])}{more}"
+    return f"; failed on {', '.join(workers[:MAX_WORKERS_NAMED])}{more}"
 
 
 def shortened(error: str) -> str:

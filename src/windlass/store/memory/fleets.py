@@ -87,7 +87,7 @@ class LeaseTable:
         lease = self.rows.get(candidate.lease)
         is_held = lease is not None and (lease.holder, lease.term) == (candidate.holder, term)
         if lease is None or not is_held or lease.expires_at <= self._clock():
-            raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
+            raise LeaseLost(f"lease {candidate.lease} with term {term} is no longer held by {candidate.holder}")
 
     def is_held(self, name: str) -> bool:
         lease = self.rows.get(name)

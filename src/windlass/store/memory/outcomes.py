@@ -23,7 +23,7 @@ from windlass.store.memory.tables import Tables
 from windlass.store.memory.workers import MemoryWorker
 
 
-def write_down(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
+def record_outcome(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind
     note = tables.journal.note
     match outcome:
         case Created():
@@ -114,7 +114,7 @@ def _prepared_or_not(tables: Tables, fleet: str, outcome: Prepared | Preparation
     hired = worker.hired
     if isinstance(outcome, Prepared):
         hired.prepared_at = tables.now()
-        note("MACHINE_PREPARED", "its program was started", fleet=fleet, worker_id=worker.id)
+        note("MACHINE_PREPARED", "worker program started", fleet=fleet, worker_id=worker.id)
     elif worker.status is WorkerStatus.SPAWNING and hired.prepare_code is None and worker.last_heartbeat is None:
         hired.prepare_code, hired.prepare_reason = outcome.code, outcome.reason
         detail = {"code": outcome.code, "output": outcome.output}

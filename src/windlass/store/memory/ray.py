@@ -12,26 +12,32 @@ from uuid import UUID
 from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, NodeView, Placement
 from windlass.model.worker import LIVE, Registration, WorkerKind, WorkerStatus
-from windlass.store.memory.control import MemoryControlStore
+from windlass.store.memory.control import MemoryLeaseStore
+from windlass.store.memory.tables import Tables
+from windlass.store.memory.transport import MemoryTransport
 from windlass.store.memory.workers import MemoryWorker
 
 if TYPE_CHECKING:
     from windlass.ports.ray import RayStore
 
-GONE = "it is no longer in the cluster"
+GONE = "no longer in the Ray cluster"
 
 
-class MemoryRayStore(MemoryControlStore):
+class MemoryRayStore(MemoryLeaseStore):
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
+        self._transport = MemoryTransport(tables)
+
     async def take_over_nodes(self, candidate: Candidate, term: int, fleet: str) -> int:
         self._tables.leases.require(candidate, term)
         workers = self._workers.not_terminated.values()
         dispatchers = [w for w in workers if (w.fleet, w.kind) == (fleet, WorkerKind.DISPATCHER)]
-        reason = "the dispatcher that had placed it was lost"
+        reason = "its dispatcher was lost"
         nodes = self._workers.nodes_of(fleet)
         taken = sum(self._tables.requeue_tasks_of(node.id, "DISPATCHER_LOST", reason) for node in nodes)
         for dispatcher in dispatchers:
             taken += len(self._tasks.running[dispatcher.id])
-            await self.deregister(dispatcher.id, "another dispatcher took its place")
+            await self._transport.deregister(dispatcher.id, "replaced by another dispatcher")
         return taken
 
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:
@@ -103,7 +109,7 @@ class MemoryRayStore(MemoryControlStore):
             self._workers.forget(ended)
         if node.worker_id not in self._workers.rows:
             queues = tuple(queues)
-            await self.register(
+            await self._transport.register(
                 Registration(node.worker_id, queues, fleet, node.places, lease_s, node.host, kind=WorkerKind.NODE)
             )
 

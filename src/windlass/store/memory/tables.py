@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import islice, takewhile
+from random import Random
 from uuid import uuid4
 
 from pydantic import TypeAdapter
 
 from windlass.model.action import AttemptRefund
 from windlass.model.auth import ApiToken, ServerAddress, Session
+from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.node import dispatcher_lease
 from windlass.model.outcome import Intent
@@ -34,8 +36,13 @@ _SUSPECT = TypeAdapter(FailureStreak)
 
 
 class Tables:
-    def __init__(self, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
+    ) -> None:
+        """`clock` returns aware datetimes and never runs backwards. `chance` makes claim tokens and jitter."""
         self.now = clock
+        self.retention = retention or Retention()
+        self.chance = chance or Random()  # noqa: S311 - tokens need not be secret within one process
         self.instance_id = str(uuid4())
         self.tasks = TaskTable()
         self.workers = WorkerTable()
@@ -146,7 +153,7 @@ class Tables:
             self.fleets[worker.fleet].slots[worker.slot].note_restart(now)
         if attempt_refund is not None:
             self._acquit_tasks(worker_id, attempt_refund)
-            return self.release_all_of(worker_id, "its worker is to blame for failures")
+            return self.release_all_of(worker_id, "its worker was quarantined")
         return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
     def requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
@@ -168,7 +175,7 @@ class Tables:
             if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
                 self.tasks.put_back(row, self.now())
                 self.bell.ring(row.queue)
-            reason = f"{count} failed attempts on worker {worker_id} do not count: it is to blame"
+            reason = f"{count} failed attempts on worker {worker_id} refunded"
             self.journal.note("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
 
     def _was_acquitted(self, task_id: int) -> bool:
@@ -193,7 +200,7 @@ class Tables:
         try:
             return self.fleets[name]
         except KeyError:
-            raise BadInput(f"{doing}: there is no fleet {name}") from None
+            raise BadInput(f"{doing}: fleet {name} not found") from None
 
     def room_for_requests(self, fleet: FleetRow) -> int:
         """In how many slots a worker that is asked for could be hired."""
@@ -231,3 +238,16 @@ class Tables:
         self.workers.add(row)
         detail = {"slot": intent.slot}
         self.journal.note("WORKER_SPAWNED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)
+
+
+class TableStore:
+    """Base of the memory stores. Each implements one port over shared tables."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._tasks, self._workers = tables.tasks, tables.workers
+        self._clock = tables.now
+        self._note = tables.journal.note
+
+    async def now(self) -> datetime:
+        return self._clock()

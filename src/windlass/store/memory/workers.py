@@ -122,7 +122,7 @@ class MemoryWorker:
 
     def move(self, status: WorkerStatus) -> None:
         if status not in LEGAL_MOVES[self.status]:
-            raise BadInput(f"worker {self.id} cannot go from {self.status} to {status}")
+            raise BadInput(f"worker {self.id} cannot change from {self.status} to {status}")
         self.status = status
 
     def explain_end(self, code: str, reason: str) -> None:

@@ -1,0 +1,107 @@
+"""Fleets, workers, events and cycles over PostgreSQL: reads, and what an operator changes.
+
+Implements ports/fleets.py.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
+from windlass.model.event import Event
+from windlass.model.worker import Worker
+from windlass.ports.fleets import MAX_AHEAD
+from windlass.store.database import DatabaseStore
+from windlass.store.queries import read_queries
+from windlass.store.rows import cycle_detail_of, cycle_of, event_of, fleet_of, worker_fields
+
+if TYPE_CHECKING:
+    from windlass.ports.fleets import FleetQueries, Operations
+
+QUERIES = read_queries("windlass.store", "control_queries.sql")
+WORKER_QUERIES = read_queries("windlass.store", "queries.sql")
+
+
+class PostgresFleetQueries(DatabaseStore):
+    async def fleets(self) -> list[Fleet]:
+        return [fleet_of(row) for row in await self._database.fetch("listing fleets", QUERIES["fleets"])]
+
+    async def worker(self, worker_id: str) -> Worker | None:
+        row = await self._database.fetchrow("reading a worker", WORKER_QUERIES["workers"], worker_id, True)
+        return Worker(**worker_fields(row)) if row is not None else None
+
+    async def workers(self, *, include_terminated: bool = False) -> list[Worker]:
+        rows = await self._database.fetch("listing workers", WORKER_QUERIES["workers"], None, include_terminated)
+        return [Worker(**worker_fields(row)) for row in rows]
+
+    async def events(
+        self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
+    ) -> list[Event]:
+        rows = await self._database.fetch("reading events", WORKER_QUERIES["events"], task_id, worker_id, limit)
+        return [event_of(row) for row in reversed(rows)]
+
+    async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
+        rows = await self._database.fetch("listing cycles", QUERIES["cycles"], fleet, limit)
+        return [cycle_of(row) for row in rows]
+
+    async def cycle(self, cycle_id: int) -> CycleDetail | None:
+        return cycle_detail_of(await self._database.fetchrow("reading a cycle", QUERIES["cycle"], cycle_id))
+
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
+        row = await self._database.fetchrow("reading a cycle", QUERIES["last_cycle_of_worker"], fleet, worker_id)
+        return cycle_detail_of(row)
+
+    async def running_tasks(self) -> dict[str, list[int]]:
+        rows = await self._database.fetch("listing running tasks", QUERIES["running_tasks"])
+        return {row["worker_id"]: row["task_ids"] for row in rows}
+
+    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
+        rows = await self._database.fetch("reading the queues", QUERIES["queues_with_tasks"], list(queues))
+        return {row["name"] for row in rows}
+
+    async def ready_before(self, task_id: int) -> int:
+        count: int = await self._database.fetchval("counting tasks", QUERIES["tasks_ahead"], task_id, MAX_AHEAD + 1)
+        return count
+
+
+class PostgresOperations(DatabaseStore):
+    async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
+        return int(
+            await self._database.fetchval(
+                "restarting slots", "select windlass_internal.restart_slots($1, $2)", fleet, slot
+            )
+        )
+
+    async def request_workers(self, fleet: str, count: int) -> int:
+        return int(
+            await self._database.fetchval(
+                "requesting workers", "select windlass_internal.request_workers($1, $2)", fleet, count
+            )
+        )
+
+    async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
+        return int(
+            await self._database.fetchval(
+                "pausing or resuming a fleet", "select windlass_internal.pause_fleet($1, $2)", fleet, is_paused
+            )
+        )
+
+    async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
+        return await self._database.execute(
+            "pausing or resuming workers", WORKER_QUERIES["set_paused"], worker_ids, is_paused
+        )
+
+    async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
+        return await self._database.execute("draining workers", WORKER_QUERIES["set_terminating"], worker_ids, reason)
+
+    async def terminate_worker(self, worker_id: str, reason: str) -> bool:
+        return bool(
+            await self._database.fetchval(
+                "terminating a worker", "select windlass_internal.terminate_worker($1, $2)", worker_id, reason
+            )
+        )
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the ports'.
+    _: type[FleetQueries] = PostgresFleetQueries
+    __: type[Operations] = PostgresOperations

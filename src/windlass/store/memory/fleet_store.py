@@ -1,0 +1,131 @@
+"""Fleets, workers, events and cycles for people, in memory. Implements ports/fleets.py."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from windlass.model.cycle import Cycle, CycleDetail, Fleet
+from windlass.model.errors import BadInput
+from windlass.model.event import Event
+from windlass.model.worker import LIVE, Worker, WorkerStatus
+from windlass.ports.fleets import MAX_AHEAD
+from windlass.store.memory.constraints import check_limit
+from windlass.store.memory.fleets import SlotRow
+from windlass.store.memory.observe import queues_with_tasks
+from windlass.store.memory.tables import TableStore
+
+if TYPE_CHECKING:
+    from windlass.ports.fleets import FleetQueries, Operations
+
+
+class MemoryFleetQueries(TableStore):
+    async def fleets(self) -> list[Fleet]:
+        is_led = self._tables.leases.leaderless_s() < 0
+        return [row.as_fleet(is_led=is_led) for _, row in sorted(self._tables.fleets.items())]
+
+    async def worker(self, worker_id: str) -> Worker | None:
+        row = self._workers.get(worker_id)
+        return row.as_worker() if row is not None else None
+
+    async def workers(self, *, include_terminated: bool = False) -> list[Worker]:
+        rows = self._workers.rows if include_terminated else self._workers.not_terminated
+        return [row.as_worker() for row in sorted(rows.values(), key=lambda row: row.age_order)]
+
+    async def events(
+        self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
+    ) -> list[Event]:
+        check_limit("reading events", limit)
+        return self._tables.journal.latest(task_id, worker_id, limit)
+
+    async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
+        return [stored.cycle for stored in islice(self._tables.cycles.of(fleet), limit)]
+
+    async def cycle(self, cycle_id: int) -> CycleDetail | None:
+        return self._tables.cycles.rows.get(cycle_id)
+
+    async def last_cycle_with(self, fleet: str, worker_id: str) -> CycleDetail | None:
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.fleet != fleet:
+            return None
+        return self._tables.cycles.last_with(worker, self._clock())
+
+    async def running_tasks(self) -> dict[str, list[int]]:
+        return {worker_id: sorted(tasks) for worker_id, tasks in self._tasks.running.items() if tasks}
+
+    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
+        return queues_with_tasks(self._tables, queues)
+
+    async def ready_before(self, task_id: int) -> int:
+        mine = self._tasks.rows.get(task_id)
+        if mine is None:
+            return 0
+        place = (-mine.priority, mine.id)
+        rows = self._tasks.queues[mine.queue].unfinished.values()
+        before = sum(row.is_ready() and (-row.priority, row.id) < place for row in rows)
+        return min(before, MAX_AHEAD + 1)
+
+
+class MemoryOperations(TableStore):
+    async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
+        row = self._tables.known_fleet("restarting slots", fleet)
+        slots = row.slots
+        if slot is not None and slot not in slots and not 0 <= slot < row.max_workers:
+            last = row.max_workers - 1
+            raise BadInput(f"restarting slots: slot {slot} not found in fleet {fleet}: its slots are 0 to {last}.")
+        chosen = [number for number in slots if slot in (None, number)]
+        failed = sum(slots[number].is_failed for number in chosen)
+        for number in chosen:
+            slots[number] = SlotRow()
+        row.reset_at = self._clock()
+        if slot is None:
+            row.restarted_at = row.reset_at
+        self._note("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
+        return failed
+
+    async def request_workers(self, fleet: str, count: int) -> int:
+        row = self._tables.known_fleet("asking for workers", fleet)
+        row.requested_workers = max(0, min(row.requested_workers + count, self._tables.room_for_requests(row)))
+        self._note("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
+        return row.requested_workers
+
+    async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
+        self._tables.known_fleet("pausing or resuming a fleet", fleet).is_paused = is_paused
+        own = (worker for worker in self._workers.not_terminated.values() if worker.fleet == fleet)
+        rows = [worker for worker in own if worker.status in LIVE and worker.is_paused != is_paused]
+        for row in rows:
+            row.is_paused = is_paused
+        self._note("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
+        return len(rows)
+
+    async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
+        named = self._workers.named(worker_ids)
+        rows = [row for row in named if row.status in LIVE and row.is_paused is not is_paused]
+        for row in rows:
+            row.is_paused = is_paused
+            code = "WORKER_PAUSED" if is_paused else "WORKER_RESUMED"
+            self._note(code, "by hand", fleet=row.fleet, worker_id=row.id)
+        return len(rows)
+
+    async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
+        rows = [row for row in self._workers.named(worker_ids) if row.is_staying]
+        for row in rows:
+            row.move(WorkerStatus.TERMINATING)
+            row.code, row.reason = "MANUAL", reason
+            row.hired.terminating_at = self._clock()
+            self._note("WORKER_TERMINATING", reason, fleet=row.fleet, worker_id=row.id)
+        return len(rows)
+
+    async def terminate_worker(self, worker_id: str, reason: str) -> bool:
+        worker = self._workers.among(LIVE, worker_id)
+        if worker is None:
+            return False
+        self._tables.fail_worker(worker_id, "MANUAL", reason, counts=False)
+        if worker.slot is None:
+            self._tables.terminate(worker)
+        return True
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the port's.
+    _: type[FleetQueries] = MemoryFleetQueries
+    __: type[Operations] = MemoryOperations

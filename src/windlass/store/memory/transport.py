@@ -1,0 +1,273 @@
+"""The worker's side of the queue, in memory, and the maintenance that workers run. Implements ports/transport.py."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from windlass.model.errors import UnknownWorker
+from windlass.model.task import (
+    MAX_NOTE_CHARACTERS,
+    Claim,
+    ClaimResult,
+    Finished,
+    TaskStatus,
+    storable,
+    truncate_error,
+)
+from windlass.model.worker import (
+    LIVE,
+    HeartbeatReply,
+    HeldClaim,
+    RecoveredTasks,
+    Registration,
+    WorkerKind,
+    WorkerStatus,
+)
+from windlass.policy.backoff import retry_delay_s
+from windlass.store.memory.constraints import check_json, check_limit, check_registration, real
+from windlass.store.memory.interval import whole_seconds
+from windlass.store.memory.retention import sweep
+from windlass.store.memory.tables import Tables, TableStore
+from windlass.store.memory.workers import MemoryWorker, lost
+
+if TYPE_CHECKING:
+    from windlass.ports.tasks import MaintenanceStore
+    from windlass.ports.transport import WorkerTransport
+
+# The bound of the SQL function recover_lost_workers.
+MAX_RECOVERED_PER_CALL = 100
+
+
+class MemoryMaintenance(TableStore):
+    async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
+        judge, now = self._workers.get(judge_id), self._clock()
+        silent = (
+            lost(judge, self._workers.not_terminated.values(), self._tables.leases.leaderless_s(), now)
+            if judge is not None
+            else []
+        )
+        recovered = [self._recover(worker, judge_id) for worker in silent[:MAX_RECOVERED_PER_CALL]]
+        # Those that somebody ended without taking what they held.
+        ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._lives(id_))
+        return recovered + [
+            self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has ended")
+            for worker_id in ended[:MAX_RECOVERED_PER_CALL]
+        ]
+
+    def _lives(self, worker_id: str) -> bool:
+        return self._workers.among(LIVE, worker_id) is not None
+
+    def _recover(self, worker: MemoryWorker, judge_id: str) -> RecoveredTasks:
+        reason = f"no heartbeat for {whole_seconds(self._clock() - worker.heard_at())} s"
+        self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
+        nodes = self._tables.lost_with(worker)
+        recovery = self._tables.take_back_all(worker.id, "WORKER_LOST", f"worker {worker.id} was lost", nodes)
+        if worker.slot is None:
+            worker.code, worker.reason = "STALE_HEARTBEAT", reason
+            self._tables.terminate(worker)
+        else:
+            self._tables.fail_worker(worker.id, "STALE_HEARTBEAT", reason, counts=True)
+        return recovery
+
+    async def sweep(self) -> int:
+        return sweep(self._tables, self._tables.retention)
+
+
+class MemoryWorkSignal(TableStore):
+    async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
+        await self._tables.bell.wait(queues, timeout_s)
+
+
+class MemoryTransport(MemoryWorkSignal):
+    def __init__(self, tables: Tables) -> None:
+        super().__init__(tables)
+        self._maintenance = MemoryMaintenance(tables)
+
+    async def register(self, registration: Registration) -> WorkerStatus:
+        check_registration(registration)
+        row = self._workers.get(registration.worker_id)
+        if row is None:
+            now, fleet = self._clock(), self._tables.fleet(registration.fleet)
+            row = MemoryWorker(
+                registration.worker_id, fleet.name, None, WorkerStatus.ACTIVE, created_at=now, activated_at=now,
+                is_paused=fleet.is_paused,
+            )  # fmt: skip
+            self._workers.add(row)
+        elif row.status not in LIVE:
+            return row.status
+        is_same_start = row.start_id is not None and row.start_id == registration.start_id
+        row.introduce(registration)
+        where = row.host if row.host is not None else "an unknown host"
+        reason = f"registered on {where}, serving {', '.join(row.queues)}"
+        self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
+        if row.kind is WorkerKind.WORKER and not is_same_start:
+            self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker restarted")
+        return row.status
+
+    async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
+        return self._claim(self._living_worker(worker_id), queues, limit)
+
+    def _known_worker(self, worker_id: str) -> MemoryWorker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            raise UnknownWorker(f"claiming tasks: worker {worker_id} is not registered: register it first.")
+        return worker
+
+    def _living_worker(self, worker_id: str) -> MemoryWorker:
+        worker = self._known_worker(worker_id)
+        if worker.status not in LIVE:
+            raise UnknownWorker(f"claiming tasks: worker {worker_id} has ended ({worker.status}): register a new one.")
+        return worker
+
+    def _claim(self, worker: MemoryWorker, queues: Sequence[str], limit: int) -> list[Claim]:
+        check_limit("claiming tasks", limit)
+        if worker.is_paused or not worker.is_staying:
+            return []
+        now = self._clock()
+        self._tables.bell.answer(queues)
+        taken = self._tasks.take(queues, limit, now)
+        for row in taken:
+            self._tasks.start(row, worker.id, self._tables.chance, now)
+        if taken and worker.first_claimed_at is None:
+            worker.first_claimed_at = now
+        # Queues are emptied one after the other, but whoever claims begins with the best of what it got.
+        taken.sort(key=lambda row: (-row.priority, row.id))
+        return [row.as_claim() for row in taken]
+
+    async def finish_and_claim(
+        self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
+    ) -> ClaimResult:
+        worker = None
+        if limit > 0:
+            worker = self._known_worker(worker_id) if finished else self._living_worker(worker_id)
+        for done in finished:
+            check_json("finishing tasks", done.result)
+        accepted = {done.token for done in finished if self._complete(done)}
+        for done in finished:
+            doer = self._workers.get(self._tasks.rows[done.task_id].worker_id) if done.token in accepted else None
+            if doer is not None:
+                doer.forget_failures()
+        late = [
+            done.token
+            for done in finished
+            if done.token not in accepted
+            and not self._is_repeat(worker_id, done.task_id, done.token, (TaskStatus.COMPLETE,))
+        ]
+        return ClaimResult(claims=self._claim(worker, queues, limit) if worker is not None else [], lost=late)
+
+    def _complete(self, done: Finished) -> bool:
+        row = self._tasks.held(done.task_id, done.token)
+        if row is None:
+            return False
+        self._tables.end(row, TaskStatus.COMPLETE, code=None, error=None)
+        row.result = done.result
+        return True
+
+    async def fail(
+        self,
+        worker_id: str,
+        task_id: int,
+        token: UUID,
+        error: str,
+        *,
+        code: str = "HANDLER_ERROR",
+        retry: bool = True,
+        jitter: float | None = None,
+    ) -> TaskStatus | None:
+        row = self._tasks.rows.get(task_id)
+        if row is None or not row.is_held_by(token):
+            is_duplicate_completion = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
+            return row.status if row is not None and is_duplicate_completion else None
+        error = truncate_error(storable(error))
+        jitter = self._tables.chance.random() if jitter is None else jitter
+        if retry and row.attempts < row.max_attempts:
+            self._tables.let_wait(row, retry_delay_s(row.attempts, jitter), code=code, error=error)
+        else:
+            self._tables.end(row, TaskStatus.FAILED, code=code, error=error)
+        doer = self._workers.get(row.worker_id)
+        if doer is not None:
+            doer.note_failure(task_id, self._clock())
+        event = "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED"
+        self._tables.note_attempt(event, row, row.worker_id, code, error)
+        return row.status
+
+    def _is_repeat(self, worker_id: str, task_id: int, token: UUID, statuses: tuple[TaskStatus, ...]) -> bool:
+        """Whether this only repeats what was accepted before; otherwise it is counted as a late result."""
+        row = self._tasks.rows.get(task_id)
+        if row is not None and row.token == token and row.status in statuses:
+            return True
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.late_results += 1
+        self._note(
+            "LATE_RESULT",
+            "result rejected: its claim is no longer valid",
+            fleet=worker.fleet if worker is not None else None,
+            worker_id=worker_id,
+            task_id=task_id,
+        )
+        return False
+
+    async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
+        row = self._tasks.held(task_id, token)
+        if row is None:
+            return False
+        self._tables.release(row, worker_id, reason, delay_s)
+        return True
+
+    async def heartbeat(
+        self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
+    ) -> HeartbeatReply:
+        worker = self._workers.get(worker_id)
+        named = {claim.token for claim in claims}
+        if worker is None or worker.status not in LIVE:
+            return HeartbeatReply(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
+        reported = [(claim, real(claim.progress)) for claim in claims]
+        now = self._clock()
+        worker.take_vitals(dict(vitals or {}), now)
+        worker.beat(now)
+        lost_claims = set()
+        for claim, progress in reported:
+            row = self._tasks.held(claim.task_id, claim.token)
+            if row is None:
+                lost_claims.add(claim.token)
+            elif progress is not None:
+                row.progress = progress
+                row.progress_note = storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
+        # What runs on a node is known to its dispatcher, who beats for it.
+        own = self._tasks.run_by(worker_id) if worker.kind is not WorkerKind.NODE else []
+        for row in own:
+            if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
+                self._tables.release(row, worker_id, "the claim did not reach its worker")
+        return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
+
+    async def deregister(self, worker_id: str, reason: str) -> None:
+        worker = self._workers.among(LIVE, worker_id)
+        if worker is None:
+            return
+        worker.explain_end("DEREGISTERED", reason)
+        if worker.slot is None:
+            self._tables.terminate(worker)
+        else:
+            # It still has a machine, which is the control loop's to end.
+            if worker.status is not WorkerStatus.TERMINATING:
+                worker.move(WorkerStatus.TERMINATING)
+            worker.hired.terminating_at = worker.hired.terminating_at or self._clock()
+        self._note("WORKER_DEREGISTERED", reason, fleet=worker.fleet, worker_id=worker_id)
+        self._tables.release_all_of(worker_id, "its worker deregistered")
+
+    async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
+        recovered = await self._maintenance.recover_lost_workers(worker_id)
+        await self._maintenance.sweep()
+        return recovered
+
+    async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
+        waiting = (self._tasks.queues[name].next_waiting() for name in queues)
+        return min((row.run_after for row in waiting if row is not None and row.run_after is not None), default=None)
+
+
+if TYPE_CHECKING:
+    # mypy compares every signature with the port's.
+    _: type[MaintenanceStore] = MemoryMaintenance
+    __: type[WorkerTransport] = MemoryTransport

@@ -1,0 +1,46 @@
+"""All PostgreSQL stores on one database in one object, for tests that act as producer, worker, leader and operator."""
+
+from typing import Any, Self
+
+from windlass.store.alerts import PostgresAlertStore
+from windlass.store.auth import PostgresAuthStore
+from windlass.store.control import PostgresControlStore
+from windlass.store.costs import PostgresCostStore
+from windlass.store.dashboard_queries import PostgresQueryStore
+from windlass.store.database import Database
+from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
+from windlass.store.log_sink import PostgresLogStore
+from windlass.store.memory.stores import MemoryStores
+from windlass.store.ray import PostgresRayStore
+from windlass.store.tasks import PostgresTaskStore
+from windlass.store.transport import PostgresMaintenance, PostgresTransport
+
+
+class PostgresStores(
+    PostgresTransport,
+    PostgresMaintenance,
+    PostgresTaskStore,
+    PostgresFleetQueries,
+    PostgresOperations,
+    PostgresControlStore,
+    PostgresCostStore,
+    PostgresQueryStore,
+    PostgresAuthStore,
+    PostgresAlertStore,
+    PostgresRayStore,
+    PostgresLogStore,
+):
+    def __init__(self, dsn: str, **options: Any) -> None:
+        """`options` are those of Database."""
+        self.database = Database(dsn, **options)
+        super().__init__(self.database)
+
+    async def __aenter__(self) -> Self:
+        await self.database.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.database.__aexit__(*error)
+
+
+AnyStore = PostgresStores | MemoryStores
