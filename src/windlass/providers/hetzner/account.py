@@ -24,8 +24,9 @@ from windlass.model.errors import Throttled
 from windlass.model.hetzner import HETZNER_ENDPOINT, Choice
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.catalog import PriceList, read_prices
-from windlass.providers.hetzner.errors import HetznerError, HetznerErrorKind, to_hetzner_error
+from windlass.providers.hetzner.errors import to_vendor_error
 from windlass.providers.hetzner.limiter import HetznerLimiter
+from windlass.providers.vendor_error import ErrorKind
 
 # Longest wait for the limiter. A request that would wait longer is left to a later cycle.
 MAX_WAIT_S = 25.0
@@ -135,21 +136,21 @@ class HetznerAccount:
                 self.limiter.record_response(*self._adapter.rate_headers.popleft())
 
     async def request(self, call: Callable[[], T], *, attempts: int = 1, is_urgent: bool = False) -> T:
-        """Send a request, and repeat it if it collided with another action. Raises HetznerError or Throttled."""
+        """Send a request, and repeat it if it collided with another action. Raises VendorError or Throttled."""
         for attempt in range(1, attempts + 1):
             try:
                 return await self.send(call, max_wait_s=MAX_WAIT_S, is_urgent=is_urgent)
             except Throttled:
                 raise
             except Exception as error:
-                failure = to_hetzner_error(error)
-                if failure.kind is not HetznerErrorKind.BUSY or attempt == attempts:
+                failure = to_vendor_error(error)
+                if failure.kind is not ErrorKind.BUSY or attempt == attempts:
                     raise failure from error
             await asyncio.sleep(BUSY_PAUSE_S * attempt * (0.5 + self._rng.random()))
         raise AssertionError("the last attempt returns or raises")
 
     async def request_all_pages(self, get_page: Callable[[int], P]) -> list[P]:
-        """All pages of a list, which may change meanwhile. Raises HetznerError or Throttled."""
+        """All pages of a list, which may change meanwhile. Raises VendorError or Throttled."""
         pages: list[P] = []
         number: int | None = 1
         while number is not None and number <= MAX_PAGES:
@@ -201,9 +202,7 @@ class HetznerAccount:
                 # Set before the request: concurrent callers use the previous value.
                 self._stock_due[name] = loop.time() + STOCK_FRESH_S
                 try:
-                    page = await self.send(
-                        partial(self.api.server_types.get_list, name=name), max_wait_s=max_wait_s
-                    )
+                    page = await self.send(partial(self.api.server_types.get_list, name=name), max_wait_s=max_wait_s)
                     self._out_of_stock[name] = {
                         Choice(name, str(place.location.name))
                         for server_type in page.server_types
@@ -255,7 +254,7 @@ class HetznerAccount:
 
 
 def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, Throttled) else str(to_hetzner_error(error))
+    return str(error) if isinstance(error, Throttled) else str(to_vendor_error(error))
 
 
 def _connect(token: str, endpoint: str, adapter: BaseAdapter) -> hcloud.Client:

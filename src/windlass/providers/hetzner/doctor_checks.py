@@ -8,8 +8,9 @@ from windlass.model.hetzner import HetznerSettings
 from windlass.providers.diagnostic import UNCONFIGURED_FLEETS_ADVICE, Diagnostic
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.account import PAGE_SIZE, HetznerAccount
-from windlass.providers.hetzner.errors import TOKEN_HINT, HetznerError, HetznerErrorKind
+from windlass.providers.hetzner.errors import TOKEN_HINT
 from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, label_selector
+from windlass.providers.vendor_error import VendorError
 
 # Installing Docker takes about a minute, and pulling a gigabyte of images another.
 SLOW_BOOT_S = 300.0
@@ -56,8 +57,8 @@ async def _check_token(account: HetznerAccount, ours: str, fleets: dict[str, Het
         pages = await account.request_all_pages(
             lambda page: account.api.servers.get_list(label_selector=ours, page=page, per_page=PAGE_SIZE)
         )
-    except (HetznerError, Throttled) as error:
-        is_denied = isinstance(error, HetznerError) and error.kind is HetznerErrorKind.DENIED
+    except (VendorError, Throttled) as error:
+        is_denied = isinstance(error, VendorError) and error.is_denied
         return Diagnostic("hetzner", str(error), TOKEN_HINT if is_denied else "try again", is_error=True)
     servers = [server for page in pages for server in page.servers]
     if fleets is not None:
@@ -76,7 +77,7 @@ async def _check_primary_ips(account: HetznerAccount, ours: str) -> Diagnostic |
         pages = await account.request_all_pages(
             lambda page: account.api.primary_ips.get_list(label_selector=ours, page=page, per_page=PAGE_SIZE)
         )
-    except (HetznerError, Throttled) as error:
+    except (VendorError, Throttled) as error:
         return Diagnostic("primary ips", str(error), "try again")
     orphans = [address for page in pages for address in page.primary_ips if address.assignee_id is None]
     if not orphans:
@@ -92,7 +93,7 @@ async def _check_primary_ips(account: HetznerAccount, ours: str) -> Diagnostic |
 async def _check_network(account: HetznerAccount, network_id: int) -> Diagnostic:
     try:
         network = await account.request(lambda: account.api.networks.get_by_id(network_id))
-    except (HetznerError, Throttled) as error:
+    except (VendorError, Throttled) as error:
         return Diagnostic("network", f"network {network_id}: {error}", "check hetzner_network_id", is_error=True)
     return Diagnostic("network", f"{network.name} ({network.ip_range})")
 
@@ -100,7 +101,7 @@ async def _check_network(account: HetznerAccount, network_id: int) -> Diagnostic
 async def _check_server_type(account: HetznerAccount, name: str, locations: set[str]) -> Diagnostic:
     try:
         page = await account.request(lambda: account.api.server_types.get_list(name=name))
-    except (HetznerError, Throttled) as error:
+    except (VendorError, Throttled) as error:
         return Diagnostic("server type", f"{name}: {error}", "try again", is_error=True)
     if not page.server_types:
         return Diagnostic("server type", f"{name} does not exist", "change hetzner.choices", is_error=True)
@@ -123,7 +124,7 @@ async def _check_image(account: HetznerAccount, image: str) -> Diagnostic:
         else:
             page = await account.request(lambda: account.api.images.get_list(name=image))
             found = ", ".join(sorted({str(each.description) for each in page.images}))
-    except (HetznerError, Throttled) as error:
+    except (VendorError, Throttled) as error:
         return Diagnostic("image", f"{image}: {error}", "change hetzner.image", is_error=True)
     if not found:
         return Diagnostic("image", f"image {image} does not exist", "change hetzner.image", is_error=True)

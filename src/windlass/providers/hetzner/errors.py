@@ -1,104 +1,62 @@
-"""Maps every failed request to one kind of error. It does not decide what to do about it.
+"""Maps what a call of Hetzner's SDK raises to a VendorError."""
 
-Only codes that Hetzner documents as rejections count as rejections. Everything else (5xx, timeouts, broken
-connections, unreadable bodies, unknown codes) is LOST: the request may have taken effect. Without any connection it is
-UNSENT.
-"""
-
-from enum import StrEnum
 from typing import Any
 
 import requests
 from hcloud import APIException
 from urllib3.exceptions import NewConnectionError
 
-
-class HetznerErrorKind(StrEnum):
-    NO_CAPACITY = "no_capacity"  # this server type is unavailable in this location now
-    LIMIT = "limit"  # a limit of the account is reached
-    DENIED = "denied"  # the token is wrong or lacks a permission
-    NAME_IN_USE = "name_in_use"
-    NOT_FOUND = "not_found"
-    BUSY = "busy"  # another action on the resource is running
-    PROTECTED = "protected"  # deletion protection is on
-    THROTTLED = "throttled"
-    REFUSED = "refused"  # the request is invalid
-    UNSENT = "unsent"  # no connection: the request did not take effect
-    LOST = "lost"  # no readable response: the request may have taken effect
-
-
-class HetznerError(Exception):
-    """A request that failed. Its text is the vendor's message where there is one."""
-
-    def __init__(self, kind: HetznerErrorKind, message: str, fields: frozenset[str] = frozenset()) -> None:
-        super().__init__(message)
-        self.kind = kind
-        # The fields of the request that are invalid, if the vendor names them.
-        self.fields = fields
-
+from windlass.providers.vendor_error import ErrorKind, VendorError, shorten
 
 TOKEN_HINT = "check hetzner_api_token (HETZNER_API_TOKEN): it must belong to the project and allow read and write"  # noqa: S105
-_BY_CODE = {
-    "resource_unavailable": HetznerErrorKind.NO_CAPACITY,
-    "placement_error": HetznerErrorKind.NO_CAPACITY,
-    # Of one location, for hours at most: another one may work.
-    "maintenance": HetznerErrorKind.NO_CAPACITY,
-    "resource_limit_exceeded": HetznerErrorKind.LIMIT,
-    "unauthorized": HetznerErrorKind.DENIED,
-    "token_readonly": HetznerErrorKind.DENIED,
-    "forbidden": HetznerErrorKind.DENIED,
-    "uniqueness_error": HetznerErrorKind.NAME_IN_USE,
-    "not_found": HetznerErrorKind.NOT_FOUND,
-    "locked": HetznerErrorKind.BUSY,
-    "conflict": HetznerErrorKind.BUSY,
-    "protected": HetznerErrorKind.PROTECTED,
-    "rate_limit_exceeded": HetznerErrorKind.THROTTLED,
-    "json_error": HetznerErrorKind.REFUSED,
-    "invalid_input": HetznerErrorKind.REFUSED,
-    "method_not_allowed": HetznerErrorKind.REFUSED,
-    "deprecated_api_endpoint": HetznerErrorKind.REFUSED,
-    "unsupported_error": HetznerErrorKind.REFUSED,
-    "must_be_unassigned": HetznerErrorKind.REFUSED,
-    "primary_ip_version_mismatch": HetznerErrorKind.REFUSED,
-    "primary_ip_assigned": HetznerErrorKind.REFUSED,
-    "primary_ip_datacenter_mismatch": HetznerErrorKind.REFUSED,
-    "no_subnet_available": HetznerErrorKind.REFUSED,
-    "ip_not_available": HetznerErrorKind.REFUSED,
-    "networks_overlap": HetznerErrorKind.REFUSED,
+_CODES = {
+    # Maintenance is of one location, for hours at most: another one may work.
+    ErrorKind.NO_CAPACITY: ("resource_unavailable", "placement_error", "maintenance"),
+    ErrorKind.LIMIT: ("resource_limit_exceeded",),
+    ErrorKind.DENIED: ("unauthorized", "token_readonly", "forbidden"),
+    ErrorKind.NAME_IN_USE: ("uniqueness_error",),
+    ErrorKind.NOT_FOUND: ("not_found",),
+    ErrorKind.BUSY: ("locked", "conflict"),
+    ErrorKind.PROTECTED: ("protected",),
+    ErrorKind.THROTTLED: ("rate_limit_exceeded",),
+    ErrorKind.REFUSED: (
+        *("json_error", "invalid_input", "method_not_allowed", "deprecated_api_endpoint", "unsupported_error"),
+        *("must_be_unassigned", "primary_ip_version_mismatch", "primary_ip_assigned", "primary_ip_datacenter_mismatch"),
+        *("no_subnet_available", "ip_not_available", "networks_overlap"),
+    ),
 }
+_BY_CODE = {code: kind for kind, codes in _CODES.items() for code in codes}
 # For responses without a code, which come from a proxy in front of the API.
 _BY_STATUS = {
-    401: HetznerErrorKind.DENIED,
-    403: HetznerErrorKind.DENIED,
-    404: HetznerErrorKind.NOT_FOUND,
-    423: HetznerErrorKind.BUSY,
-    429: HetznerErrorKind.THROTTLED,
+    401: ErrorKind.DENIED,
+    403: ErrorKind.DENIED,
+    404: ErrorKind.NOT_FOUND,
+    423: ErrorKind.BUSY,
+    429: ErrorKind.THROTTLED,
 }
-MAX_MESSAGE = 300
 
 
-def to_hetzner_error(error: Exception) -> HetznerError:
-    """Classify what a call of the SDK raised."""
+def to_vendor_error(error: Exception) -> VendorError:
     if isinstance(error, APIException):
-        message = f"{_shorten(error.message)} ({error.code})"
+        message = f"{shorten(error.message)} ({error.code})"
         if isinstance(error.code, str):
-            kind = _BY_CODE.get(error.code, HetznerErrorKind.LOST)
             details = error.details if isinstance(error.details, dict) else {}
-            return HetznerError(kind, message, _invalid_fields(details.get("fields")))
+            kind = _BY_CODE.get(error.code, ErrorKind.LOST)
+            return VendorError(kind, message, fields=_invalid_fields(details.get("fields")))
         is_client_error = 400 <= error.code < 500 and error.code != 408
-        default = HetznerErrorKind.REFUSED if is_client_error else HetznerErrorKind.LOST
-        return HetznerError(_BY_STATUS.get(error.code, default), message)
+        default = ErrorKind.REFUSED if is_client_error else ErrorKind.LOST
+        return VendorError(_BY_STATUS.get(error.code, default), message)
     if isinstance(error, TimeoutError):
-        return HetznerError(HetznerErrorKind.LOST, str(error) or "request timed out")
+        return VendorError(ErrorKind.LOST, str(error) or "request timed out")
     if isinstance(error, requests.exceptions.Timeout):
-        return HetznerError(HetznerErrorKind.LOST, "request timed out")
+        return VendorError(ErrorKind.LOST, "request timed out")
     if isinstance(error, requests.exceptions.RequestException):
         # A connection that was refused, or a host that does not resolve, cannot have carried the request.
         inner = error.args[0] if error.args else None
         is_unsent = isinstance(getattr(inner, "reason", None), NewConnectionError)
-        kind = HetznerErrorKind.UNSENT if is_unsent else HetznerErrorKind.LOST
-        return HetznerError(kind, f"API unreachable ({_innermost_message(error)})")
-    return HetznerError(HetznerErrorKind.LOST, f"unreadable response ({type(error).__name__}: {_shorten(error)})")
+        kind = ErrorKind.UNSENT if is_unsent else ErrorKind.LOST
+        return VendorError(kind, f"API unreachable ({_innermost_message(error)})")
+    return VendorError(ErrorKind.LOST, f"unreadable response ({type(error).__name__}: {shorten(error)})")
 
 
 def _invalid_fields(fields: Any) -> frozenset[str]:
@@ -114,8 +72,4 @@ def _innermost_message(error: BaseException) -> str:
         if not isinstance(inner, BaseException):
             break
         error = inner
-    return _shorten(error) or type(error).__name__
-
-
-def _shorten(message: object) -> str:
-    return " ".join(str(message).split())[:MAX_MESSAGE]
+    return shorten(error) or type(error).__name__

@@ -24,8 +24,8 @@ from hcloud.servers.client import BoundServer
 from windlass.model.errors import Throttled
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import PAGE_SIZE, HetznerAccount
-from windlass.providers.hetzner.errors import HetznerError, HetznerErrorKind
 from windlass.providers.hetzner.limiter import RATE_PER_S
+from windlass.providers.vendor_error import ErrorKind, VendorError
 
 # Time between searches for orphaned addresses. An address costs a tenth of a cent an hour.
 SWEEP_INTERVAL_S = 300.0
@@ -87,7 +87,7 @@ class PrimaryIpReaper:
             try:
                 async with asyncio.timeout(RECONCILE_TIMEOUT_S):
                     await self._delete_orphans()
-            except (HetznerError, Throttled, TimeoutError) as error:
+            except (VendorError, Throttled, TimeoutError) as error:
                 log.warning("list primary ips failed", error=str(error) or "request timed out")
 
     async def _reconcile(self, servers: Sequence[BoundServer]) -> None:
@@ -104,7 +104,7 @@ class PrimaryIpReaper:
                     tried.add(address_id := min(untried))
                     if await self._has_spare_request():
                         await self._label(address_id)
-        except (HetznerError, Throttled, TimeoutError) as error:
+        except (VendorError, Throttled, TimeoutError) as error:
             log.info("reconcile primary ips failed", error=str(error) or "request timed out")
 
     async def _has_spare_request(self) -> bool:
@@ -133,8 +133,8 @@ class PrimaryIpReaper:
                 await self._account.request(
                     lambda: self._account.api.primary_ips.update(PrimaryIP(id=address_id), labels=dict(labels))
                 )
-        except HetznerError as error:
-            if error.kind is not HetznerErrorKind.NOT_FOUND:
+        except VendorError as error:
+            if error.kind is not ErrorKind.NOT_FOUND:
                 log.info("label primary ip failed", primary_ip=address_id, error=str(error))
                 if address.attempts < LABEL_ATTEMPTS:
                     return
@@ -161,5 +161,5 @@ class PrimaryIpReaper:
             log.warning("delete primary ip", primary_ip=address_id, reason="no server uses it")
             try:
                 await self._account.request(partial(self._account.api.primary_ips.delete, PrimaryIP(id=address_id)))
-            except HetznerError as error:
+            except VendorError as error:
                 log.info("delete primary ip failed", primary_ip=address_id, error=str(error))

@@ -47,10 +47,11 @@ from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_WAIT_S, PAGE_SIZE, HetznerAccount
 from windlass.providers.hetzner.catalog import order_choices
-from windlass.providers.hetzner.errors import TOKEN_HINT, HetznerError, HetznerErrorKind
+from windlass.providers.hetzner.errors import TOKEN_HINT
 from windlass.providers.hetzner.limiter import RATE_PER_S
 from windlass.providers.hetzner.primary_ips import PrimaryIpReaper
 from windlass.providers.hetzner.server_list import LIST_REUSE_S, ServerList
+from windlass.providers.vendor_error import ErrorKind, VendorError
 
 # Each is shorter than the control loop's own limit, so that the error says what is known.
 CREATE_TIMEOUT_S = 55.0
@@ -191,19 +192,19 @@ class HetznerProvider:
             raise self._no_capacity(doing)
         # Stock is only a hint, not worth waiting for.
         out_of_stock = await self._account.out_of_stock({choice.server_type for choice in choices}, max_wait_s=0.0)
-        refused: list[tuple[Choice, HetznerError]] = []
+        refused: list[tuple[Choice, VendorError]] = []
         for choice in order_choices(choices, skipped, out_of_stock):
             try:
                 created = await self._account.request(
                     partial(self._post, name, labels, user_data, choice), attempts=CREATE_ATTEMPTS
                 )
-            except HetznerError as error:
-                if error.kind is HetznerErrorKind.NAME_IN_USE:
+            except VendorError as error:
+                if error.kind is ErrorKind.NAME_IN_USE:
                     return await self._adopt_server(name, labels, error, doing)
                 if _may_depend_on_choice(error):
                     refused.append((choice, error))
                     continue
-                if error.kind is not HetznerErrorKind.NO_CAPACITY:
+                if error.kind is not ErrorKind.NO_CAPACITY:
                     raise self._creation_error(error, doing) from error
                 log.info("no capacity", fleet=self._fleet, choice=str(choice), error=str(error))
                 self._account.record_no_capacity(choice, self._settings.capacity_memory_s)
@@ -220,7 +221,7 @@ class HetznerProvider:
             raise self._creation_error(refused[0][1], doing)
         raise self._no_capacity(doing)
 
-    def _record_refused(self, refused: Sequence[tuple[Choice, HetznerError]]) -> None:
+    def _record_refused(self, refused: Sequence[tuple[Choice, VendorError]]) -> None:
         """Skip these for a while, and report them."""
         for choice, error in refused:
             log.warning("choice refused", fleet=self._fleet, choice=str(choice), error=str(error))
@@ -249,13 +250,11 @@ class HetznerProvider:
             public_net=ServerCreatePublicNetwork(enable_ipv4=settings.is_ipv4_on, enable_ipv6=settings.is_ipv6_on),
         )
 
-    async def _adopt_server(
-        self, name: str, labels: Mapping[str, str], in_use: HetznerError, doing: str
-    ) -> BoundServer:
+    async def _adopt_server(self, name: str, labels: Mapping[str, str], in_use: VendorError, doing: str) -> BoundServer:
         """The name is in use: by the server of an earlier request of ours, or by a foreign server."""
         try:
             page = await self._account.request(lambda: self._account.api.servers.get_list(name=name))
-        except (HetznerError, Throttled) as error:
+        except (VendorError, Throttled) as error:
             raise Ambiguous(f"{doing}: {in_use}, and its owner cannot be read ({error})") from error
         for server in page.servers:
             if self._servers.is_ours(server) and (server.labels or {})[naming.WORKER] == labels[naming.WORKER]:
@@ -264,23 +263,23 @@ class HetznerProvider:
             raise Refused(f"{doing}: a server {name} exists that is not ours. Rename or delete it.")
         raise Ambiguous(f"{doing}: {in_use}, but no server with that name is listed")
 
-    def _creation_error(self, error: HetznerError, doing: str) -> ProviderError:
+    def _creation_error(self, error: VendorError, doing: str) -> ProviderError:
         message = f"{doing}: {error}"
         match error.kind:
-            case HetznerErrorKind.LIMIT:
+            case ErrorKind.LIMIT:
                 return LimitReached(
                     f"{message}: request a higher limit in Hetzner's console, or lower max_workers of fleet "
                     f"{self._fleet}."
                 )
-            case HetznerErrorKind.DENIED:
+            case ErrorKind.DENIED:
                 return Denied(f"{message}: {TOKEN_HINT}.")
-            case HetznerErrorKind.THROTTLED | HetznerErrorKind.BUSY:
+            case ErrorKind.THROTTLED | ErrorKind.BUSY:
                 return self._throttled(message)
-            case HetznerErrorKind.UNSENT:
+            case ErrorKind.UNSENT:
                 return Throttled(message, retry_after_s=UNREACHABLE_PAUSE_S)
-            case HetznerErrorKind.LOST:
+            case ErrorKind.LOST:
                 return Ambiguous(message)
-            case HetznerErrorKind.REFUSED | HetznerErrorKind.NOT_FOUND:
+            case ErrorKind.REFUSED | ErrorKind.NOT_FOUND:
                 return InvalidRequest(f"{message}: check the hetzner settings of fleet {self._fleet}.")
             case _:
                 return Refused(f"{message}: check the hetzner settings of fleet {self._fleet}.")
@@ -333,8 +332,8 @@ class HetznerProvider:
         """None if the vendor answers "not found"."""
         try:
             return await self._account.request(lambda: self._account.api.servers.get_by_id(server_id), is_urgent=True)
-        except HetznerError as error:
-            if error.kind is HetznerErrorKind.NOT_FOUND:
+        except VendorError as error:
+            if error.kind is ErrorKind.NOT_FOUND:
                 return None
             raise self._deletion_error(error, doing) from error
 
@@ -344,9 +343,9 @@ class HetznerProvider:
             action = await self._account.request(
                 lambda: self._account.api.servers.delete(Server(id=server_id)), is_urgent=True
             )
-        except HetznerError as error:
+        except VendorError as error:
             # Busy: a server that is being created can be deleted soon. Not found: the caller checks by id.
-            if error.kind not in (HetznerErrorKind.NOT_FOUND, HetznerErrorKind.BUSY):
+            if error.kind not in (ErrorKind.NOT_FOUND, ErrorKind.BUSY):
                 raise self._deletion_error(error, doing) from error
             return []
         return [] if action.started is None else [action.started]
@@ -363,26 +362,26 @@ class HetznerProvider:
                 if began:
                     return min(began)
                 page = found.meta.pagination.next_page if found.meta and found.meta.pagination else None
-        except (HetznerError, Throttled):
+        except (VendorError, Throttled):
             pass
         return None
 
-    def _deletion_error(self, error: HetznerError, doing: str) -> ProviderError:
+    def _deletion_error(self, error: VendorError, doing: str) -> ProviderError:
         message = f"{doing}: {error}"
         match error.kind:
-            case HetznerErrorKind.PROTECTED:
+            case ErrorKind.PROTECTED:
                 return Refused(f"{message}: remove the protection in Hetzner's console. It is billed until then.")
-            case HetznerErrorKind.DENIED:
+            case ErrorKind.DENIED:
                 return Denied(f"{message}: {TOKEN_HINT}. The server is billed until then.")
-            case HetznerErrorKind.THROTTLED:
+            case ErrorKind.THROTTLED:
                 return self._throttled(message)
             case _:
                 return Unavailable(message)
 
 
-def _may_depend_on_choice(error: HetznerError) -> bool:
+def _may_depend_on_choice(error: VendorError) -> bool:
     """Whether another type or location may be accepted. If the vendor names no field, it may be one of these."""
-    is_refused = error.kind in (HetznerErrorKind.REFUSED, HetznerErrorKind.NOT_FOUND)
+    is_refused = error.kind in (ErrorKind.REFUSED, ErrorKind.NOT_FOUND)
     return is_refused and (not error.fields or bool(error.fields & _FIELDS_OF_CHOICE))
 
 

@@ -20,8 +20,9 @@ from windlass.model.machine import Machine, MachineState
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, HetznerAccount
 from windlass.providers.hetzner.catalog import PriceList
-from windlass.providers.hetzner.errors import TOKEN_HINT, HetznerError, HetznerErrorKind
+from windlass.providers.hetzner.errors import TOKEN_HINT
 from windlass.providers.recent_changes import RecentChanges
+from windlass.providers.vendor_error import VendorError
 
 # Shorter than the control loop's own limit, so that the error says what is known.
 LIST_TIMEOUT_S = 50.0
@@ -104,8 +105,8 @@ class ServerList:
                 prices = await self._account.prices(self._settings.prices, MAX_WAIT_S)
         except TimeoutError:
             raise Unavailable(f"{self._doing}: incomplete after {LIST_TIMEOUT_S:g} s") from None
-        except HetznerError as error:
-            hint = f": {TOKEN_HINT}." if error.kind is HetznerErrorKind.DENIED else ""
+        except VendorError as error:
+            hint = f": {TOKEN_HINT}." if error.is_denied else ""
             raise Unavailable(f"{self._doing}: {error}{hint}") from error
         except Throttled as error:
             raise Unavailable(f"{self._doing}: {error}") from error
@@ -153,14 +154,15 @@ class ServerList:
         hours = HOUR_S // self._settings.billing_hour_s
         parts = tuple(PricePart(part.price_micros_per_hour * hours, part.price_micros_per_month) for part in published)
         # Prefer the private address: the control plane and its workers communicate over it.
-        address = server.private_net[0] if server.private_net else net and (net.ipv4 or net.ipv6)
+        private = [each.ip for each in server.private_net or ()]
+        public = [each.ip for each in (net.ipv4, net.ipv6) if each is not None] if net is not None else []
         state = self._state(server)
         return Machine(
             id=str(server.id),
             name=(server.labels or {})[naming.WORKER],
             state=state,
             created_at=server.created,
-            address=str(address.ip) if address is not None else None,
+            address=next(map(str, [*private, *public]), None),
             instance_type=server_type,
             place=location,
             price_micros_per_hour=sum(part.price_micros_per_hour for part in parts) if parts else None,

@@ -20,8 +20,9 @@ from windlass.model.errors import Throttled
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod.catalog import CapacityKey, Offer, offers_path, read_offers
-from windlass.providers.runpod.errors import RunpodError, RunpodErrorKind, response_error, transport_error
+from windlass.providers.runpod.errors import response_error, transport_error
 from windlass.providers.runpod.limiter import RunpodLimiter
+from windlass.providers.vendor_error import ErrorKind, VendorError
 
 # Longest wait for the limiter. A request that would wait longer is left to a later cycle.
 MAX_WAIT_S = 25.0
@@ -84,14 +85,14 @@ class RunpodAccount:
     # -------------------------------------------------------------------------------------------------- requests
 
     async def request(self, method: str, path: str, body: Json | None = None, max_wait_s: float = MAX_WAIT_S) -> Json:
-        """Send a request once. Raises RunpodError, or Throttled if nothing was sent."""
+        """Send a request once. Raises VendorError, or Throttled if nothing was sent."""
         response = await self._send(method, path, body, max_wait_s)
         try:
             content = response.json() if response.content else {}
-            if not isinstance(content, dict):
-                raise TypeError("not an object")
         except Exception as error:
             raise transport_error(error) from error
+        if not isinstance(content, dict):
+            raise VendorError(ErrorKind.LOST, "unreadable response (not an object)")
         return content
 
     async def _send(self, method: str, path: str, body: Json | None, max_wait_s: float) -> httpx.Response:
@@ -115,12 +116,12 @@ class RunpodAccount:
         return response
 
     async def read(self, path: str) -> Json:
-        """A GET request, repeated if its response is lost. Raises RunpodError or Throttled."""
+        """A GET request, repeated if its response is lost. Raises VendorError or Throttled."""
         for attempt in range(1, READ_ATTEMPTS + 1):
             try:
                 return await self.request("GET", path)
-            except RunpodError as error:
-                if error.kind is not RunpodErrorKind.LOST or attempt == READ_ATTEMPTS:
+            except VendorError as error:
+                if error.kind is not ErrorKind.LOST or attempt == READ_ATTEMPTS:
                     raise
             await asyncio.sleep(READ_PAUSE_S * 2 ** (attempt - 1) * (0.5 + self._rng.random()))
         raise AssertionError("the last attempt returns or raises")
@@ -133,14 +134,14 @@ class RunpodAccount:
     # ------------------------------------------------------------------------------------------------------ pods
 
     async def list_pods(self, since: float) -> PodListing:
-        """A list requested at `since` or later, by the event loop's clock. Raises RunpodError or Throttled."""
+        """A list requested at `since` or later, by the event loop's clock. Raises VendorError or Throttled."""
         async with self._listing_lock:
             if self._listing is not None and self._listing.requested_at >= since:
                 return self._listing
             requested_at = asyncio.get_running_loop().time()
             pods = (await self.read("/pods")).get("pods")
             if not isinstance(pods, list) or not all(isinstance(pod, dict) and pod.get("id") for pod in pods):
-                raise RunpodError(RunpodErrorKind.LOST, "unreadable list of pods")
+                raise VendorError(ErrorKind.LOST, "unreadable list of pods")
             self._listing = PodListing(pods, requested_at)
             return self._listing
 
@@ -153,8 +154,8 @@ class RunpodAccount:
         """None if the vendor answers "not found", which it may do for a new pod too."""
         try:
             pod = await self.read(f"/pods/{pod_id}")
-        except RunpodError as error:
-            if error.kind is RunpodErrorKind.NOT_FOUND:
+        except VendorError as error:
+            if error.kind is ErrorKind.NOT_FOUND:
                 return None
             raise
         return None if pod.get("status") == "TERMINATED" else pod
@@ -192,6 +193,6 @@ class RunpodAccount:
                     await self.request("GET", offers_path(cloud, gpu_count), max_wait_s=0.0), cloud
                 )
                 self._offers_due[key] = loop.time() + OFFERS_FRESH_S
-            except (RunpodError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
+            except (VendorError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
                 log.info("list gpu offers failed", cloud=cloud, error=str(error) or type(error).__name__)
         return {cloud: self._offers[cloud, gpu_count] for cloud in clouds if (cloud, gpu_count) in self._offers}

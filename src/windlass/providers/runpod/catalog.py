@@ -1,4 +1,4 @@
-"""Prices and stock of GPUs, and the order in which choices are tried. Pure: it reads responses that others requested."""
+"""Prices and stock of GPUs, and the order in which choices are tried. Pure: it reads responses, but requests none."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,7 +10,8 @@ from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import RunpodAccount
 from windlass.providers.runpod.catalog import Offer, offers_path, read_offers
-from windlass.providers.runpod.errors import TOKEN_HINT, RunpodError
+from windlass.providers.runpod.errors import TOKEN_HINT
+from windlass.providers.vendor_error import VendorError
 
 
 async def run_checks(
@@ -20,8 +21,8 @@ async def run_checks(
     that the fleets use. `identity` is the database's; None if it is unknown."""
     try:
         pods = (await account.list_pods(asyncio.get_running_loop().time())).pods
-    except (RunpodError, Throttled) as error:
-        is_denied = isinstance(error, RunpodError) and error.is_denied
+    except (VendorError, Throttled) as error:
+        is_denied = isinstance(error, VendorError) and error.is_denied
         yield Diagnostic("runpod", str(error), TOKEN_HINT if is_denied else "try again", is_error=True)
         return
     if identity is None:
@@ -36,7 +37,7 @@ async def run_checks(
         try:
             registry = await account.read(f"/registries/{registry_id}")
             yield Diagnostic("registry", str(registry.get("name")))
-        except (RunpodError, Throttled) as error:
+        except (VendorError, Throttled) as error:
             message = f"registry {registry_id}: {error}"
             yield Diagnostic("registry", message, "change runpod.registry_id", is_error=True)
     # Stock depends on the number of GPUs per pod.
@@ -44,7 +45,7 @@ async def run_checks(
         choices = {c for s in fleets.values() if s.gpu_count == count for c in s.ordered if c.cloud == cloud}
         try:
             offers = read_offers(await account.read(offers_path(cloud, count)), cloud)
-        except (RunpodError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (VendorError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
             message = f"{cloud}: {str(error) or type(error).__name__}"
             yield Diagnostic("gpu type", message, "try again", is_error=True)
             continue
@@ -72,7 +73,7 @@ def _check_tags(
 async def _check_volume(account: RunpodAccount, volume_id: str, users: list[RunpodSettings]) -> Diagnostic:
     try:
         volume = await account.read(f"/network-volumes/{volume_id}")
-    except (RunpodError, Throttled) as error:
+    except (VendorError, Throttled) as error:
         message = f"network volume {volume_id}: {error}"
         return Diagnostic("volume", message, "change runpod.network_volume_id", is_error=True)
     name, place = volume.get("name"), str(volume.get("dataCenter"))

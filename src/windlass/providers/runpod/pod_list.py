@@ -16,8 +16,9 @@ from windlass.providers.recent_changes import RecentChanges
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Json, PodListing, RunpodAccount
 from windlass.providers.runpod.catalog import CURRENCY, Offers, read_price
-from windlass.providers.runpod.errors import TOKEN_HINT, RunpodError
+from windlass.providers.runpod.errors import TOKEN_HINT
 from windlass.providers.runpod.ssh import Endpoint
+from windlass.providers.vendor_error import VendorError
 
 # Shorter than the control loop's own limit, so that the error says what is known.
 LIST_TIMEOUT_S = 50.0
@@ -62,7 +63,7 @@ class PodList:
                 offers = await self.offers() if self._account.limiter.spare_requests() > 0 else {}
         except TimeoutError:
             raise Unavailable(f"{self._doing}: incomplete after {LIST_TIMEOUT_S:g} s") from None
-        except RunpodError as error:
+        except VendorError as error:
             hint = f": {TOKEN_HINT}." if error.is_denied else ""
             raise Unavailable(f"{self._doing}: {error}{hint}") from error
         except Throttled as error:
@@ -74,7 +75,7 @@ class PodList:
         return await self._account.list_pods(asyncio.get_running_loop().time() - self._reuse_s)
 
     async def find(self, name: str) -> Machine | None:
-        """The pod with this name, if there is one. Raises RunpodError or Throttled."""
+        """The pod with this name, if there is one. Raises VendorError or Throttled."""
         max_age_s = min(NAME_CHECK_S, self._reuse_s * 6)
         listing = await self._account.list_pods(asyncio.get_running_loop().time() - max_age_s)
         return next((machine for machine in self._current(listing, {}) if machine.name == name), None)

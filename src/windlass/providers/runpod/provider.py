@@ -40,10 +40,11 @@ from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Json, RunpodAccount
 from windlass.providers.runpod.catalog import CapacityKey, Offers, order_choices
-from windlass.providers.runpod.errors import TOKEN_HINT, RunpodError, RunpodErrorKind
+from windlass.providers.runpod.errors import TOKEN_HINT
 from windlass.providers.runpod.pod_list import EXITED, LIST_REUSE_S, PodList
 from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import Endpoint
+from windlass.providers.vendor_error import ErrorKind, VendorError
 
 # Each is shorter than the control loop's own limit, so that the error says what is known.
 CREATE_TIMEOUT_S = 55.0
@@ -64,7 +65,7 @@ _ORPHAN_GRACE_S = _ABSENCE_GRACE_S
 _PAUSE_S = 5.0
 # Letters and digits. An id of digits only is a Hetzner server's.
 _POD_ID = re.compile(r"[A-Za-z0-9_-]+")
-_SKIPPED_KINDS = (RunpodErrorKind.NO_CAPACITY, RunpodErrorKind.FORBIDDEN, RunpodErrorKind.REFUSED)
+_SKIPPED_KINDS = (ErrorKind.NO_CAPACITY, ErrorKind.FORBIDDEN, ErrorKind.REFUSED)
 log = structlog.get_logger(__name__)
 
 
@@ -154,8 +155,8 @@ class RunpodProvider:
                 offers = await self._pods.offers()
         except TimeoutError:
             raise Throttled(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
-        except RunpodError as error:
-            if error.kind is RunpodErrorKind.LOST:
+        except VendorError as error:
+            if error.kind is ErrorKind.LOST:
                 # Nothing was sent that could create a pod.
                 raise Throttled(f"{doing}: no list of pods ({error})", _PAUSE_S) from error
             raise self._creation_error(error, doing) from error
@@ -172,15 +173,15 @@ class RunpodProvider:
         """Try each choice. An error that may not apply to another choice is kept until all were tried."""
         choices = self._settings.ordered
         exhausted = [choice for choice in choices if self._account.is_exhausted(self._capacity_key(choice))]
-        refused: list[tuple[GpuChoice, RunpodError]] = []
+        refused: list[tuple[GpuChoice, VendorError]] = []
         for choice in order_choices(choices, exhausted, offers):
             try:
                 location = naming.location_body(choice, self._settings)
                 pod = await self._account.request("POST", "/pods", {**body, **location})
-            except RunpodError as error:
+            except VendorError as error:
                 if error.kind not in _SKIPPED_KINDS:
                     raise self._creation_error(error, doing) from error
-                if error.kind is not RunpodErrorKind.NO_CAPACITY:
+                if error.kind is not ErrorKind.NO_CAPACITY:
                     log.warning("choice refused", fleet=self._fleet, choice=str(choice), error=str(error))
                     refused.append((choice, error))
                     continue
@@ -205,26 +206,26 @@ class RunpodProvider:
         settings = self._settings
         return CapacityKey(choice, settings.gpu_count, settings.min_cuda_version, settings.network_volume_id)
 
-    def _creation_error(self, error: RunpodError, doing: str) -> ProviderError:
+    def _creation_error(self, error: VendorError, doing: str) -> ProviderError:
         message = f"{doing}: {error}"
         match error.kind:
-            case RunpodErrorKind.BALANCE:
+            case ErrorKind.LIMIT:
                 return LimitReached(f"{message}: add funds to the Runpod account.")
-            case RunpodErrorKind.DENIED:
+            case ErrorKind.DENIED:
                 return Denied(f"{message}: {TOKEN_HINT}.")
-            case RunpodErrorKind.FORBIDDEN:
+            case ErrorKind.FORBIDDEN:
                 return Denied(
                     f"{message}: the key lacks a permission, or the account may not use this choice. Check "
                     f"runpod_api_key, and runpod.choices of fleet {self._fleet}."
                 )
-            case RunpodErrorKind.THROTTLED:
+            case ErrorKind.THROTTLED:
                 return self._throttled(error, message)
-            case RunpodErrorKind.LOST:
+            case ErrorKind.LOST:
                 return Ambiguous(message)
             case _:
                 return InvalidRequest(f"{message}: check the runpod settings of fleet {self._fleet}.")
 
-    def _throttled(self, error: RunpodError, message: str) -> Throttled:
+    def _throttled(self, error: VendorError, message: str) -> Throttled:
         return Throttled(message, error.retry_after_s or max(self._account.limiter.pause_s, _PAUSE_S))
 
     # ------------------------------------------------------------------------------------------------------ delete
@@ -239,11 +240,11 @@ class RunpodProvider:
                 return await self._delete(machine, doing)
         except TimeoutError:
             raise Unavailable(f"{doing}: the pod still exists after {DELETE_TIMEOUT_S:g} s") from None
-        except RunpodError as error:
+        except VendorError as error:
             message = f"{doing}: {error}"
             if error.is_denied:
                 raise Denied(f"{message}: {TOKEN_HINT}. The pod is billed until then.") from error
-            if error.kind is RunpodErrorKind.THROTTLED:
+            if error.kind is ErrorKind.THROTTLED:
                 raise self._throttled(error, message) from error
             raise Unavailable(message) from error
 
@@ -264,9 +265,9 @@ class RunpodProvider:
             requested_at = asyncio.get_running_loop().time()
             try:
                 accepted_at = _clamp_to_second(self._now(), await self._account.delete_pod(machine.id))
-            except RunpodError as error:
+            except VendorError as error:
                 # Not found, a temporary state, or no response: check whether it is gone.
-                if error.kind not in (RunpodErrorKind.NOT_FOUND, RunpodErrorKind.BUSY, RunpodErrorKind.LOST):
+                if error.kind not in (ErrorKind.NOT_FOUND, ErrorKind.BUSY, ErrorKind.LOST):
                     raise
                 last_error = f" ({error})"
             await asyncio.sleep(interval_s)
@@ -326,7 +327,7 @@ class RunpodProvider:
         doing = f"reading network volume {volume_id}"
         try:
             return _read_volume(await self._account.read(f"/network-volumes/{volume_id}"), doing)
-        except RunpodError as error:
+        except VendorError as error:
             raise Unavailable(f"{doing}: {error}") from error
 
     async def grow_volume(self, volume_id: str, size_gb: int) -> Volume:
@@ -338,7 +339,7 @@ class RunpodProvider:
                 return found
             # The request names the new size, so repeating it has no further effect.
             return _read_volume(await self._account.request("PATCH", path, {"size": size_gb}), doing)
-        except RunpodError as error:
+        except VendorError as error:
             raise self._creation_error(error, doing) from error
 
 

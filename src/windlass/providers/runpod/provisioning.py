@@ -5,8 +5,8 @@ DISK_FULL, DEPENDENCY_MISSING, START_SCRIPT_FAILED; MACHINE_GONE ends the attemp
 the pod's address, the last known one is tried. A failure there proves nothing, so it never fails the pod.
 
 The worker is started once, however often this runs: creating a directory on the pod's disk is atomic, and the shell
-that creates it starts the worker. A broken connection or an orchestrator crash does not interrupt that. If the directory
-was created and nothing started (the disk became full at that moment), the worker never joins and is replaced as such.
+that creates it starts the worker. A broken connection or a crash of the orchestrator does not interrupt that. If the
+directory was created and nothing started (a full disk at that moment), the worker never joins and is replaced.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from windlass.model.machine import Preparation
 from windlass.model.redaction import Mask
 from windlass.model.runpod import JOIN_FILE, RunpodSettings
 from windlass.ports.provider import OnHostKey
-from windlass.providers.runpod.errors import RunpodError
 from windlass.providers.runpod.ssh import CommandResult, Endpoint, HostKeyChanged, OpenShell, Shell, Unreachable
+from windlass.providers.vendor_error import VendorError
 
 # Pause between attempts to connect: a pod's sshd starts some seconds after the pod.
 RETRY_S = 5.0
@@ -42,7 +42,7 @@ ENVIRONMENT = "/etc/rp_environment"
 WATCH_INTERVAL_S = 0.2
 SSH_UNREACHABLE = "SSH_UNREACHABLE"
 _KB_PER_GB = 1_000_000 / 1.024
-# The pod's current SSH address; None while it has none. Raises RunpodError, Throttled, or NotPrepared if it never will.
+# The pod's current SSH address; None while it has none. Raises VendorError, Throttled, or NotPrepared if it never will.
 FindEndpoint = Callable[[], Awaitable[Endpoint | None]]
 
 
@@ -103,7 +103,7 @@ class Preparer:
             # Each time, since the port may change.
             endpoint = attempt.last_known = await find_endpoint()
             attempt.last = "no public SSH port yet"
-        except (RunpodError, Throttled) as error:
+        except (VendorError, Throttled) as error:
             is_address_uncertain = attempt.had_api_error = True
             endpoint, attempt.last = attempt.last_known, str(error)
         if endpoint is None:
