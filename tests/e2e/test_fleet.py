@@ -263,7 +263,7 @@ async def test_of_two_orchestrators_one_leads_and_the_other_takes_over(host: Hos
     first = host.up()
     await until(host.store.fleets, "the first one leads")
     second = host.up()
-    await until(lambda: "standing by" in host.log(), f"the second one stands by\n{host.log()}")
+    await until(lambda: "standby cycle" in host.log(), f"the second one stands by\n{host.log()}")
     term = (await host.last_cycle()).term
     first.kill()
     first.wait()
@@ -277,7 +277,7 @@ async def test_a_standby_that_is_stopped_leaves_the_leaders_workers_alone(host: 
     first = host.up()
     before = await host.until_workers(2)
     second = host.up()
-    await until(lambda: "standing by" in host.log(), f"the second one stands by\n{host.log()}")
+    await until(lambda: "standby cycle" in host.log(), f"the second one stands by\n{host.log()}")
     second.send_signal(signal.SIGTERM)
     await until(lambda: second.poll() is not None, f"the second one ends\n{host.log()}")
     assert second.returncode == 0
@@ -706,17 +706,17 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
 
     number = str(first["cycle_id"])
     same = host.windlass("replay", number, "--json").json
-    assert (same["is_same"], [a["kind"] for a in same["then"]["actions"]]) == (True, ["Spawn", "Spawn"])
+    assert (same["is_same"], [a["kind"] for a in same["then"]["actions"]]) == (True, ["spawn", "spawn"])
     host.configure("other.toml", max_workers=1)
     other = host.windlass("replay", number, "--with", "other.toml", "--json").json
-    assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
+    assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["spawn"])
     assert "replayed: same decision" in host.windlass("replay", number).out
     assert "replayed: spawn 1" in host.windlass("replay", number, "--with", "other.toml").out
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
         (("--set", "max_worker=1"), "'max_worker=1' is not a fleet setting: write name=value"),
-        (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
+        (("--with", "nosuch.toml"), "configuration file nosuch.toml not found. Check --with."),
     ):
         refused = host.windlass("replay", number, *wrong)
         assert refused.code == 2
@@ -774,13 +774,13 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("workers", "show", "nobody"), "worker nobody not found", id="show an unknown worker"),
         pytest.param(("workers", "logs", "nobody"), "worker nobody not found", id="logs of an unknown worker"),
         pytest.param(("explain", "nobody"), "no task, worker or fleet nobody", id="explain the unknown"),
-        pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
+        pytest.param(("explain", "4711"), "task 4711 not found", id="explain an unknown task"),
         pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
         pytest.param(
             ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
         ),
-        pytest.param(("explain", "9" * 20), "there is no task 99999999999999999999", id="a task beyond all numbers"),
+        pytest.param(("explain", "9" * 20), "task 99999999999999999999 not found", id="a task beyond all numbers"),
         pytest.param(("spawn", "--count", "99999999999"), "should be less than or equal to 100000", id="too many"),
         pytest.param(
             ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
@@ -792,7 +792,7 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
         pytest.param(("spawn", "a", "--fleet", "b"), "are different fleets", id="two fleets"),
-        pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
+        pytest.param(("cycle",), "add a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
         pytest.param(
             ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
         ),
