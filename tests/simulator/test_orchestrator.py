@@ -23,12 +23,12 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.simulator.cloud import Entry, SimulatedCloud
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
 from windlass.simulator.loop import run, virtual_now
 from windlass.simulator.processes import SimulatedProcess, track_processes
 from windlass.simulator.scenario import fleet_config
 from windlass.simulator.trace import Trace
-from windlass.simulator.workers import SimWorker, WorkerFaults, WorkerHabits
+from windlass.simulator.workers import SimulatedWorker, TaskProfile, WorkerFaults
 from windlass.store.memory.stores import MemoryStores
 
 TTL_S = 20.0
@@ -58,23 +58,23 @@ class Bed:
     def __init__(self) -> None:
         track_processes(asyncio.get_running_loop())
         self.store = MemoryStores(virtual_now, chance=Random(1))  # noqa: S311
-        self.story = Trace()
+        self.trace = Trace()
         self.fleets = {name: config(name) for name in ("red", "blue")}
-        self.clouds = {name: self._cloud(name) for name in self.fleets}
+        self.clouds = {name: self._make_cloud(name) for name in self.fleets}
         self.orchestrators = 0
 
-    def _cloud(self, name: str) -> ClosingCloud:
-        cloud = ClosingCloud(name, Random(2), self.story)  # noqa: S311
+    def _make_cloud(self, name: str) -> ClosingCloud:
+        cloud = ClosingCloud(name, Random(2), self.trace)  # noqa: S311
 
-        def move_in(entry: Entry) -> SimWorker:
-            process, habits = SimulatedProcess(entry.name), WorkerHabits(task_s=(LONG_S, LONG_S))
-            luck, rng = WorkerFaults(boots_s=1.0), Random(3)  # noqa: S311
+        def start_worker(entry: MachineRecord) -> SimulatedWorker:
+            process, habits = SimulatedProcess(entry.name), TaskProfile(duration_s=(LONG_S, LONG_S))
+            faults, rng = WorkerFaults(boots_s=1.0), Random(3)  # noqa: S311
             fleet = self.fleets.get(name, config(name))
-            worker = SimWorker(entry, cloud, fleet, self.store, process, luck, habits, rng, self.story)
+            worker = SimulatedWorker(entry, cloud, fleet, self.store, process, faults, habits, rng, self.trace)
             worker.start()
             return worker
 
-        cloud.move_in = move_in
+        cloud.start_worker = start_worker
         return cloud
 
     def start(self, *, stops_when_empty: bool = False) -> "Running":
@@ -141,7 +141,7 @@ def test_told_to_stop_it_lets_everybody_go_and_ends() -> None:
         up.up.stop()
         await up.ends_within(10.0)
         assert await bed.workers() == []
-        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in bed.clouds.values()] == [[], []]
         codes = {worker.code for worker in await bed.store.workers(include_terminated=True)}
         assert codes == {"SHUT_DOWN"}
         assert [cloud.closed for cloud in bed.clouds.values()] == [1, 1]
@@ -156,7 +156,7 @@ def test_told_to_stop_in_its_very_first_cycle_it_leaves_nobody_behind(after_s: f
         await asyncio.sleep(after_s)
         up.up.stop()
         await up.ends_within(10.0)
-        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in bed.clouds.values()] == [[], []]
 
     in_a_bed(live)
 
@@ -213,13 +213,13 @@ def test_a_fleet_that_was_left_out_and_does_not_end_is_not_given_up_and_stops_no
         bed.make_immortal("blue")
         up.up.reconfigure({"red": bed.fleets["red"]})
         await asyncio.sleep(STOP_S + SHUTDOWN_MARGIN_S + SOON_S)
-        asked = bed.clouds["blue"].deleted_calls
+        asked = bed.clouds["blue"].delete_calls
         for worker_id in await bed.active("red"):
             await bed.store.terminate_worker(worker_id, "killed")
         await asyncio.sleep(SOON_S)
         assert not up.task.done()
         assert len(await bed.active("red")) == 1, "the dead are replaced"
-        assert bed.clouds["blue"].deleted_calls > asked, "its machines are paid for as long as they are there"
+        assert bed.clouds["blue"].delete_calls > asked, "its machines are paid for as long as they are there"
 
     in_a_bed(live)
 
@@ -275,7 +275,7 @@ def test_a_fleet_that_is_missing_at_the_start_is_wound_down_after_a_while() -> N
         up = await without_blue(bed)
         await asyncio.sleep(GRACE_S / 2 + 2 * CHECK_INTERVAL_S + SOON_S)
         assert await bed.workers("blue") == []
-        assert bed.clouds["blue"].billed() == []
+        assert bed.clouds["blue"].billed_machines() == []
         assert len(await bed.active("red")) == 1
         assert up.up.fleets == ("red",)
 
@@ -320,10 +320,10 @@ def test_what_cannot_be_read_of_a_missing_fleet_is_read_again(read: str) -> None
 
             setattr(bed.store, read, unreadable)
             await asyncio.sleep(GRACE_S / 2 + 3 * CHECK_INTERVAL_S)
-            assert bed.clouds["blue"].billed() != []
+            assert bed.clouds["blue"].billed_machines() != []
             setattr(bed.store, read, readable)
             await asyncio.sleep(GRACE_S + 2 * CHECK_INTERVAL_S + SOON_S)
-        assert bed.clouds["blue"].billed() == []
+        assert bed.clouds["blue"].billed_machines() == []
         assert any(line["log_level"] == "error" and ("exc_info" in line or "ValueError" in str(line)) for line in lines)
 
     in_a_bed(live)
@@ -347,7 +347,7 @@ def test_the_last_fleets_that_left_the_file_are_wound_down_after_a_while_and_the
         up = await without_any(bed)
         await up.ends_within(GRACE_S / 2 + 4 * CHECK_INTERVAL_S)
         assert await bed.workers() == []
-        assert [cloud.billed() for cloud in bed.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in bed.clouds.values()] == [[], []]
         assert [cloud.closed for cloud in bed.clouds.values()] == [2, 2]
 
     in_a_bed(live)
@@ -621,7 +621,7 @@ def test_a_fleet_whose_provider_cannot_be_made_changes_nothing_and_leaves_nothin
     async def live(bed: Bed) -> None:
         up = bed.start()
         await asyncio.sleep(SOON_S)
-        made = bed.clouds["green"] = bed._cloud("red")
+        made = bed.clouds["green"] = bed._make_cloud("red")
         with pytest.raises(KeyError):
             up.up.reconfigure({**bed.fleets, "green": config("green"), "grey": config("grey")})
         await asyncio.sleep(1)
@@ -636,10 +636,10 @@ def test_a_machine_that_no_worker_has_is_ended_before_its_fleet_is_wound_down() 
         red.max_list_age_s = 10.0
         up = bed.start()
         await asyncio.sleep(SOON_S)
-        red.books["m9-red"] = Entry("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
         up.up.stop()
         await up.ends_within(STOP_S + SHUTDOWN_MARGIN_S)
-        assert red.billed() == []
+        assert red.billed_machines() == []
 
     in_a_bed(live)
 
@@ -766,17 +766,17 @@ def test_a_changed_fleet_keeps_what_is_under_way_and_its_old_provider_until_that
         up = bed.start()
         await asyncio.sleep(1.0)
         # The same account, as another object: what a changed table makes of it.
-        bed.clouds["red"] = new = bed._cloud("red")
-        new.books, new._tenants = old.books, old._tenants
+        bed.clouds["red"] = new = bed._make_cloud("red")
+        new.machines, new.workers = old.machines, old.workers
         up.up.reconfigure({"red": config("red", max_workers=1, idle_timeout_s=99.0)})
         await asyncio.sleep(SOON_S)
-        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 0)
+        assert (old.create_calls, new.create_calls, old.closed) == (1, 0, 0)
         await asyncio.sleep(30.0)
         assert (old.closed, new.closed) == (1, 0)
         assert len(await bed.active("red")) == 1
         up.up.stop()
         await up.ends_within(10.0)
-        assert (old.closed, new.closed, new.created_calls) == (1, 1, 0)
+        assert (old.closed, new.closed, new.create_calls) == (1, 1, 0)
 
     in_a_bed(live)
 
@@ -790,14 +790,14 @@ def test_a_cycle_ends_with_the_provider_it_began_with() -> None:
         old.next_list(takes_s=3.0)
         up = bed.start()
         await asyncio.sleep(1.0)
-        bed.clouds["red"] = new = bed._cloud("red")
-        new.books, new._tenants = old.books, old._tenants
+        bed.clouds["red"] = new = bed._make_cloud("red")
+        new.machines, new.workers = old.machines, old.workers
         changed = config("red", max_workers=1, idle_timeout_s=99.0)
         up.up.reconfigure({"red": changed})
         assert up.up.fleet("red") == changed
         await asyncio.sleep(SOON_S)
-        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 1)
-        assert new.listed_calls > 0
+        assert (old.create_calls, new.create_calls, old.closed) == (1, 0, 1)
+        assert new.list_calls > 0
 
     in_a_bed(live)
 
