@@ -89,7 +89,7 @@ def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pyte
 
 def test_the_bed_notices_a_server_that_is_deleted_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(billing, "is_worth_waiting", lambda *_: False)
-    monkeypatch.setattr(invariants, "USED_SHARE", 0.0)  # or those who look at decisions would notice before
+    monkeypatch.setattr(invariants, "MIN_USED_SHARE", 0.0)  # or those who look at decisions would notice before
     with pytest.raises(InvariantViolation, match=r"red-\d-\w+ is deleted \d+ s into a paid hour, and nobody said why"):
         HetznerHistory(calm()).run()
 
