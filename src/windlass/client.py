@@ -59,7 +59,7 @@ class Client:
         self._store: CommandStore | None = None
 
     async def __aenter__(self) -> Self:
-        self._store = await self._open.enter_async_context(stores.store(self._config))
+        self._store = await self._open.enter_async_context(stores.store(self._config, is_contract_sufficient=True))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -298,7 +298,7 @@ def test_data_of_another_postgresql_version_is_refused(windlass: CommandLine) ->
     cluster = windlass.folder / "data" / "postgres"
     cluster.mkdir(parents=True)
     (cluster / "PG_VERSION").write_text("16\n")
-    assert_refused(windlass("status", "--data-dir", "data"), "holds data of another PostgreSQL (version 16")
+    assert_refused(windlass("status", "--data-dir", "data"), "has data of PostgreSQL version 16")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -408,9 +408,10 @@ def test_database_without_schema_is_refused(windlass: CommandLine, empty_dsn: st
     assert_refused(windlass(*arguments), "has no windlass schema yet: run `windlass db migrate` once")
 
 
-async def test_older_schema_is_refused(windlass: CommandLine, dsn: str) -> None:
-    await ask(dsn, "delete from windlass.migrations where version = (select max(version) from windlass.migrations)")
-    assert_refused(windlass.with_env(DATABASE_URL=dsn)("enqueue", "q", "1"), "run `windlass db migrate`")
+async def test_schema_of_a_development_build_is_refused(windlass: CommandLine, dsn: str) -> None:
+    await ask(dsn, "update windlass.migrations set version = 9")
+    for arguments in (("enqueue", "q", "1"), ("status",), ("db", "migrate")):
+        assert_refused(windlass.with_env(DATABASE_URL=dsn)(*arguments), "cannot be upgraded: use a new database")
     assert await ask(dsn, "select count(*) from windlass.tasks") == 0
 
 
@@ -418,11 +419,11 @@ async def test_newer_schema_is_refused(windlass: CommandLine, dsn: str) -> None:
     await ask(dsn, "insert into windlass.migrations (version, name, checksum) values (999, 'later', '')")
     windlass = windlass.with_env(DATABASE_URL=dsn)
     for arguments in (("status",), ("db", "migrate")):
-        assert_refused(windlass(*arguments), "is at version 999 and this program knows only")
+        assert_refused(windlass(*arguments), "is at version 999 and this program supports")
 
 
 async def test_modified_schema_is_not_migrated(windlass: CommandLine, dsn: str) -> None:
-    await ask(dsn, "update windlass.migrations set checksum = 'other' where version = 2")
+    await ask(dsn, "update windlass.migrations set checksum = 'other'")
     assert_refused(windlass.with_env(DATABASE_URL=dsn)("db", "migrate"), "differs from this program's")
 
 
@@ -500,4 +501,4 @@ async def test_fleet_must_be_named_unless_only_one_runs(windlass: CommandLine, d
 async def test_unknown_slot_is_refused(windlass: CommandLine, dsn: str) -> None:
     await add_fleet(dsn, "renders", is_run=True)
     refused = windlass.with_env(DATABASE_URL=dsn)("restart", "--slot", "99")
-    assert_refused(refused, "there is no slot 99 in fleet renders: its slots are 0 to 9.")
+    assert_refused(refused, "slot 99 not found in fleet renders: its slots are 0 to 9.")

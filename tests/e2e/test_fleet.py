@@ -301,7 +301,7 @@ async def test_a_second_signal_ends_it_at_once_and_leaves_who_is_at_work(host: H
     up.send_signal(signal.SIGTERM)
     told_at = time.monotonic()
     await host.until_decided("shutting down: 1 left")
-    assert "told to stop again (Ctrl-C), we leave them to the next start" in host.log()
+    assert "stop again (Ctrl-C) to end now and leave the workers to the next start" in host.log()
     # One that comes sooner is the same again.
     await until(lambda: time.monotonic() > told_at + 2 * SAME_SIGNAL_S, "the end of the moment")
     up.send_signal(signal.SIGTERM)
@@ -413,7 +413,7 @@ async def test_a_reload_rents_with_the_keys_of_the_new_file_and_one_in_vain_chan
     # From its first moment on a wish to reload is none to end.
     await until(lambda: _handles_sighup(up.pid), "it heeds the signal")
     up.send_signal(signal.SIGHUP)
-    await until(lambda: "no fleet has changed" in host.log(), f"a first reload\n{host.log()}")
+    await until(lambda: "reloaded configuration" in host.log(), f"a first reload\n{host.log()}")
     changed = settings.replace("max_workers = 3", "max_workers = 2")
     # Each of its checks is passed; what is missing is noticed when its provider is made.
     stranded = f"{far}[fleets.far.hetzner]\nis_ipv4_on = false\nis_ipv6_on = false\n"
@@ -442,7 +442,7 @@ async def test_a_file_without_a_fleet_is_enough_while_workers_of_the_last_one_li
     again = host.up()
     told = '"event": "found unconfigured fleet"'
     await until(lambda: told in host.log(), f"it says so\n{host.log()}")
-    assert '"wound_down_in": "300 s"' in host.log()
+    assert '"shut_down_in_s": 300.0' in host.log()
     file.write_text(whole)
     again.send_signal(signal.SIGHUP)
     await until(lambda: '"new": ["default"]' in host.log(), f"it is put back in time\n{host.log()}")
@@ -534,7 +534,7 @@ async def test_a_fleet_that_nobody_runs_any_more_is_said_to_be_so_and_is_not_pau
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.end(up)
     first, *_, last = [json.loads(line) for line in host.log().splitlines()]
-    assert (first["event"], first["fleets"], last["event"]) == ("up", ["default"], "ended")
+    assert (first["event"], first["fleets"], last["event"]) == ("started", ["default"], "stopped")
     assert first["database"].startswith("postgresql://")
     (task,) = await host.enqueue(None)
     for told in (("status",), ("explain", "default"), ("explain", task)):
@@ -636,7 +636,7 @@ async def test_workers_are_hired_and_let_go_by_hand_gracefully_or_not(host: Host
         "fleets": ["default"],
         "is_paused": False,
     }
-    sentence = "there is no slot 17 in fleet default: its slots are 0 to 2"
+    sentence = "slot 17 not found in fleet default: its slots are 0 to 2"
     assert sentence in host.windlass("restart", "default", "--slot", "17").err
     tasks = await host.enqueue(*[{"go": str(go)}] * 2)
     await host.until_status(TaskStatus.RUNNING, *tasks)
@@ -774,13 +774,13 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
         pytest.param(("workers", "show", "nobody"), "worker nobody not found", id="show an unknown worker"),
         pytest.param(("workers", "logs", "nobody"), "worker nobody not found", id="logs of an unknown worker"),
         pytest.param(("explain", "nobody"), "no task, worker or fleet nobody", id="explain the unknown"),
-        pytest.param(("explain", "4711"), "there is no task 4711", id="explain an unknown task"),
+        pytest.param(("explain", "4711"), "task 4711 not found", id="explain an unknown task"),
         pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "valid integer", id="a cycle that is no number"),
         pytest.param(
             ("replay", "9" * 20), "should be less than or equal to 9223372036854775807", id="a cycle beyond all numbers"
         ),
-        pytest.param(("explain", "9" * 20), "there is no task 99999999999999999999", id="a task beyond all numbers"),
+        pytest.param(("explain", "9" * 20), "task 99999999999999999999 not found", id="a task beyond all numbers"),
         pytest.param(("spawn", "--count", "99999999999"), "should be less than or equal to 100000", id="too many"),
         pytest.param(
             ("restart", "--slot", "2147483648"), "should be less than or equal to 100000", id="a slot of no fleet"
@@ -792,7 +792,7 @@ async def test_a_live_view_for_programs_is_a_line_a_second(host: Host) -> None:
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="limits at odds"
         ),
         pytest.param(("spawn", "a", "--fleet", "b"), "are different fleets", id="two fleets"),
-        pytest.param(("cycle",), "write a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
+        pytest.param(("cycle",), "add a table [fleets.NAME] with queues and a handler", id="what cycle needs"),
         pytest.param(
             ("up", "-q", "q", "--handler", "app.work"), "fleets.default.handler (from command line)", id="no function"
         ),

@@ -1,4 +1,4 @@
-"""People are told: once, also when receivers fail at times, orchestrators are several, or one of them restarts."""
+"""Alerting: each alert is sent once, also with failing notifiers, several orchestrators and restarts."""
 
 import asyncio
 import contextlib
@@ -120,20 +120,20 @@ async def inbox() -> AsyncIterator[Inbox]:
         yield inbox
 
 
-def alarm_of(store: PostgresStores, *notifiers: Any, **other: Any) -> AlertManager:
+def make_manager(store: PostgresStores, *notifiers: Any, **other: Any) -> AlertManager:
     """Of a process that has run for a while, unless `settling_s` is given."""
     settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
     return AlertManager(store, notifiers, **{**settled, **other})
 
 
-def starting(store: PostgresStores, *notifiers: Any) -> AlertManager:
+def starting_manager(store: PostgresStores, *notifiers: Any) -> AlertManager:
     """Of a process that has just begun."""
-    return alarm_of(store, *notifiers, settling_s=SETTLING_S)
+    return make_manager(store, *notifiers, settling_s=SETTLING_S)
 
 
-async def go_on(
+async def run_for(
     store: PostgresStores,
-    alarm: AlertManager,
+    manager: AlertManager,
     clock: Any,
     for_s: int,
     *alerts: RaiseAlert,
@@ -141,36 +141,36 @@ async def go_on(
 ) -> None:
     """Cycles that have this to tell, and looks at them."""
     for _ in range(0, for_s, 5):
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
         clock.advance(5)
         await plan(store, *alerts, hold=hold, next_plan_in_s=10)
-    await alarm.evaluate()
-    await alarm.send_due()
+    await manager.evaluate()
+    await manager.send_due()
 
 
-def heard(inbox: Inbox) -> list[tuple[str, str]]:
+def received(inbox: Inbox) -> list[tuple[str, str]]:
     return [(message["status"], message["code"]) for message in inbox.received]
 
 
-async def test_a_beginning_and_an_end_are_told_once(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+async def test_alert_fires_once_and_resolves_once(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+    manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     for _ in range(3):
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
         clock.advance(5)
-    assert heard(inbox) == [("firing", "SLOT_FAILED")]
+    assert received(inbox) == [("firing", "SLOT_FAILED")]
     (message,) = inbox.received
     assert (message["fleet"], message["reason"], message["severity"]) == ("gpus", "slot 3 is failed", "critical")
     assert "windlass restart" in message["advice"]
     await plan(store)
-    await alarm.evaluate()
-    assert await alarm.send_due() == 0  # it may come back at once
+    await manager.evaluate()
+    assert await manager.send_due() == 0  # it may come back at once
     clock.advance(61)
-    await alarm.evaluate()
-    await alarm.send_due()
-    assert heard(inbox) == [("firing", "SLOT_FAILED"), ("resolved", "SLOT_FAILED")]
+    await manager.evaluate()
+    await manager.send_due()
+    assert received(inbox) == [("firing", "SLOT_FAILED"), ("resolved", "SLOT_FAILED")]
     assert inbox.received[1]["alert_id"] == inbox.received[0]["alert_id"]
 
 
@@ -196,7 +196,7 @@ async def dripping(begin: bytes) -> AsyncIterator[tuple[str, list[asyncio.Task[N
         await asyncio.gather(*callers)
 
 
-async def test_a_receiver_that_drips_its_answer_keeps_no_further_message_waiting_for_long(
+async def test_slow_response_does_not_delay_the_next_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(webhook, "DEADLINE_S", 3.0)
@@ -208,9 +208,7 @@ async def test_a_receiver_that_drips_its_answer_keeps_no_further_message_waiting
         assert len(callers) == 2
 
 
-async def test_a_name_that_is_looked_up_for_ever_keeps_no_message_beyond_its_time(
-    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_name_lookup_does_not_exceed_the_deadline(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "DEADLINE_S", 1.5)
     look_up, is_over, asked = socket.getaddrinfo, threading.Event(), 0
 
@@ -240,111 +238,109 @@ async def test_a_name_that_is_looked_up_for_ever_keeps_no_message_beyond_its_tim
     assert inbox.received[-1]["code"] == "NO_LEADER"
 
 
-async def test_what_a_receiver_says_beyond_its_status_is_not_waited_for() -> None:
+async def test_only_the_status_of_a_response_is_awaited() -> None:
     async with dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") as (url, callers):
         await SlackNotifier(url).send(MESSAGE)
         assert len(callers) == 1
 
 
-async def test_another_slot_is_another_matter(store: PostgresStores, inbox: Inbox) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+async def test_each_slot_has_its_own_alert(store: PostgresStores, inbox: Inbox) -> None:
+    manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
-    await alarm.evaluate()
+    await manager.evaluate()
     await plan(
         store,
         RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"),
         RaiseAlert("SLOT_FAILED", "slot 4 is failed", about="4"),
     )
-    await alarm.evaluate()
-    await alarm.send_due()
+    await manager.evaluate()
+    await manager.send_due()
     assert sorted(message["reason"] for message in inbox.received) == ["slot 3 is failed", "slot 4 is failed"]
 
 
-async def test_a_restart_tells_nothing_again_and_forgets_nothing(
-    store: PostgresStores, inbox: Inbox, clock: Any
-) -> None:
+async def test_restart_neither_repeats_nor_loses_messages(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    first = alarm_of(store, WebhookNotifier(inbox.url))
+    first = make_manager(store, WebhookNotifier(inbox.url))
     await first.evaluate()
     inbox.refusals = 1
     await first.send_due()
-    assert heard(inbox) == []
-    after = alarm_of(store, WebhookNotifier(inbox.url))  # another process, later
+    assert received(inbox) == []
+    after = make_manager(store, WebhookNotifier(inbox.url))  # another process, later
     clock.advance(60)
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await after.evaluate()
     await after.send_due()
     await after.evaluate()
     await after.send_due()
-    assert heard(inbox) == [("firing", "NEAR_MAX")]
+    assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
 @pytest.mark.parametrize("absence", ["killed", "stopped in good order", "without a database"])
-async def test_an_absence_ends_nothing_and_begins_nothing(
+async def test_outage_neither_fires_nor_resolves_alerts(
     store: PostgresStores, inbox: Inbox, clock: Any, absence: str
 ) -> None:
     failed = RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3")
-    alarm = starting(store, WebhookNotifier(inbox.url))
-    await go_on(store, alarm, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
+    manager = starting_manager(store, WebhookNotifier(inbox.url))
+    await run_for(store, manager, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
     if absence == "stopped in good order":
         await plan(store, failed, next_plan_in_s=None)
     await store.release_lease(ANN)
     clock.advance(3600)
     if absence != "without a database":
-        alarm = starting(store, WebhookNotifier(inbox.url))
+        manager = starting_manager(store, WebhookNotifier(inbox.url))
     # It looks before its fleet's first cycle, while another process may or may not lead already.
-    await alarm.evaluate()
+    await manager.evaluate()
     await plan(store, fleet="other")
     clock.advance(5)
-    await alarm.evaluate()
-    await go_on(store, alarm, clock, 200, failed, hold=Hold("NO_CAPACITY", "none", clock()))
-    assert sorted(heard(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
+    await manager.evaluate()
+    await run_for(store, manager, clock, 200, failed, hold=Hold("NO_CAPACITY", "none", clock()))
+    assert sorted(received(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
 
 
-async def test_what_ended_while_nobody_looked_is_told_to_be_over(
-    store: PostgresStores, inbox: Inbox, clock: Any
-) -> None:
-    await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
+async def test_alert_that_ended_during_an_outage_resolves(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+    await run_for(
+        store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
+    )
     clock.advance(3600)
-    await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 80)
-    assert heard(inbox) == [("firing", "NEAR_MAX"), ("resolved", "NEAR_MAX")]
+    await run_for(store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 80)
+    assert received(inbox) == [("firing", "NEAR_MAX"), ("resolved", "NEAR_MAX")]
 
 
 async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
     store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
-    await go_on(store, starting(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await run_for(
+        store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
+    )
     clock.advance(3 * 3600)  # the words that it was told in are not looked for that far back
-    alarm = starting(store, WebhookNotifier(inbox.url))
+    manager = starting_manager(store, WebhookNotifier(inbox.url))
     for looks, unattended in ((10, []), (30, [("firing", "UNATTENDED")])):
         for _ in range(looks):
-            await alarm.evaluate()
-            await alarm.send_due()
+            await manager.evaluate()
+            await manager.send_due()
             clock.advance(5)
-        assert heard(inbox) == [("firing", "NEAR_MAX"), *unattended]
+        assert received(inbox) == [("firing", "NEAR_MAX"), *unattended]
     assert {alert.key: alert.reason for alert in (await store.alert_inputs()).open}["NEAR_MAX"] == "9 of 10"
-    await go_on(store, alarm, clock, 80, RaiseAlert("NEAR_MAX", "9 of 10"))
-    assert heard(inbox)[2:] == [("resolved", "UNATTENDED")]
+    await run_for(store, manager, clock, 80, RaiseAlert("NEAR_MAX", "9 of 10"))
+    assert received(inbox)[2:] == [("resolved", "UNATTENDED")]
 
 
-async def test_a_provider_that_goes_on_failing_is_told_once_over_a_restart(
-    store: PostgresStores, inbox: Inbox, clock: Any
-) -> None:
+async def test_provider_errors_stay_one_alert_over_a_restart(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
     for _ in range(2):
-        alarm = starting(store, WebhookNotifier(inbox.url))
-        await alarm.evaluate()
+        manager = starting_manager(store, WebhookNotifier(inbox.url))
+        await manager.evaluate()
         clock.advance(1)
         for _ in range(5):
             # As seldom as clouds are asked.
-            alarm.record_cycle(lists_fail)
-            await go_on(store, alarm, clock, 30)
+            manager.record_cycle(lists_fail)
+            await run_for(store, manager, clock, 30)
         clock.advance(3600)
-    assert heard(inbox) == [("firing", "PROVIDER_ERRORS")]
-    await alarm.evaluate()
-    alarm.record_cycle(NOTHING_TO_CREATE)
-    await go_on(store, alarm, clock, 80)
-    assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
+    assert received(inbox) == [("firing", "PROVIDER_ERRORS")]
+    await manager.evaluate()
+    manager.record_cycle(NOTHING_TO_CREATE)
+    await run_for(store, manager, clock, 80)
+    assert received(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
 async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
@@ -356,21 +352,21 @@ async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
     def told() -> list[tuple[str, str]]:
         return [(message["status"], message["reason"]) for message in inbox.received]
 
-    alarm = starting(store, WebhookNotifier(inbox.url))
-    await go_on(store, alarm, clock, 80, *failed(0, 1, 2))
+    manager = starting_manager(store, WebhookNotifier(inbox.url))
+    await run_for(store, manager, clock, 80, *failed(0, 1, 2))
     began = [("firing", f"slot {slot} is failed") for slot in range(3)]
     assert sorted(told()) == began
-    await go_on(store, alarm, clock, 80, *failed(0, 1, 2, 3))
+    await run_for(store, manager, clock, 80, *failed(0, 1, 2, 3))
     assert told()[3:] == [("firing", "4 at once (0, 1, 2, ...): slot 0 is failed")]
     # Three are left: of slot 3 it was told with the others, and their alert lasts as long as it does.
-    await go_on(store, alarm, clock, 80, *failed(0, 1, 3))
+    await run_for(store, manager, clock, 80, *failed(0, 1, 3))
     assert told()[4:] == [("resolved", "slot 2 is failed")]
-    await go_on(store, alarm, clock, 80, *failed(3))
+    await run_for(store, manager, clock, 80, *failed(3))
     assert sorted(told()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
-    await go_on(store, alarm, clock, 80)
+    await run_for(store, manager, clock, 80)
     assert told()[7:] == [("resolved", "1 left (3): slot 3 is failed")]
     # And the next is told by itself.
-    await go_on(store, alarm, clock, 10, *failed(3))
+    await run_for(store, manager, clock, 10, *failed(3))
     assert told()[8:] == [("firing", "slot 3 is failed")]
 
 
@@ -383,21 +379,21 @@ async def test_a_thousand_queues_with_dead_letters_are_one_message(
             "insert into windlass.tasks (queue, status, finished_at, error_code)"
             " select 'q' || n, 'failed', windlass.now(), 'HANDLER_ERROR' from generate_series(1, 1000) as n"
         )
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
-    await alarm.evaluate()
-    await alarm.send_due()
+    manager = make_manager(store, WebhookNotifier(inbox.url))
+    await manager.evaluate()
+    await manager.send_due()
     (message,) = inbox.received
     assert message["code"] == "DEAD_LETTERS"
     assert message["reason"] == "1000 at once (q1, q2, q3, ...): 1 task in queue q1 failed permanently in the last hour"
     clock.advance(3601)
     for _ in range(2):
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
         clock.advance(61)
-    assert heard(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
+    assert received(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
 
 
-async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresStores, inbox: Inbox) -> None:
+async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store)
     failures = [
         ("slow", "SPAWNING_TIMEOUT", None),
@@ -417,9 +413,9 @@ async def test_whoever_was_made_and_never_came_to_work_is_told(store: PostgresSt
         )
     (fleet,) = (await store.alert_inputs()).fleets
     assert set(fleet.provisioning_timeouts) == {worker_id for worker_id, *_ in failures[:6]}
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
-    await alarm.evaluate()
-    await alarm.send_due()
+    manager = make_manager(store, WebhookNotifier(inbox.url))
+    await manager.evaluate()
+    await manager.send_due()
     (message,) = inbox.received
     assert message["code"] == "PROVISIONING_TIMEOUT"
     assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were created and never became ready"
@@ -441,7 +437,7 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
         async with store.database.connection("counting") as connection:
             return int(await connection.fetchval("select count(*) from windlass.messages"))
 
-    running = asyncio.create_task(alarm_of(store).run())
+    running = asyncio.create_task(make_manager(store).run())
     async with asyncio.timeout(20):
         while await left():
             await asyncio.sleep(0.01)
@@ -449,86 +445,84 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_several_orchestrators_tell_it_once(dsn: str, store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_several_orchestrators_send_each_message_once(
+    dsn: str, store: PostgresStores, inbox: Inbox, clock: Any
+) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
     async with PostgresStores(dsn, virtual_now=clock) as other:
-        alarms = [alarm_of(each, WebhookNotifier(inbox.url)) for each in (store, other)]
-        await asyncio.gather(*(alarm.evaluate() for alarm in alarms for _ in range(3)))
-        await asyncio.gather(*(alarm.send_due() for alarm in alarms))
-    assert sorted(heard(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
+        managers = [make_manager(each, WebhookNotifier(inbox.url)) for each in (store, other)]
+        await asyncio.gather(*(manager.evaluate() for manager in managers for _ in range(3)))
+        await asyncio.gather(*(manager.send_due() for manager in managers))
+    assert sorted(received(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
 
 
-async def test_a_receiver_that_fails_is_tried_again_and_given_up_in_the_end(
-    store: PostgresStores, inbox: Inbox, clock: Any
-) -> None:
+async def test_failing_notifier_is_retried_up_to_the_limit(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     outcomes: list[tuple[str, str]] = []
-    alarm = alarm_of(store, WebhookNotifier(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
+    manager = make_manager(store, WebhookNotifier(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
+    await manager.evaluate()
     inbox.refusals = 1_000
     for _ in range(MAX_ATTEMPTS + 3):
-        await alarm.send_due()
+        await manager.send_due()
         clock.advance(900)
     assert outcomes.count(("webhook", "failed")) == MAX_ATTEMPTS - 1
     assert outcomes.count(("webhook", "given_up")) == 1
     assert inbox.refusals == 1_000 - MAX_ATTEMPTS
 
 
-async def test_one_that_does_not_answer_keeps_nobody_from_being_told(
-    store: PostgresStores, inbox: Inbox, clock: Any
-) -> None:
+async def test_silent_notifier_does_not_delay_others(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     nowhere = SlackNotifier("http://127.0.0.1:9/nobody-listens")
-    alarm = alarm_of(store, nowhere, WebhookNotifier(inbox.url))
+    manager = make_manager(store, nowhere, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
-    assert await alarm.send_due() == 2
-    assert heard(inbox) == [("firing", "NEAR_MAX")]
+    await manager.evaluate()
+    assert await manager.send_due() == 2
+    assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_what_was_over_before_it_was_told_is_not_told(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+async def test_alert_resolved_before_sending_is_not_sent(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+    manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
+    await manager.evaluate()
     await plan(store)
     clock.advance(61)
-    await alarm.evaluate()
-    assert await alarm.send_due() == 0
+    await manager.evaluate()
+    assert await manager.send_due() == 0
 
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["tried in vain", "given up"])
-async def test_whoever_was_not_told_that_it_began_is_not_told_that_it_is_over(
+async def test_resolution_goes_only_to_notifiers_that_got_the_alert(
     store: PostgresStores, inbox: Inbox, clock: Any, is_given_up: bool
 ) -> None:
     async with inbox_of() as other:
-        alarm = alarm_of(store, WebhookNotifier(inbox.url), SlackNotifier(other.url))
+        manager = make_manager(store, WebhookNotifier(inbox.url), SlackNotifier(other.url))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.evaluate()
+        await manager.evaluate()
         inbox.refusals = 1_000
         for _ in range(MAX_ATTEMPTS if is_given_up else 2):
-            await alarm.send_due()
+            await manager.send_due()
             clock.advance(900)
-            await alarm.evaluate()
+            await manager.evaluate()
         await plan(store)
         clock.advance(61)
-        await alarm.evaluate()
+        await manager.evaluate()
         inbox.refusals = 0
         for _ in range(2):
-            await alarm.send_due()
+            await manager.send_due()
             clock.advance(900)
-        assert heard(inbox) == []
+        assert received(inbox) == []
         assert [message["text"].split("]")[0] for message in other.received] == ["*[warning", "*[resolved"]
 
 
 async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
     store: PostgresStores, clock: Any
 ) -> None:
-    alarm = alarm_of(store, WebhookNotifier("http://127.0.0.1:9/"))
+    manager = make_manager(store, WebhookNotifier("http://127.0.0.1:9/"))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
+    await manager.evaluate()
     (firing,) = await store.take_messages(["webhook"], 120, 10)  # on its way
     await plan(store)
     clock.advance(61)
-    await alarm.evaluate()
+    await manager.evaluate()
     assert await store.take_messages(["webhook"], 120, 10) == []
     await store.message_delivered(firing.id)
     (resolved,) = await store.take_messages(["webhook"], 120, 10)
@@ -544,59 +538,61 @@ class Silent:
         await asyncio.Event().wait()
 
 
-async def test_whoever_looks_once_waits_for_nobody_beyond_its_time(
-    store: PostgresStores, inbox: Inbox, clock: Any
-) -> None:
+async def test_run_once_keeps_its_time_limit(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     async with asyncio.timeout(20):
-        await alarm_of(store, Silent()).run_once(0.5)
+        await make_manager(store, Silent()).run_once(0.5)
     clock.advance(MESSAGE_LEASE_S + 1)
     for _ in range(2):
-        await alarm_of(store, WebhookNotifier(inbox.url)).run_once(30)
-    assert heard(inbox) == [("firing", "NEAR_MAX")]
+        await make_manager(store, WebhookNotifier(inbox.url)).run_once(30)
+    assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_what_nobody_wants_to_hear_of_is_not_told(store: PostgresStores, inbox: Inbox) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url), ignored=["NEAR_MAX"])
+async def test_ignored_codes_are_not_sent(store: PostgresStores, inbox: Inbox) -> None:
+    manager = make_manager(store, WebhookNotifier(inbox.url), ignored=["NEAR_MAX"])
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
-    assert await alarm.send_due() == 0
+    await manager.evaluate()
+    assert await manager.send_due() == 0
 
 
 async def test_provider_errors_dead_letters_and_a_missing_leader(
     store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+    manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store)
     for _ in range(3):
-        alarm.record_cycle(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
+        manager.record_cycle(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
     async with store.database.connection("failing a task") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code) values"
             " ('a', 'failed', windlass.now(), 'HANDLER_ERROR'), ('b', 'failed', windlass.now(), 'CANCELLED')"
         )
-    await alarm.evaluate()
+    await manager.evaluate()
     await store.release_lease(ANN)
-    await alarm.evaluate()
-    await alarm.send_due()
-    assert ("firing", "NO_LEADER") not in heard(inbox)  # another may take over
+    await manager.evaluate()
+    await manager.send_due()
+    assert ("firing", "NO_LEADER") not in received(inbox)  # another may take over
     clock.advance(GRACE_S)
-    await alarm.evaluate()
-    await alarm.send_due()
-    assert sorted(heard(inbox)) == [("firing", "DEAD_LETTERS"), ("firing", "NO_LEADER"), ("firing", "PROVIDER_ERRORS")]
+    await manager.evaluate()
+    await manager.send_due()
+    assert sorted(received(inbox)) == [
+        ("firing", "DEAD_LETTERS"),
+        ("firing", "NO_LEADER"),
+        ("firing", "PROVIDER_ERRORS"),
+    ]
 
 
 async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
     store: PostgresStores, inbox: Inbox, clock: Any
 ) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+    manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(store, next_plan_in_s=10)
     await store.release_lease(ANN)
     clock.advance(3600)
     await store.acquire_lease(replace(ANN, lease=CARETAKER))
-    await alarm.evaluate()
-    await alarm.send_due()
-    assert heard(inbox) == [("firing", "UNATTENDED")]
+    await manager.evaluate()
+    await manager.send_due()
+    assert received(inbox) == [("firing", "UNATTENDED")]
 
 
 CREATES_FAIL = Summary("gpus", True, "", provider_calls=(("create", "error", 3), ("list", "ok", 1)))
@@ -605,47 +601,47 @@ ANOTHER_LEADS = Summary("gpus", False, "")
 
 
 @pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_TTL_S)])
-async def test_provider_errors_are_over_when_another_leads_or_nothing_is_asked_for_long(
+async def test_provider_errors_resolve_on_standby_or_without_calls(
     store: PostgresStores, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
 ) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url), clock=lambda: clock().timestamp())
+    manager = make_manager(store, WebhookNotifier(inbox.url), clock=lambda: clock().timestamp())
     await plan(store)
-    alarm.record_cycle(CREATES_FAIL)
-    await alarm.evaluate()
-    await alarm.send_due()
+    manager.record_cycle(CREATES_FAIL)
+    await manager.evaluate()
+    await manager.send_due()
     clock.advance(later_s)
-    alarm.record_cycle(next_summary)
+    manager.record_cycle(next_summary)
     for _ in range(2):
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
         clock.advance(61)
-    assert heard(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
+    assert received(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
-async def test_it_goes_on_by_itself_and_ends_when_told_to(store: PostgresStores, inbox: Inbox) -> None:
+async def test_manager_runs_until_cancelled(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    running = asyncio.create_task(alarm_of(store, WebhookNotifier(inbox.url)).run())
+    running = asyncio.create_task(make_manager(store, WebhookNotifier(inbox.url)).run())
     async with asyncio.timeout(20):
         while not inbox.received:
             await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert heard(inbox) == [("firing", "NEAR_MAX")]
+    assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_a_thousand_of_a_kind_are_one_message(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    alarm = alarm_of(store, WebhookNotifier(inbox.url))
+async def test_many_alerts_of_one_code_are_one_message(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+    manager = make_manager(store, WebhookNotifier(inbox.url))
     await plan(
         store, *(RaiseAlert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000))
     )
-    await alarm.evaluate()
-    assert await alarm.send_due() == 1
+    await manager.evaluate()
+    assert await manager.send_due() == 1
     assert inbox.received[0]["reason"] == "1000 at once (w000, w001, w002, ...): its GPU is silent"
     await plan(store)
     clock.advance(61)
-    await alarm.evaluate()
-    await alarm.send_due()
-    assert heard(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
+    await manager.evaluate()
+    await manager.send_due()
+    assert received(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
 
 
 async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresStores) -> None:
@@ -662,11 +658,11 @@ async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(s
 # ------------------------------------------------------------------------------------------------------ other receivers
 
 
-async def test_slack_gets_words(store: PostgresStores, inbox: Inbox) -> None:
+async def test_slack_receives_text(store: PostgresStores, inbox: Inbox) -> None:
     await plan(store, RaiseAlert("NEAR_MAX", "9 of <10> & more"))
-    alarm = alarm_of(store, SlackNotifier(inbox.url))
-    await alarm.evaluate()
-    await alarm.send_due()
+    manager = make_manager(store, SlackNotifier(inbox.url))
+    await manager.evaluate()
+    await manager.send_due()
     (message,) = inbox.received
     title, reason, advice = message["text"].splitlines()
     assert (title, reason) == ("*[warning] NEAR_MAX in fleet gpus*", "9 of &lt;10&gt; &amp; more.")
@@ -704,18 +700,20 @@ class MailServer:
         writer.close()
 
 
-async def test_mails_are_taken_at_the_second_try(store: PostgresStores, clock: Any) -> None:
+async def test_mail_is_delivered_at_the_second_attempt(store: PostgresStores, clock: Any) -> None:
     server = MailServer()
     server.refusals = 1
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
-        alarm = alarm_of(store, EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",)))
+        manager = make_manager(
+            store, EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
+        )
         await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
         assert server.letters == []
         clock.advance(30)
-        await alarm.send_due()
+        await manager.send_due()
     (letter,) = server.letters
     assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
     assert "To: ops@example.com" in letter
@@ -730,12 +728,12 @@ async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         email = EmailNotifier(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
-        alarm = alarm_of(store, email, on_message=lambda *outcome: outcomes.append(outcome))
+        manager = make_manager(store, email, on_message=lambda *outcome: outcomes.append(outcome))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.evaluate()
+        await manager.evaluate()
         with capture_logs() as lines:
             for _ in range(3):
-                await alarm.send_due()
+                await manager.send_due()
                 clock.advance(900)
     assert len(server.letters) == 1
     assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
@@ -744,18 +742,18 @@ async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others
     assert SECRET not in str(lines)
 
 
-async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresStores, clock: Any) -> None:
+async def test_mails_of_one_alert_form_one_thread(store: PostgresStores, clock: Any) -> None:
     server = MailServer()
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        alarm = alarm_of(store, EmailNotifier(url, "windlass@example.com", ("ops@example.com",)))
+        manager = make_manager(store, EmailNotifier(url, "windlass@example.com", ("ops@example.com",)))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
         await plan(store)
         clock.advance(61)
-        await alarm.evaluate()
-        await alarm.send_due()
+        await manager.evaluate()
+        await manager.send_due()
     begun, over = (message_from_string(letter, policy=default_policy) for letter in server.letters)
     assert "References" not in begun
     assert over["References"] == over["In-Reply-To"] == begun["Message-ID"]
@@ -764,9 +762,7 @@ async def test_mails_of_one_alert_are_one_thread_with_dates(store: PostgresStore
         assert abs((letter["Date"].datetime - datetime.now(UTC)).total_seconds()) < 60
 
 
-async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
-    store: PostgresStores, inbox: Inbox
-) -> None:
+async def test_silent_mail_server_delays_only_mails(store: PostgresStores, inbox: Inbox) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     is_over = asyncio.Event()
 
@@ -777,40 +773,40 @@ async def test_a_mail_server_that_does_not_answer_holds_up_nobody_but_mails(
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listening:
         port = listening.sockets[0].getsockname()[1]
         email = EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
-        alarm = alarm_of(store, email, WebhookNotifier(inbox.url))
+        manager = make_manager(store, email, WebhookNotifier(inbox.url))
         await plan(
             store, *(RaiseAlert(f"CAUSE_{number}", "it is the matter") for number in range(MAX_CONCURRENT_SENDS + 2))
         )
-        await alarm.evaluate()
+        await manager.evaluate()
         try:
             async with asyncio.timeout(10):
                 while len(inbox.received) < MAX_CONCURRENT_SENDS + 2:
-                    await alarm.send_due(is_awaited=False)
+                    await manager.send_due(is_awaited=False)
                     await asyncio.to_thread(lambda: None)
         finally:
             is_over.set()
-            await asyncio.gather(*alarm._sending["email"])
+            await asyncio.gather(*manager._sending["email"])
     assert len(inbox.received) == MAX_CONCURRENT_SENDS + 2
 
 
-async def test_a_webhook_needs_none_of_the_loops_threads(store: PostgresStores, inbox: Inbox) -> None:
+async def test_webhook_uses_no_thread_of_the_loop(store: PostgresStores, inbox: Inbox) -> None:
     is_over = threading.Event()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
     try:
         # A name, not a number: it has to be looked up.
-        alarm = alarm_of(store, WebhookNotifier(inbox.url.replace("127.0.0.1", "localhost")))
+        manager = make_manager(store, WebhookNotifier(inbox.url.replace("127.0.0.1", "localhost")))
         await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await alarm.evaluate()
+        await manager.evaluate()
         async with asyncio.timeout(10):
-            await alarm.send_due()
+            await manager.send_due()
     finally:
         is_over.set()
         await taken
-    assert heard(inbox) == [("firing", "NEAR_MAX")]
+    assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_delivered(
+async def test_command_receives_json_and_reports_by_exit_code(
     store: PostgresStores, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "tell"
@@ -818,29 +814,29 @@ async def test_a_command_gets_json_and_says_by_its_exit_code_whether_it_is_deliv
     script.write_text(f'#!/bin/sh\ncd {tmp_path}\nmkdir once 2>/dev/null && exit 7\ncat > got\necho "$OUR_KEY" > env\n')
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setitem(os.environ, "OUR_KEY", SECRET)
-    alarm = alarm_of(store, CommandNotifier(f"{script} --now", ("OUR_KEY",)))
+    manager = make_manager(store, CommandNotifier(f"{script} --now", ("OUR_KEY",)))
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
-    await alarm.send_due()
+    await manager.evaluate()
+    await manager.send_due()
     assert not (tmp_path / "got").exists()
     clock.advance(30)
-    await alarm.send_due()
+    await manager.send_due()
     assert json.loads((tmp_path / "got").read_text())["code"] == "NEAR_MAX"
     assert (tmp_path / "env").read_text() == "\n"
 
 
-async def test_no_error_of_a_receiver_repeats_its_address(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_notifier_errors_do_not_repeat_the_url(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
     inbox.refusals = 1
     url = inbox.url
-    alarm = alarm_of(
+    manager = make_manager(
         store,
         WebhookNotifier(url),
         SlackNotifier(f"http://127.0.0.1:9/{SECRET}"),
         CommandNotifier(f"/nowhere/{SECRET[:0]}x"),
     )
     await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await alarm.evaluate()
-    await alarm.send_due()
+    await manager.evaluate()
+    await manager.send_due()
     async with store.database.connection("reading messages") as connection:
         errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
     assert errors == [

@@ -1,6 +1,7 @@
-"""What only a real PostgreSQL can show of the control loop's SQL: concurrency, and columns no port reads yet."""
+"""Control-plane SQL on a real PostgreSQL: concurrency, stored columns, and rejected input."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -28,7 +29,7 @@ MACHINE = Machine(
     price_micros_per_hour=1_500_000,
     currency="EUR",
 )
-LOOKS_EVERY_S = 0.01
+POLL_S = 0.01
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ async def observed(store: PostgresStores, candidate: Candidate) -> tuple[int, Sn
     return seen
 
 
-async def test_of_many_who_ask_at_once_one_leads(each_dsn: str) -> None:
+async def test_one_of_many_concurrent_candidates_gets_the_lease(each_dsn: str) -> None:
     async with PostgresStores(each_dsn, max_connections=10) as store:
         for round_number in range(10):
             candidates = [Candidate(f"c{n}", 60.0, lease=f"lease{round_number}") for n in range(10)]
@@ -54,54 +55,54 @@ async def test_of_many_who_ask_at_once_one_leads(each_dsn: str) -> None:
             assert [answer for answer in answers if not isinstance(answer, Standby)] == [1]
 
 
-async def test_of_two_leaders_plans_for_the_same_slots_one_gets_each(each_dsn: str) -> None:
-    """Two cycles of one holder at once, as a request beside a daemon makes them."""
+async def test_concurrent_plans_for_the_same_slots_get_each_slot_once(each_dsn: str) -> None:
+    """Concurrent cycles of one holder: a request to a running orchestrator causes them."""
     ann = Candidate("ann", 60.0)
     async with PostgresStores(each_dsn, max_connections=10) as store:
         term, snapshot = await observed(store, ann)
 
-        async def hire(who: int) -> frozenset[str]:
-            intents = [Intent(f"w{who}-{slot}", slot, "wanted", 30.0) for slot in range(FLEET.max_workers)]
-            plan = Plan(tuple(Spawn(intent.slot, "wanted") for intent in intents), PlannerState(), f"hiring {who}")
+        async def commit(number: int) -> frozenset[str]:
+            intents = [Intent(f"w{number}-{slot}", slot, "wanted", 30.0) for slot in range(FLEET.max_workers)]
+            plan = Plan(tuple(Spawn(intent.slot, "wanted") for intent in intents), PlannerState(), f"spawn {number}")
             return (await store.commit_plan(ann, term, snapshot, plan, intents)).granted
 
-        granted = await asyncio.gather(*(hire(who) for who in range(8)))
+        granted = await asyncio.gather(*(commit(number) for number in range(8)))
         assert sum(map(len, granted)) == FLEET.max_workers
         assert len(await store.workers()) == FLEET.max_workers
 
 
-async def test_nobody_takes_the_lead_in_the_middle_of_a_leaders_plan(each_dsn: str, connection: Any) -> None:
+async def test_lease_is_not_taken_while_a_plan_is_committed(each_dsn: str, connection: Any) -> None:
     now = [datetime(2030, 1, 1, tzinfo=UTC)]
     ann, bob = Candidate("ann", 30.0), Candidate("bob", 30.0)
     async with PostgresStores(each_dsn, virtual_now=lambda: now[0]) as store:
         term, snapshot = await observed(store, ann)
         async with connection.transaction():
-            # Ann's plan is being written down while her lease runs out.
+            # The holder commits its plan while its lease expires.
             await connection.execute("select set_config('windlass.now', $1, true)", now[0].isoformat())
             await connection.execute("select windlass_internal.require_lease('orchestrator', 'ann', $1)", term)
             now[0] += timedelta(seconds=31)
             taking = asyncio.create_task(store.acquire_lease(bob))
-            await _waits_for_a_lock(each_dsn)
+            await _wait_until_a_lock_is_awaited(each_dsn)
             assert not taking.done()
         assert await taking == 2
         with pytest.raises(LeaseLost):
             await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "late"), [])
 
 
-async def _waits_for_a_lock(dsn: str) -> None:
+async def _wait_until_a_lock_is_awaited(dsn: str) -> None:
     watcher = await asyncpg.connect(dsn)
     try:
         async with asyncio.timeout(30):
             while not await watcher.fetchval(
                 "select exists (select from pg_locks where not granted and pid <> pg_backend_pid())"
             ):
-                await asyncio.sleep(LOOKS_EVERY_S)
+                await asyncio.sleep(POLL_S)
     finally:
         await watcher.close()
 
 
 @pytest.mark.parametrize("way", ["created", "adopted"])
-async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: Any, way: str) -> None:
+async def test_machine_type_location_and_price_are_stored(each_dsn: str, connection: Any, way: str) -> None:
     ann = Candidate("ann", 60.0)
     async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
@@ -117,7 +118,7 @@ async def test_what_a_machine_is_and_costs_is_kept(each_dsn: str, connection: An
     assert tuple(row) == ("m1", "tiny", "nbg1", 1_500_000, "EUR")
 
 
-async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any) -> None:
+async def test_machine_missing_in_the_snapshot_can_be_adopted(each_dsn: str, connection: Any) -> None:
     ann = Candidate("ann", 60.0)
     async with PostgresStores(each_dsn) as store:
         term, snapshot = await observed(store, ann)
@@ -126,7 +127,7 @@ async def test_an_unknown_machine_can_be_adopted(each_dsn: str, connection: Any)
     assert await connection.fetchval("select machine_id from windlass.workers") == "m1"
 
 
-async def test_of_many_who_settle_at_once_one_charges(each_dsn: str, connection: Any) -> None:
+async def test_concurrent_settlements_charge_once(each_dsn: str, connection: Any) -> None:
     ann, now = Candidate("ann", 100_000.0), datetime(2030, 1, 1, tzinfo=UTC)
     times = [now]
     async with PostgresStores(each_dsn, virtual_now=lambda: times[0], max_connections=10) as store:
@@ -147,8 +148,36 @@ async def test_of_many_who_settle_at_once_one_charges(each_dsn: str, connection:
         assert sum(await asyncio.gather(*(close() for _ in range(10)))) == 4
         assert await close() == 0
     charged = await connection.fetch("select worker_id, sum(amount_micros) from windlass.charges group by 1 order by 1")
-    # Three hours of each are over, and closed.
+    # Three hours of each worker are settled.
     assert [tuple(row) for row in charged] == [(f"w{n}", 3 * 1_500_000) for n in range(4)]
     spent = await connection.fetchval("select sum(boot_micros + tail_micros) from windlass.spending")
     assert spent == 12 * 1_500_000
     assert await connection.fetchval("select sum(total_micros) from windlass.daily_costs") == spent
+
+
+async def test_commit_plan_rejects_an_unknown_action_kind(each_dsn: str, connection: Any) -> None:
+    ann = Candidate("ann", 60.0)
+    async with PostgresStores(each_dsn) as store:
+        term, snapshot = await observed(store, ann)
+    for action in ('{"kind": "promte", "worker_id": "w0"}', '{"worker_id": "w0"}'):
+        with pytest.raises(asyncpg.RaiseError, match="unknown action kind"):
+            await connection.execute(
+                "select windlass_internal.commit_plan('orchestrator', 'ann', $1, 'f', $2, $3, '{}', 'x', '[]')",
+                term,
+                json.dumps({"now": snapshot.now.isoformat()}),
+                f"[{action}]",
+            )
+    assert await connection.fetchval("select count(*) from windlass.cycles") == 0
+
+
+async def test_commit_outcomes_rejects_an_unknown_outcome_kind(each_dsn: str, connection: Any) -> None:
+    ann = Candidate("ann", 60.0)
+    async with PostgresStores(each_dsn) as store:
+        term, _ = await observed(store, ann)
+    for outcome in ('{"kind": "delted", "worker_id": "w0"}', '{"worker_id": "w0"}'):
+        with pytest.raises(asyncpg.RaiseError, match="unknown outcome kind"):
+            await connection.execute(
+                "select windlass_internal.commit_outcomes('orchestrator', 'ann', $1, 'f', 1, $2, '[]', '{}')",
+                term,
+                f"[{outcome}]",
+            )

@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, DatabaseUnavailable
-from windlass.store import embedded
+from windlass.store import embedded, postgres_programs
 from windlass.store.embedded import EmbeddedPostgres, default_data_dir
 from windlass.wiring import stores
 
@@ -553,12 +553,12 @@ def test_root_runs_the_server_as_a_user_of_its_own(shared: EmbeddedPostgres) -> 
 
 @pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
 def test_root_with_programs_nobody_else_can_reach_runs_a_copy(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = embedded._package_dir()
+    package = postgres_programs.package_dir()
     hidden = data_dir.parent / "hidden"
     hidden.mkdir(mode=0o700)
     for source in (package, package.with_name(f"{package.name}.libs")):
         (hidden / source.name).symlink_to(source)
-    monkeypatch.setattr(embedded, "_package_dir", lambda: hidden / package.name)
+    monkeypatch.setattr(postgres_programs, "package_dir", lambda: hidden / package.name)
     for _ in range(2):
         with EmbeddedPostgres(data_dir) as postgres:
             assert ask(postgres, "select 1") == 1

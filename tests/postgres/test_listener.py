@@ -72,7 +72,7 @@ async def test_who_is_told_to_end_at_the_moment_of_an_arrival_ends(store: Postgr
     """A wait that swallowed it would go on for as long as the next one takes, and whoever closes would wait for it."""
     task = await waiting(store, "a")
     await asyncio.sleep(0)
-    store.database.listener._note_arrival("a")
+    store.database.listener._record_arrival("a")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

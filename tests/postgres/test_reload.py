@@ -1,4 +1,4 @@
-"""`windlass up` that is told to reload: all of the new configuration, or nothing of it, whatever goes wrong."""
+"""Reload of a running `windlass up`: all of the new configuration is applied, or nothing."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ FLEET = FleetConfig(provider="local", exec="true", queues=("nothing-comes",), po
 
 
 class Running:
-    """An `up` in this process, with what it has logged. `config` is what it finds when it loads."""
+    """An `up` in this process, with its log lines. `config` is what it loads."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -41,7 +41,7 @@ class Running:
         return [line for line in self.lines if line["event"].startswith(event)]
 
     async def reload(self, event: str, **changes: Any) -> Any:
-        """Its line that begins so, the next one."""
+        """Reload, and return the next log line of this event."""
         self.config = self.config.model_copy(update=changes)
         before = len(self.told(event))
         os.kill(os.getpid(), signal.SIGHUP)
@@ -68,7 +68,7 @@ async def up(dsn: str, tmp_path: Path) -> AsyncIterator[Running]:
 
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Running]:
-    """Ended in good order."""
+    """Stopped at the end."""
     it = Running(config)
     with capture_logs() as it.lines:
         task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0"))
@@ -84,34 +84,32 @@ async def running(config: Config) -> AsyncIterator[Running]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_whatever_goes_wrong_once_the_next_reload_is_heeded(up: Running) -> None:
-    up.defect = RuntimeError("nobody foresaw it")
+async def test_reload_works_again_after_a_failure(up: Running) -> None:
+    up.defect = RuntimeError("unexpected")
     told = await up.reload("reload configuration failed")
     assert (told["log_level"], told["exc_info"]) == ("error", True)
     await up.reload("reloaded configuration")
 
 
-async def test_what_a_failed_reload_would_have_changed_is_changed_by_the_next(
-    up: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reload_applies_what_a_failed_reload_did_not(up: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = "http://127.0.0.1:9/v1"
     made: list[str] = []
 
     def fail_at_first(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Any:
         made.append(config.hetzner_endpoint)
         if len(made) == 1:
-            raise RuntimeError("nobody foresaw it")
+            raise RuntimeError("unexpected")
         return provider(name, fleet, config, instance_id)
 
     provider = wire_up.make_provider
     monkeypatch.setattr(wire_up, "make_provider", fail_at_first)
     await up.reload("reload configuration failed", hetzner_endpoint=endpoint)
     await up.reload("reloaded configuration")
-    # Its fleet is as it was, but what it rents with is not: its provider is another.
+    # The fleet did not change, but its account did: it gets a new provider.
     assert made == [endpoint] * 2
 
 
-async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_is_taken_over(up: Running) -> None:
+async def test_reload_names_settings_that_need_a_restart(up: Running) -> None:
     alerts = AlertsConfig(webhook_url=SecretStr("https://example.com/hush"))
     told = await up.reload(
         "ignored changed settings",
@@ -131,7 +129,7 @@ async def test_settings_that_are_read_at_the_start_only_are_named_and_the_rest_i
     ("name", "value"),
     [("database_url", SecretStr("postgresql://me:hush@elsewhere/db")), ("data_dir", Path("/elsewhere"))],
 )
-async def test_a_reload_that_names_another_place_for_the_data_is_refused(up: Running, name: str, value: Any) -> None:
+async def test_reload_with_another_database_is_refused(up: Running, name: str, value: Any) -> None:
     fleets = {"b": FLEET}
     told = await up.reload("reload configuration failed", **{name: value, "fleets": fleets})
     assert told["error"] == (

@@ -240,7 +240,7 @@ async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_
                 return '"dispatching"' in log.read_text()
 
             await until(is_dispatching, "its dispatcher", RUN_TIMEOUT_S)
-            assert (process.poll(), '"ended"' in log.read_text()) == (None, False)
+            assert (process.poll(), '"stopped"' in log.read_text()) == (None, False)
 
 
 def _dispatcher(pid: int) -> psutil.Process:

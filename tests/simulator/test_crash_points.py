@@ -1,8 +1,8 @@
-"""A crash before, during and after every call of an orchestrator's life: the next cycle repairs all of them.
+"""A crash before, during and after every call of an orchestrator: the next cycle repairs all of them.
 
-The life contains one of each: hirings, a creation without an answer, a worker that crashes and is replaced, a deletion
-that fails, a stray, promotions, drains. Whoever dies is started again after a second; or, with two orchestrators, the
-other takes over first.
+The history has one of each: spawns, a creation without an answer, a worker that crashes and is replaced, a deletion
+that fails, an orphaned machine, promotions, drains. A killed orchestrator is restarted after a second; with two of
+them, the other takes over first.
 """
 
 import pytest
@@ -50,7 +50,7 @@ def life(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
     return request.param, record_calls(lambda: eventful_world(request.param))
 
 
-def test_the_life_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
+def test_history_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
     _, calls = life
     assert set(calls) == {
         "acquire_lease",
@@ -67,7 +67,7 @@ def test_the_life_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_a_crash_at_any_call_is_repaired(life: tuple[int, list[str]], when: CrashTiming, chunk: int) -> None:
+def test_crash_at_any_call_is_repaired(life: tuple[int, list[str]], when: CrashTiming, chunk: int) -> None:
     orchestrators, calls = life
     for number in range(chunk, len(calls), CHUNKS):
         run_with_crash(lambda: eventful_world(orchestrators), CrashPoint(number, when))

@@ -1,4 +1,4 @@
-"""Two orchestrators on one database, and one of them is killed, again and again."""
+"""Two orchestrators on one database, whose leader is killed again and again."""
 
 import asyncio
 from random import Random
@@ -16,8 +16,8 @@ A_MOMENT_S = 0.5
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_is_killed_is_replaced_within_one_lease(seed: int) -> None:
-    """A hundred cycles: never more than max machines (the world watches), none twice, and never long without a lead."""
+def test_killed_leader_is_replaced_within_one_lease(seed: int) -> None:
+    """A hundred cycles: never more than max machines, no machine twice, and never long without a leader."""
     rng = Random(seed)  # noqa: S311
     fleet_scenario = FleetScenario(
         config=fleet_config(max_workers=3, poll_interval_s=5.0, idle_timeout_s=10.0),
@@ -30,7 +30,7 @@ def test_whoever_is_killed_is_replaced_within_one_lease(seed: int) -> None:
     kills: list[float] = []
 
     async def kill_the_leader() -> None:
-        """One at a time, at any moment of a cycle, and started again only after the other had to take over."""
+        """Kill one at a time, at any moment of a cycle; restart it after the other had to take over."""
         while not simulation.faults_ended:
             await asyncio.sleep(rng.uniform(5.0, 25.0))
             leaders = [o for o in simulation.orchestrators if o.process and o.process.name == simulation.checker.leader]
@@ -51,7 +51,7 @@ def test_whoever_is_killed_is_replaced_within_one_lease(seed: int) -> None:
     assert len(set(made_for)) == len(made_for)
 
 
-def test_a_leader_that_resigns_is_replaced_at_the_next_look() -> None:
+def test_released_lease_is_taken_over_by_the_next_cycle() -> None:
     fleet_scenario = FleetScenario(config=fleet_config(max_workers=1, poll_interval_s=3.0))
     simulation = Simulation(Scenario(0, {"red": fleet_scenario}, orchestrators=2, ttl_s=60.0, faults_end_s=120.0))
 

@@ -144,7 +144,7 @@ def test_a_refusal_has_a_code_like_those_of_events(problem: Exception, code: str
     simulation = quiet_world(max_workers=1, lasts_s=900.0)
     script(simulation, (0, lambda: red(simulation).next_create(raises=problem)))
     simulation.run()
-    refusals = [event.detail for event in simulation.store.tables.journal.events if event.code == "MACHINE_REFUSED"]
+    refusals = [event.detail for event in simulation.store.tables.event_log.events if event.code == "MACHINE_REFUSED"]
     assert {"code": code} in refusals
     assert {detail["code"] for detail in refusals if detail} <= {code, "LEASE_LOST"}
 
@@ -185,7 +185,7 @@ def test_a_long_pause_stops_hiring_for_as_long_as_it_lasts_and_is_said_aloud() -
     assert 1200.0 < entry.created_at < 1520.0
     assert red(simulation).create_calls == 2
     assert "PROVIDER_PAUSE" in {
-        event.detail["code"] for event in simulation.store.tables.journal.events if event.code == "ALERT"
+        event.detail["code"] for event in simulation.store.tables.event_log.events if event.code == "ALERT"
     }
 
 
@@ -841,7 +841,7 @@ def test_a_machine_without_a_gpu_takes_no_task_and_is_replaced() -> None:
     script(simulation, (0, lambda: simulation.next_worker(boots_s=2.0, has_no_gpu=True)))
     simulation.run()
     assert all(task.accepted is not None for task in simulation.checker.tasks.values())
-    errors = [event.detail for event in simulation.store.tables.journal.events if event.code == "WORKER_ERROR"]
+    errors = [event.detail for event in simulation.store.tables.event_log.events if event.code == "WORKER_ERROR"]
     assert errors == [{"code": "GPU_NOT_DETECTED"}]
 
 

@@ -42,15 +42,15 @@ async def status(config: ConfigFile = None, data_dir: DataDir = None, as_json: A
     Changes nothing. Exit code 1 if the schema is not at the version of this program.
     """
     applied = await _applied_migrations(load(config, data_dir).config)
-    known = {migration.version: migration.name for migration in schema.MIGRATIONS}
+    missing = {m.version: m.name for m in schema.missing_migrations(applied)}
     rows = [
         {
             "version": version,
-            "name": known.get(version) or applied[version]["name"],
+            "name": applied[version]["name"] if version in applied else missing[version],
             "applied_at": applied[version]["applied_at"] if version in applied else None,
-            "is_known": version in known,
+            "is_known": version <= schema.LATEST_VERSION,
         }
-        for version in sorted({*known, *applied})
+        for version in sorted({*missing, *applied})
     ]
     version = max(applied, default=None)
     if as_json:
@@ -84,11 +84,11 @@ async def sql(
         print(schema.GRANTS, end="")
         return
     applied = await _applied_migrations(load(config, data_dir).config) if missing else {}
-    wanted = [m for m in schema.MIGRATIONS if m.version > max(applied, default=0)]
+    wanted = schema.missing_migrations(applied)
     if not wanted:
         print(f"-- Nothing to apply: the schema has version {max(applied)}, this program {schema.LATEST_VERSION}.")
     else:
-        print(schema.script(wanted, __version__), end="")
+        print(schema.script(wanted, __version__, from_version=max(applied, default=0)), end="")
 
 
 @app.command()

@@ -187,9 +187,9 @@ def _check_schema(found: DatabaseCheck, *, is_embedded: bool) -> Finding:
     try:
         check_schema_version(found.schema_version)
     except WindlassError as error:
-        # The next command that opens an embedded database creates its schema.
-        will_be_made = is_embedded and found.schema_version is None
-        return Finding("schema", CheckStatus.WARN if will_be_made else CheckStatus.FAIL, _clause(error))
+        # Workers and clients need only the contract. An embedded database gets its schema when it is opened next.
+        is_usable = found.supports_contract or (is_embedded and found.schema_version is None)
+        return Finding("schema", CheckStatus.WARN if is_usable else CheckStatus.FAIL, _clause(error))
     return Finding("schema", CheckStatus.OK, f"version {found.schema_version}")
 
 

@@ -83,7 +83,7 @@ async def enqueue(
     )
     if source is None:
         task = template._replace(payload=_check_payload(payload or "", "the payload", max_bytes))
-        async with stores.store(loaded.config) as store:
+        async with stores.store(loaded.config, is_contract_sufficient=True) as store:
             result = await enqueue_task(store, await _schedule(task, when, store))
             is_new = result.outcome is OperationOutcome.DONE
             if as_json:
@@ -99,7 +99,7 @@ async def enqueue(
     if unique_key is not None:
         raise BadInput("--unique-key is for a single task: it cannot be combined with several lines.")
     with _checked_lines(source, max_bytes) as lines:
-        async with stores.store(loaded.config) as store:
+        async with stores.store(loaded.config, is_contract_sufficient=True) as store:
             scheduled = await _schedule(template, when, store)
             with progress("enqueueing", lines.count) as advance:
 

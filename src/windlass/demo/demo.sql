@@ -1,8 +1,8 @@
--- What `windlass demo` asks of its own database.
+-- Named queries of `windlass demo` on its own database.
 
 -- name: install
--- A witness that knows nothing of the rest: every change of a task's status leaves a row, whoever makes it. An update
--- that names the status counts even if it stays the same, so a second accepted completion could not hide.
+-- An independent record: every change of a task's status adds a row. An update that sets the same status again counts
+-- too, so a second accepted completion would show.
 create schema demo;
 
 create table demo.history (
@@ -26,7 +26,7 @@ create trigger remember
   for each row execute function demo.remember();
 
 -- name: news
--- While it runs: events since the last look, then the decisions that were made of them.
+-- While it runs: new events, then the decisions based on them.
 select *
 from (
   select 'cycle' as source, id, started_at as at, 'DECISION' as code, decision as reason, null as worker_id, null as task_id
@@ -40,7 +40,7 @@ from (
 order by source desc, id;
 
 -- name: standing
--- While it runs: how far it is.
+-- While it runs: progress.
 select
   (select count(*) from windlass.tasks where status = 'complete') as complete,
   (select count(*) from windlass.tasks where status not in ('complete', 'failed')) as unfinished,
@@ -51,7 +51,7 @@ select
   (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers;
 
 -- name: at_work
--- Whom to kill: workers with a process and a task at hand that does nothing worse than take its time.
+-- The worker to kill: the oldest one that runs a harmless task.
 select w.id, w.pid, w.machine_id, min(t.id) as task_id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -64,7 +64,7 @@ order by w.created_at
 limit 1;
 
 -- name: just_begun
--- Whom to ask to end: the worker that is at its task for the shortest time, and is not $1.
+-- The worker to drain: the one whose task started last, except $1.
 select w.id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -75,7 +75,7 @@ order by t.started_at desc
 limit 1;
 
 -- name: report
--- At the end, from the witness, the tasks and the workers themselves.
+-- At the end, from the independent record, the tasks and the workers.
 with per_task as (
   select
     task_id,
@@ -105,7 +105,7 @@ select
 select count(distinct worker_id) from windlass.tasks where status = 'complete';
 
 -- name: poison
--- The task that took its workers along, and whom, in their order.
+-- The task that killed its workers, and those workers in order.
 select
   t.id as poisonous_task_id,
   array(
@@ -119,21 +119,21 @@ from windlass.tasks t
 where (t.payload ->> 'is_poisonous')::boolean;
 
 -- name: held
--- What a worker that is gone had at hand.
+-- The running task of a worker.
 select min(t.id)
 from windlass.tasks t
 where t.worker_id = $1
   and t.status = 'running';
 
 -- name: machines
--- Whose machine each was, and why it was ended.
+-- The worker of each machine, and why it ended.
 select w.id as worker_id, w.machine_id, w.code
 from windlass.workers w
 where w.machine_id is not null
 order by w.created_at, w.slot;
 
 -- name: recovery
--- What became of the worker $1, killed at $3, and of the task $2 that it had at hand.
+-- The outcome of worker $1, killed at $3, and of its running task $2.
 select
   $1::text as killed_worker_id,
   $2::bigint as killed_task_id,
@@ -146,7 +146,7 @@ select
   (select t.worker_id from windlass.tasks t where t.id = $2 and t.status = 'complete') as completed_by;
 
 -- name: stuck
--- The first worker that was ended for a task that did not end, the task, and since when it had been at it.
+-- The first worker that failed with a stuck task, the task, and when the attempt started.
 select e.worker_id, t.task_id, h.at
 from windlass.events e
 join windlass.events t on t.worker_id = e.worker_id and t.code = 'TASK_REQUEUED'
@@ -157,11 +157,11 @@ order by e.id, h.at
 limit 1;
 
 -- name: broken
--- The codes of workers that broke.
+-- Error codes of failed workers.
 select coalesce(array_agg(detail ->> 'code'), '{}') from windlass.events where code = 'WORKER_ERROR';
 
 -- name: prepared
--- How often a worker's program was started over SSH, by what was written down.
+-- How often a worker's program was started over SSH.
 select count(*) from windlass.events where code = 'MACHINE_PREPARED';
 
 -- name: completed_by

@@ -1,7 +1,7 @@
--- Named queries of store/alerts.py: what alerts are judged by, and what became of messages.
+-- Named queries of store/alerts.py: inputs of the alert rules, and outcomes of messages.
 
 -- name: leaderless_time
--- Since when nobody leads, nor looks after what nobody leads; a handful of rows.
+-- How long there has been no leader; a few rows.
 select
   windlass.now() as now,
   (
@@ -12,14 +12,14 @@ select
   ) as leaderless_s;
 
 -- name: planner_alerts
--- What the last plan of each fleet had to tell; a handful of rows.
+-- Alerts of the last plan of each fleet; a few rows.
 select f.name as fleet, k.key
 from windlass.fleets f
 cross join lateral jsonb_object_keys(coalesce(f.planner_state -> 'alerts', '{}')) as k (key)
 order by f.name, k.key;
 
 -- name: alert_reasons
--- In what words; events_alert, oldest first, of the newest $2.
+-- Reasons of the planner's alerts; the newest $2 of events_alert, oldest first.
 select t.fleet, t.key, t.reason
 from (
   select
@@ -34,7 +34,7 @@ from (
 order by t.id;
 
 -- name: open_alerts
--- What people were told is the matter; alerts_open, a handful of rows: of each fleet and code a few at most.
+-- Open alerts; alerts_open, a few rows per fleet and code.
 select fleet, key, code, severity, reason
 from windlass.alerts
 where resolved_at is null
@@ -42,7 +42,8 @@ order by id
 limit $1;
 
 -- name: provisioning_timeouts
--- Who was made and never came to work; workers_failed of each fleet. Preparations have codes of their own.
+-- Workers whose machine was created and that never started to work; workers_failed of each fleet. Failed preparations
+-- have their own codes.
 select f.name as fleet, w.id
 from windlass.fleets f
 cross join lateral (
@@ -58,7 +59,7 @@ where w.code in ('SPAWNING_TIMEOUT', 'NO_HEARTBEAT', 'NODE_NOT_JOINED', 'STARTUP
 order by f.name, w.id;
 
 -- name: dead_letters
--- What was given up lately; tasks_failed, the newest $2.
+-- Recently failed tasks by queue; the newest $2 of tasks_failed.
 select d.queue, count(*) as count
 from (
   select t.queue, t.error_code
@@ -73,7 +74,7 @@ group by d.queue
 order by d.queue;
 
 -- name: mark_message_failed
--- Primary key. One that was given up while it was on its way stays so.
+-- Primary key. A message that was abandoned while it was being sent stays abandoned.
 update windlass.messages
 set error = $2,
     due_at = coalesce(windlass.now() + make_interval(secs => $3::double precision), due_at),

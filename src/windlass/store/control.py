@@ -156,7 +156,7 @@ class PostgresControlStore(PostgresLeaseStore):
             json.dumps(summary) if summary is not None else None,
         )
         if granted is None:
-            raise LeaseLost(f"the lease {candidate.lease} of term {term} is no longer held by {candidate.holder}")
+            raise LeaseLost(f"lease {candidate.lease} with term {term} is no longer held by {candidate.holder}")
         return frozenset(granted)
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:

@@ -1,7 +1,7 @@
--- Named queries of store/control.py. Calls of functions stand in the Python that makes them.
+-- Named queries about fleets, cycles, costs, tokens and sessions. Each says who calls it and which index serves it.
 
 -- name: fleets
--- `windlass status`; a handful of rows.
+-- `windlass status`; a few rows.
 select
   f.name, f.provider, f.queues, f.min_workers, f.max_workers, f.paused, f.requested_workers, f.created_at,
   nullif(f.planner_state -> 'hold', 'null') as hold,
@@ -15,7 +15,7 @@ from windlass.fleets f
 order by f.name collate "C";
 
 -- name: cycles
--- `windlass explain`; walks cycles_fleet backwards and stops at the limit.
+-- `windlass explain`; scans cycles_fleet backwards up to the limit.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
 from windlass.cycles
 where fleet = $1
@@ -29,8 +29,8 @@ from windlass.cycles
 where id = $1;
 
 -- name: last_cycle_of_worker
--- `windlass explain WORKER`; walks cycles_started back from when the worker ended, or from now. Every cycle of the fleet
--- saw it while it was there, so the first is the one that is wanted; of a few more at the most the snapshot is opened.
+-- `windlass explain WORKER`; scans cycles_started backwards from the worker's end, or from now. Every cycle observes all
+-- live workers of its fleet, so the first cycle usually matches; at most five snapshots are opened.
 select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at, c.snapshot
 from windlass.workers w
 cross join lateral (
@@ -55,8 +55,8 @@ where status = 'running'
 group by worker_id;
 
 -- name: queues_with_tasks
--- Whoever wakes fleets without workers; the same as observe_queues counts, but only whether there is one: a probe of
--- tasks_ready and one of tasks_scheduled a queue, and tasks_running of the few dispatchers.
+-- Wakes fleets without workers. Counts as observe_queues does, but only whether there is a task: one probe of tasks_ready
+-- and one of tasks_scheduled per queue, and tasks_running of the few dispatchers.
 select q.name
 from unnest($1::text[]) as q (name)
 where exists (
@@ -74,7 +74,7 @@ where exists (
   );
 
 -- name: tasks_ahead
--- `windlass explain TASK`; tasks_ready, counted no further than $2. In two parts, each a range of the index.
+-- `windlass explain TASK`; counts tasks ahead in tasks_ready, up to $2. Two parts, each a range of the index.
 select count(*)
 from (
   (
@@ -99,14 +99,14 @@ from (
 ) as counted;
 
 -- name: create_token
--- `windlass tokens create`; tokens_name. No row: the name is taken.
+-- `windlass tokens create`; tokens_name. No row if the name is taken.
 insert into windlass.tokens (name, role, hash)
 values ($1, $2, $3)
 on conflict (name) where revoked_at is null do nothing
 returning id, name, role, created_at, last_used_at, revoked_at;
 
 -- name: tokens
--- `windlass tokens list`; a handful of rows.
+-- `windlass tokens list`; a few rows.
 select id, name, role, created_at, last_used_at, revoked_at
 from windlass.tokens
 order by id desc;
@@ -120,7 +120,7 @@ where name = $1
 returning true;
 
 -- name: has_tokens
--- Whether reading is open to whoever is on the host; tokens_name.
+-- Without tokens, local requests may read without one; tokens_name.
 select exists (select from windlass.tokens where revoked_at is null);
 
 -- name: create_link
@@ -129,7 +129,7 @@ insert into windlass.sessions (hash, is_link, role, expires_at)
 values ($1, true, $2, windlass.now() + make_interval(secs => $3::double precision));
 
 -- name: open_session
--- The link is gone when the session is there, however many come with it; primary key.
+-- Replaces a login link by a session: each link works once; primary key.
 with used as (
   delete from windlass.sessions
   where hash = $1
@@ -143,7 +143,7 @@ from used
 returning true;
 
 -- name: session_role
--- Every request of a browser; primary key.
+-- Each request of a browser; primary key.
 select role
 from windlass.sessions
 where hash = $1
@@ -151,7 +151,7 @@ where hash = $1
   and expires_at > windlass.now();
 
 -- name: sessions
--- `windlass tokens sessions`; a handful of rows.
+-- `windlass tokens sessions`; a few rows.
 select left(encode(hash, 'hex'), 12) as id, role, is_link, created_at, expires_at
 from windlass.sessions
 where expires_at > windlass.now()
@@ -162,34 +162,34 @@ order by created_at desc, hash;
 delete from windlass.sessions where hash = $1 and not is_link;
 
 -- name: revoke_session
--- `windlass tokens revoke --session`; a handful of rows.
+-- `windlass tokens revoke --session`; a few rows.
 delete from windlass.sessions
 where left(encode(hash, 'hex'), 12) = $1
   and expires_at > windlass.now()
 returning true;
 
 -- name: record_server
--- A running `windlass up --port`, every few seconds; primary key.
+-- `windlass up --port`, every few seconds; primary key.
 insert into windlass.http_servers as f (url, host)
 values ($1, $2)
 on conflict (url, host) do update
   set seen_at = excluded.seen_at;
 
 -- name: http_servers
--- `windlass tokens link`; a handful of rows.
+-- `windlass tokens link`; a few rows.
 select url, host
 from windlass.http_servers
 where seen_at > windlass.now() - make_interval(secs => $1::double precision)
 order by seen_at desc, url, host;
 
 -- name: remove_server
--- A `windlass up --port` that ends; primary key.
+-- `windlass up --port` stops; primary key.
 delete from windlass.http_servers
 where url = $1
   and host = $2;
 
 -- name: costs_from_spending
--- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. What was for no queue comes without a key.
+-- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. Charges without a queue have no key.
 select
   k.key, s.currency,
   sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
@@ -214,7 +214,7 @@ order by
 limit $4;
 
 -- name: costs_from_charges
--- `windlass cost --by worker|task`; charges_from. What was for no task comes without a key.
+-- `windlass cost --by worker|task`; charges_from. Charges without a task have no key.
 select
   k.key, c.currency,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'task'), 0)::bigint as task_micros,

@@ -1,4 +1,5 @@
--- Named queries of store/dashboard_queries.py: what the faces show. Each reads a bounded number of rows.
+-- Named queries of the dashboard and the HTTP API. Each reads a bounded number of rows.
+-- The task lists have one query per status: the planner needs the literal status to use a partial index.
 
 -- name: worker_counts
 -- overview; workers_live, and all of tasks_running once.
@@ -25,7 +26,7 @@ left join (
   group by t.worker_id
 ) as r on r.worker_id = w.id
 cross join lateral (
-  -- A dispatcher places tasks on nodes, and has no places of its own.
+  -- A dispatcher places tasks on nodes and has no slots of its own.
   select
     w.status = 'active' and not w.paused and w.kind <> 'dispatcher'
     and w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as can_begin
@@ -44,7 +45,7 @@ group by w.fleet, w.currency
 order by w.fleet, micros_per_hour desc, w.currency;
 
 -- name: fleet_queues
--- All queues that a fleet serves; with `known_queues`, all there are.
+-- Queues that fleets serve. With `known_queues`, all queues.
 select distinct unnest(f.queues) as queue
 from windlass.fleets f;
 
@@ -61,7 +62,7 @@ cross join lateral (
 ) as c;
 
 -- name: queue_counts
--- overview; for each queue tasks_ready and tasks_scheduled, counted no further than $2.
+-- overview; tasks_ready and tasks_scheduled of each queue, counted up to $2.
 select
   q.name as queue,
   ready.count + due.count as queued,
@@ -98,7 +99,7 @@ cross join lateral (
   ) as counted
 ) as retrying
 left join lateral (
-  -- Among the first hundred: the very first may have been put back a moment ago.
+  -- The oldest of the first 100: the first alone may have been requeued a moment ago.
   select min(first.since) as since
   from (
     select coalesce(t.ready_at, t.created_at) as since
@@ -125,8 +126,8 @@ from (
 group by d.queue;
 
 -- name: recent_completions
--- overview; the newest of tasks_complete: at most $1 of the last $3 seconds are counted, and of each queue the newest $2
--- told of. Waits of first attempts only, from when they could have begun: what was tried again waited for other reasons.
+-- overview; tasks_complete of the last $3 seconds: counts the newest $1 and returns the newest $2 of each queue. Waiting
+-- times are of first attempts only: a retried task also waited for its back-off.
 select
   s.queue, s.completed,
   case
@@ -153,7 +154,7 @@ from (
 where s.place <= $2;
 
 -- name: open_alerts
--- overview; alerts_open, a handful of rows: of each fleet and code a few at most.
+-- overview; alerts_open, a few rows per fleet and code.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
 from windlass.alerts
 where resolved_at is null
@@ -161,7 +162,7 @@ order by since, id
 limit 500;
 
 -- name: leader
--- overview; a handful of rows. Where nobody leads, whoever looks after what nobody leads.
+-- overview; a few rows. Prefers the orchestrator's lease to those of other lease names.
 select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::double precision as expires_in_s
 from windlass.leases l
 where l.name not like 'ray:%'
@@ -174,7 +175,7 @@ limit 1;
 select windlass.now() as at, coalesce((select max(e.id) from windlass.events e), 0) as last_event_id;
 
 -- name: add_samples
--- take_samples: one row a fleet and moment, whoever comes first.
+-- take_samples: one row per fleet and moment; the first writer wins.
 insert into windlass.samples (
   fleet, at, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
   burn_micros_per_hour, currency
@@ -189,7 +190,7 @@ from jsonb_to_recordset($1::jsonb) as s (
 on conflict do nothing;
 
 -- name: history
--- Charts; primary key of samples, at most as many rows as retention leaves.
+-- Charts; primary key of samples, bounded by retention.
 select
   date_bin(make_interval(secs => $3::double precision), s.at, 'epoch') as at,
   avg(s.queued)::double precision as queued, avg(s.running)::double precision as running,
@@ -209,8 +210,8 @@ order by 1;
 -- Metrics; for each fleet workers_managed, workers_failed, workers_terminated_by_fleet, and its slots.
 select
   f.name as fleet,
-  hired.success_ratio::double precision as provisioning_success_ratio,
-  hired.mean_s::double precision as provisioning_mean_s,
+  spawned.success_ratio::double precision as provisioning_success_ratio,
+  spawned.mean_s::double precision as provisioning_mean_s,
   slots.restarts, slots.failed_slots,
   extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s,
   ended.terminated
@@ -221,16 +222,16 @@ cross join lateral (
 ) as ended
 cross join lateral (
   select
-    count(h.activated_at)::numeric / nullif(count(h.activated_at) + count(*) filter (where h.is_over), 0) as success_ratio,
+    count(h.activated_at)::numeric / nullif(count(h.activated_at) + count(*) filter (where h.has_failed), 0) as success_ratio,
     avg(extract(epoch from h.activated_at - h.created_at)) as mean_s
   from (
-    select w.activated_at, w.created_at, w.activated_at is null and w.status in ('error', 'terminated') as is_over
+    select w.activated_at, w.created_at, w.activated_at is null and w.status in ('error', 'terminated') as has_failed
     from windlass.workers w
     where w.fleet = f.name and w.slot is not null
     order by w.created_at desc
     limit 50
   ) as h
-) as hired
+) as spawned
 cross join lateral (
   select coalesce(sum(s.restart_count), 0) as restarts, count(*) filter (where s.status = 'failed') as failed_slots
   from windlass.slots s
@@ -267,7 +268,7 @@ group by s.fleet, s.currency
 order by s.fleet, s.currency;
 
 -- name: live_workers
--- workers_page; workers_by_slot, from the cursor ($3, $4, $5) on.
+-- workers_page; workers_by_slot, after the cursor ($3, $4, $5).
 select w.id
 from windlass.workers w
 where w.status <> 'terminated'
@@ -278,7 +279,7 @@ order by w.fleet, coalesce(w.slot, 2147483647), w.id
 limit $6;
 
 -- name: terminated_workers
--- workers_page; workers_terminated_at backwards, from the cursor ($2, $3) on.
+-- workers_page; workers_terminated_at backwards, after the cursor ($2, $3).
 select w.id
 from windlass.workers w
 where w.status = 'terminated'
@@ -323,7 +324,7 @@ order by t.id
 limit $2;
 
 -- name: tasks_newest
--- tasks_page; the primary key backwards, from the cursor $5 on, over at most $4 rows.
+-- tasks_page; the primary key backwards, after the cursor $5, at most $4 rows.
 select s.id
 from (
   select t.*
@@ -338,7 +339,7 @@ order by s.id desc
 limit $3;
 
 -- name: tasks_newest_end
--- Where a search of tasks_newest has come to.
+-- The last row that a search of tasks_newest examined.
 select t.id
 from windlass.tasks t
 where ($2::bigint is null or t.id < $2)
@@ -346,14 +347,14 @@ order by t.id desc
 limit 1 offset $1 - 1;
 
 -- name: tasks_running
--- tasks_page; tasks_running, sorted. Materialized, or it would walk the primary key, over all that waits.
-with at_hand as materialized (
+-- tasks_page; tasks_running, sorted. Materialized, or the planner would scan the primary key over all queued tasks.
+with running as materialized (
   select t.id, t.queue, t.unique_key, t.error_code, t.error
   from windlass.tasks t
   where t.status = 'running'
 )
 select a.id
-from at_hand a
+from running a
 where ($1::text is null or a.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(a.id, a.unique_key, a.error_code, a.error, $2))
   and ($3::bigint is null or a.id < $3)
@@ -361,8 +362,7 @@ order by a.id desc
 limit $4;
 
 -- name: tasks_complete
--- tasks_page; tasks_complete backwards, from the cursor ($5, $6) on, over at most $4 rows.
--- A query of its own for each status, since only a literal in the query names its index.
+-- tasks_page; tasks_complete backwards, after the cursor ($5, $6), at most $4 rows.
 select s.id, s.finished_at as at
 from (
   select t.*
@@ -378,7 +378,7 @@ order by s.finished_at desc, s.id desc
 limit $3;
 
 -- name: tasks_complete_end
--- Where a search of tasks_complete has come to.
+-- The last row that a search of tasks_complete examined.
 select t.id, t.finished_at as at
 from windlass.tasks t
 where t.status = 'complete'
@@ -387,7 +387,7 @@ order by t.finished_at desc, t.id desc
 limit 1 offset $1 - 1;
 
 -- name: tasks_failed
--- tasks_page; tasks_failed backwards, from the cursor ($5, $6) on, over at most $4 rows.
+-- tasks_page; tasks_failed backwards, after the cursor ($5, $6), at most $4 rows.
 select s.id, s.finished_at as at
 from (
   select t.*
@@ -403,7 +403,7 @@ order by s.finished_at desc, s.id desc
 limit $3;
 
 -- name: tasks_failed_end
--- Where a search of tasks_failed has come to.
+-- The last row that a search of tasks_failed examined.
 select t.id, t.finished_at as at
 from windlass.tasks t
 where t.status = 'failed'
@@ -412,7 +412,7 @@ order by t.finished_at desc, t.id desc
 limit 1 offset $1 - 1;
 
 -- name: tasks_queued
--- tasks_page; tasks_ready of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
+-- tasks_page; tasks_ready of each queue ($1), after the cursor ($5, $6), at most $4 rows of each.
 select m.id, m.priority
 from unnest($1::text[]) as q (name)
 cross join lateral (
@@ -434,7 +434,7 @@ order by m.priority desc, m.id
 limit $3;
 
 -- name: tasks_queued_end
--- tasks_page; of the queues ($1) that have more than was looked at ($2 rows of each), where the first of them was left.
+-- tasks_page; of the queues ($1) with more than the $2 examined rows, the first row that was examined last.
 select e.id, e.priority
 from unnest($1::text[]) as q (name)
 cross join lateral (
@@ -452,7 +452,7 @@ order by e.priority desc, e.id
 limit 1;
 
 -- name: tasks_scheduled
--- tasks_page; tasks_scheduled of each queue ($1), from the cursor ($5, $6) on, over at most $4 rows of each.
+-- tasks_page; tasks_scheduled of each queue ($1), after the cursor ($5, $6), at most $4 rows of each.
 select m.id, m.run_after as at
 from unnest($1::text[]) as q (name)
 cross join lateral (
@@ -492,7 +492,7 @@ order by e.run_after, e.id
 limit 1;
 
 -- name: tasks_by_id_or_key
--- tasks_page: what a search means exactly; primary key, tasks_unique_key of each queue ($2).
+-- tasks_page: exact matches of a search; primary key, tasks_unique_key of each queue ($2).
 select t.id, t.queue, t.status, t.run_after
 from windlass.tasks t
 where t.id = $3::bigint
@@ -521,7 +521,7 @@ left join lateral (
 order by wanted.place;
 
 -- name: task_with_payload
--- A task's page; primary key.
+-- The page of one task; primary key.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, payload, result,
@@ -530,7 +530,7 @@ from windlass.tasks
 where id = $1;
 
 -- name: events_page
--- events_page; events_task, events_worker or the primary key backwards, over at most $7 rows.
+-- events_page; events_task, events_worker or the primary key backwards, at most $7 rows.
 select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail
 from (
   select e.*
@@ -547,7 +547,7 @@ order by s.id desc
 limit $6;
 
 -- name: events_page_end
--- Where a search of events_page has come to.
+-- The last row that a search of events_page examined.
 select e.id
 from windlass.events e
 where ($1::bigint is null or e.task_id = $1)
@@ -557,7 +557,7 @@ order by e.id desc
 limit 1 offset $4 - 1;
 
 -- name: events_after
--- Live change; primary key.
+-- Event stream; primary key.
 select id, at, code, reason, fleet, worker_id, task_id, detail
 from windlass.events
 where id > $1
@@ -574,7 +574,7 @@ order by id desc
 limit $3;
 
 -- name: logs_page
--- logs_page; logs_worker or the primary key backwards, over at most $5 rows.
+-- logs_page; logs_worker or the primary key backwards, at most $5 rows.
 select s.id, s.at, s.level, s.message, s.worker_id, s.cycle_id, s.fields
 from (
   select l.*
@@ -589,7 +589,7 @@ order by s.id desc
 limit $4;
 
 -- name: logs_page_end
--- Where a search of logs_page has come to.
+-- The last row that a search of logs_page examined.
 select l.id
 from windlass.logs l
 where ($1::text is null or l.worker_id = $1)
@@ -598,7 +598,7 @@ order by l.id desc
 limit 1 offset $3 - 1;
 
 -- name: alerts_page
--- alerts_page; the primary key backwards. Alerts are few.
+-- alerts_page; the primary key backwards.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
 from windlass.alerts
 where ($1::boolean is null or (resolved_at is null) = $1)
@@ -614,7 +614,7 @@ order by component collate "C"
 limit $1;
 
 -- name: ray_dashboards
--- Pages of workers; workers_by_slot of each fleet, those without a slot.
+-- Worker pages; workers_by_slot of each fleet, workers without a slot.
 select f.name as fleet, d.url
 from windlass.fleets f
 cross join lateral (
@@ -624,7 +624,7 @@ cross join lateral (
     and w.status <> 'terminated'
     and coalesce(w.slot, 2147483647) = 2147483647
     and w.kind = 'dispatcher'
-    -- It is what a worker says, and becomes a link.
+    -- Reported by the worker and shown as a link.
     and w.metadata ->> 'ray_dashboard' ~ '^https?://'
   order by w.id desc
   limit 1

@@ -30,7 +30,7 @@ from windlass.store.connect import (
     words,
 )
 from windlass.store.listener import Listener
-from windlass.store.migrate import applied_migrations, check_schema_version
+from windlass.store.migrate import applied_migrations, check_contract, check_schema_version
 from windlass.store.pool import ConnectionPool
 
 # Bulk statements take time per row and get a longer limit.
@@ -57,10 +57,14 @@ class Database:
         command_timeout_s: float = COMMAND_TIMEOUT_S,
         statement_timeout_s: float | None = None,
         virtual_now: Callable[[], datetime] | None = None,
+        is_contract_sufficient: bool = False,
     ) -> None:
         """`statement_timeout_s`: the server cancels longer statements, and TooSlow is raised.
 
         `virtual_now` replaces the database's time in every call: tests drive real PostgreSQL with it.
+
+        `is_contract_sufficient`: for workers and clients, which need only a supported contract version. Other programs
+        also use internal functions and need exactly their schema version.
         """
         self.retention = retention or Retention()
         # Whether a transaction-mode pooler sits between this program and the server.
@@ -70,6 +74,7 @@ class Database:
         self._command_timeout_s = command_timeout_s
         self._statement_timeout_s = statement_timeout_s
         self._virtual_now = virtual_now
+        self._is_contract_sufficient = is_contract_sufficient
         self._listener: Listener | None = None
 
     async def __aenter__(self) -> Self:
@@ -77,8 +82,10 @@ class Database:
             # A pooler invents its own process id for cancel requests; the server's backend has another.
             backend_pid = await connection.fetchval("select pg_backend_pid()")
             self.is_pooled = backend_pid != connection.get_server_pid()
-            applied = await applied_migrations(connection)
-        check_schema_version(max(applied, default=None))
+            if self._is_contract_sufficient:
+                await check_contract(connection)
+            else:
+                check_schema_version(max(await applied_migrations(connection), default=None))
         self._listener = Listener(self._dsn, is_possible=not self.is_pooled)
         return self
 

@@ -1,4 +1,4 @@
-"""What kind of database this is and what this user may do in it. Looks, changes nothing: `windlass doctor` asks."""
+"""Facts about the database and this user's privileges, for `windlass doctor` and `windlass up`. Changes nothing."""
 
 import asyncio
 import time
@@ -8,9 +8,9 @@ from uuid import uuid4
 
 import asyncpg
 
-from windlass.model.errors import DatabaseUnavailable
+from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.store.connect import connected
-from windlass.store.migrate import applied_migrations
+from windlass.store.migrate import applied_migrations, check_contract
 from windlass.store.tasks import QUERIES
 
 # A notification on a healthy connection takes milliseconds.
@@ -26,26 +26,29 @@ class DatabaseCheck:
     is_pooled: bool
     schema_version: int | None
     may_create_schema: bool
-    # What this user lacks of what producers and workers need: "update on tasks".
+    # Whether workers and clients of this program can use the database, also if the schema version differs.
+    supports_contract: bool
+    # Privileges that producers and workers need and this user lacks: "update on tasks".
     missing_privileges: list[str]
-    # How far the database's clock is ahead of this machine's; negative if behind.
+    # How far the database's clock is ahead of this machine's. Negative: behind.
     clock_difference_s: float
-    # How much of that may be the way to the server and back.
+    # The round trip to the server explains up to this much of it.
     clock_uncertainty_s: float
     can_listen: bool
 
 
 async def examine(dsn: str) -> DatabaseCheck:
     async with connected(dsn, "examining the database") as connection:
-        # One transaction, so that a pooler gives us one server for all of it.
+        # One transaction, so that a pooler assigns one server connection.
         async with connection.transaction(readonly=True):
             asked_at = time.time()
             facts = await connection.fetchrow(QUERIES["server_facts"])
             answered_at = time.time()
             is_pooled = facts["backend_pid"] != connection.get_server_pid()
             missing = await connection.fetch(QUERIES["missing_privileges"])
-            may_look = not any(row["missing"].startswith("usage") for row in missing)
-            applied = await applied_migrations(connection) if may_look else {}
+            has_usage = not any(row["missing"].startswith("usage") for row in missing)
+            applied = await applied_migrations(connection) if has_usage else {}
+            supports_contract = bool(applied) and await _supports_contract(connection)
         return DatabaseCheck(
             database=facts["database"],
             user=facts["user"],
@@ -53,34 +56,43 @@ async def examine(dsn: str) -> DatabaseCheck:
             server_version_number=facts["server_version_number"],
             is_pooled=is_pooled,
             schema_version=max(applied, default=None),
+            supports_contract=supports_contract,
             may_create_schema=facts["may_create_schema"],
             missing_privileges=[row["missing"] for row in missing],
             clock_difference_s=facts["now"].timestamp() - (asked_at + answered_at) / 2,
             clock_uncertainty_s=(answered_at - asked_at) / 2,
-            # Behind a pooler it may succeed by chance, and would leave a LISTEN on a connection that others get.
+            # Behind a pooler it may succeed by chance, and would leave a LISTEN on a connection of other clients.
             can_listen=not is_pooled and await _can_listen(connection),
         )
 
 
 async def has_managed_workers(dsn: str) -> bool:
-    """Whether there are workers that a fleet hired and that have not ended. Of a schema of any version, or none."""
-    async with connected(dsn, "looking for workers") as connection:
+    """Whether a fleet has workers that are not terminated. Works with any schema version, or none."""
+    async with connected(dsn, "searching for workers") as connection:
         if await connection.fetchval("select to_regclass('windlass.workers')") is None:
             return False
         return bool(await connection.fetchval(QUERIES["has_managed_workers"]))
 
 
 async def check_may_control(dsn: str) -> None:
-    """Raise DatabaseUnavailable if this user may not do all that the control loop does: it would try for ever."""
-    async with connected(dsn, "looking at this user's rights") as connection:
+    """Raise DatabaseUnavailable if this user lacks a privilege of the control plane, which would retry without end."""
+    async with connected(dsn, "checking this user's privileges") as connection:
         rows = await connection.fetch(QUERIES["missing_control_privileges"])
         if rows:
             user = await connection.fetchval("select current_user")
             more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
             raise DatabaseUnavailable(
-                f"the database's user {user} may not run the control loop: it lacks "
-                f"{', '.join(row['missing'] for row in rows[:3])}{more}: name the schema's owner in DATABASE_URL."
+                f"the database user {user} cannot run the control plane: it lacks "
+                f"{', '.join(row['missing'] for row in rows[:3])}{more}. Set DATABASE_URL to the schema's owner."
             )
+
+
+async def _supports_contract(connection: Any) -> bool:
+    try:
+        await check_contract(connection)
+    except SchemaMismatch:
+        return False
+    return True
 
 
 async def _can_listen(connection: Any) -> bool:

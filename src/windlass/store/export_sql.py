@@ -1,30 +1,30 @@
-"""The migrations as one SQL script, for people who apply SQL by hand. It ends where `migrate` ends."""
+"""The schema, or the deltas a database lacks, as one SQL script for people who apply SQL by hand.
+
+The result is the same as that of `migrate`, including the rows in windlass.migrations.
+"""
 
 from importlib import resources
 
 from windlass.store.migrate import LOCK_KEY, LOCK_TIMEOUT_S, Migration
 
-# Rights for those who are not the schema's owner. Not a migration: not every database wants these roles.
+# Privileges of roles that do not own the schema. Not part of it: not every database has these roles.
 GRANTS = resources.files("windlass.store").joinpath("grants.sql").read_text()
 _SCRIPT = resources.files("windlass.store").joinpath("export_sql.sql").read_text()
 
 
-def script(migrations: list[Migration], program_version: str) -> str:
-    """These migrations, which must be consecutive, with the rows by which `migrate` will know them."""
+def script(migrations: list[Migration], program_version: str, *, from_version: int) -> str:
+    """A transaction that applies `migrations` to a database at exactly `from_version` (0: empty)."""
     return _SCRIPT.format(
         program_version=program_version,
-        from_version=migrations[0].version - 1,
+        from_version=from_version,
         to_version=migrations[-1].version,
         lock_timeout_s=LOCK_TIMEOUT_S,
         lock_key=LOCK_KEY,
-        migrations="\n".join(map(_applied, migrations)),
-    )
-
-
-def _applied(migration: Migration) -> str:
-    # The name comes from a file of ours and the checksum is hexadecimal: neither needs quoting.
-    row = f"({migration.version}, '{migration.name}', '{migration.checksum}')"
-    return (
-        f"-- {'-' * 60} {migration.version:04} {migration.name}\n\n{migration.sql.strip()}\n\n"
-        f"insert into windlass.migrations (version, name, checksum) values {row};\n"
+        # Names come from our file names and checksums are hexadecimal: neither needs quoting.
+        migrations="\n".join(
+            f"-- {'-' * 60} {m.version:04} {m.name}\n\n{m.sql.strip()}\n\n"
+            "insert into windlass.migrations (version, name, checksum)"
+            f" values ({m.version}, '{m.name}', '{m.checksum}');\n"
+            for m in migrations
+        ),
     )

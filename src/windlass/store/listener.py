@@ -1,11 +1,10 @@
-"""Wakes an idle worker when tasks arrive: LISTEN on a connection of its own.
+"""Wakes idle workers when tasks arrive, by LISTEN on a separate connection.
 
-A notification is a hint. A listening connection can be dead without saying so (a pooler that drops it, a network that
-swallows it), so it is proven with a notification to itself when it opens and again and again while it waits. Where it
-cannot be proven, waiting turns into polling.
+A notification is only a hint. A listening connection can be dead without an error (dropped by a pooler or a network).
+So it is tested with a notification to itself when it opens and regularly while it waits. If a test fails, wait() polls.
 
-Many may wait at once. What arrives wakes all whom it concerns, and whoever asks for the same queues again hears of all
-that arrived since it asked last.
+Many callers may wait at once. A notification wakes every caller that waits for its queue. A caller that waits for the
+same queues again does not miss notifications that arrived between its two calls.
 """
 
 import asyncio
@@ -19,15 +18,15 @@ import asyncpg
 from windlass.store.connect import connect
 
 CHANNEL = "windlass_tasks"
-# Without notifications an idle worker looks this often: one cheap index probe.
+# Polling interval without notifications. A poll is one cheap index probe.
 POLL_WITHOUT_LISTEN_S = 1.0
-# How old the last proof that notifications arrive may be.
-PROOF_VALID_S = 60.0
-PROOF_TIMEOUT_S = 5.0
-# After a failed attempt to listen, the next one waits this long; polling goes on meanwhile.
+# A connection is tested again when its last successful test is older than this.
+TEST_VALID_S = 60.0
+TEST_TIMEOUT_S = 5.0
+# Back-off after a failed attempt to listen. Polling continues meanwhile.
 RETRY_AFTER_S = 30.0
-# Names of queues and sets of them that are remembered. Beyond that all is forgotten, and the next wait of each ends at
-# once: a hint too many.
+# Bound on remembered queues and sets of queues. Beyond it all are dropped, and the next wait() of each caller returns
+# at once, which costs one unnecessary poll.
 MAX_REMEMBERED = 10_000
 
 
@@ -36,27 +35,27 @@ class Listener:
         self._dsn = dsn
         self._is_possible = is_possible
         self._connection: Any = None
-        self._proven_at = float("-inf")
+        self._tested_at = float("-inf")
         self._tried_at = float("-inf")
-        # One proof or connection at a time, however many wait.
+        # One test or connection attempt at a time, for any number of callers.
         self._checking = asyncio.Lock()
-        # Arrivals are numbered. The last one of each queue, and the last one that each set of queues was told of.
+        # Arrivals are numbered: the last one of each queue, and the last one that each set of queues has consumed.
         self._arrivals = 0
         self._latest: dict[str, int] = {}
-        self._told: dict[tuple[str, ...], int] = {}
-        # Set by the next arrival, which puts a new one here.
+        self._consumed: dict[tuple[str, ...], int] = {}
+        # The next arrival sets this event and replaces it.
         self._arrival = asyncio.Event()
 
     async def wait(self, queues: Sequence[str], timeout_s: float) -> None:
-        """Until a notification for one of these queues has come since the last call for them, or the time is up."""
+        """Return when a notification for one of these queues arrived since the previous call, or after timeout_s."""
         async with self._checking:
-            is_listening = await self._is_listening()
+            is_listening = await self._ensure_listening()
         if not is_listening:
             await asyncio.sleep(min(timeout_s, POLL_WITHOUT_LISTEN_S))
             return
         deadline = time.monotonic() + timeout_s
         wanted = tuple(queues)
-        while not self._take(wanted):
+        while not self._consume(wanted):
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return
@@ -71,33 +70,33 @@ class Listener:
             connection, self._connection = self._connection, None
             connection.terminate()
 
-    def _take(self, queues: tuple[str, ...]) -> bool:
-        """Whether something arrived for these queues that they were not told of. The empty name stands for any."""
+    def _consume(self, queues: tuple[str, ...]) -> bool:
+        """Consume all arrivals. Returns whether one was new for these queues. The empty name means any queue."""
         latest = max(self._latest.get(queue, 0) for queue in ("", *queues))
-        is_news = latest > self._told.get(queues, 0)
-        self._told[queues] = self._arrivals
-        return is_news
+        is_new = latest > self._consumed.get(queues, 0)
+        self._consumed[queues] = self._arrivals
+        return is_new
 
     def _on_notification(self, _connection: object, _pid: int, _channel: str, queue: object) -> None:
-        self._note_arrival(str(queue))
+        self._record_arrival(str(queue))
 
-    def _note_arrival(self, queue: str) -> None:
-        if len(self._latest) + len(self._told) > MAX_REMEMBERED:
+    def _record_arrival(self, queue: str) -> None:
+        if len(self._latest) + len(self._consumed) > MAX_REMEMBERED:
             self._latest.clear()
-            self._told.clear()
+            self._consumed.clear()
             queue = ""
         self._arrivals += 1
         self._latest[queue] = self._arrivals
         arrival, self._arrival = self._arrival, asyncio.Event()
         arrival.set()
 
-    async def _is_listening(self) -> bool:
+    async def _ensure_listening(self) -> bool:
         if not self._is_possible:
             return False
         if self._connection is not None and not self._connection.is_closed():
-            if time.monotonic() - self._proven_at < PROOF_VALID_S:
+            if time.monotonic() - self._tested_at < TEST_VALID_S:
                 return True
-            if await self._prove():
+            if await self._test():
                 return True
         await self.close()
         if time.monotonic() - self._tried_at < RETRY_AFTER_S:
@@ -108,22 +107,22 @@ class Listener:
     async def _open(self) -> bool:
         connection: Any = None
         try:
-            connection = await connect(self._dsn, timeout_s=PROOF_TIMEOUT_S, command_timeout_s=PROOF_TIMEOUT_S)
+            connection = await connect(self._dsn, timeout_s=TEST_TIMEOUT_S, command_timeout_s=TEST_TIMEOUT_S)
             await connection.add_listener(CHANNEL, self._on_notification)
-            # Not before: whoever is cancelled on the way must not leave one behind that hears only its own proofs.
+            # Only now: a cancelled caller must not leave a connection without the listener.
             self._connection, connection = connection, None
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
             return False
         finally:
             if connection is not None:
                 connection.terminate()
-        # What was announced before we listened is found by one more look.
-        self._note_arrival("")
-        return await self._prove()
+        # Tasks that arrived before LISTEN are found by one more poll.
+        self._record_arrival("")
+        return await self._test()
 
-    async def _prove(self) -> bool:
-        """Send a notification to ourselves and see it arrive."""
-        channel = f"windlass_proof_{uuid4().hex}"
+    async def _test(self) -> bool:
+        """Whether a notification to ourselves arrives."""
+        channel = f"windlass_test_{uuid4().hex}"
         seen = asyncio.Event()
 
         def on_notification(*_: object) -> None:
@@ -132,11 +131,11 @@ class Listener:
         try:
             await self._connection.add_listener(channel, on_notification)
             await self._connection.execute(f"notify {channel}")
-            async with asyncio.timeout(PROOF_TIMEOUT_S):
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 await seen.wait()
             await self._connection.remove_listener(channel, on_notification)
         except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
             await self.close()
             return False
-        self._proven_at = time.monotonic()
+        self._tested_at = time.monotonic()
         return True

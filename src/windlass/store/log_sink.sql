@@ -1,7 +1,7 @@
 -- Named queries of store/log_sink.py.
 
 -- name: add_logs
--- Many at once; the primary key grows at its right end.
+-- Inserts a batch.
 insert into windlass.logs (at, level, message, worker_id, cycle_id, fields)
 select coalesce(l.at, windlass.now()), l.level, l.message, l.worker_id, l.cycle_id, l.fields
 from jsonb_to_recordset($1::jsonb) as l (

@@ -1,7 +1,10 @@
-"""Numbered plain SQL files, applied in order, in one transaction, under a lock.
+"""Creates and upgrades the database's schema, and checks that a program and its database fit together.
 
-A database holds the version of the last file applied and the checksum of each. A program that is newer or older than
-its database says so and changes nothing; only `windlass db migrate` (and `up`) moves the schema, and only forward.
+`schema/` is the current schema by subject; an empty database gets it as a whole. `migrations/` has the deltas from each
+released version to the next. Both run in one transaction under a lock; the schema only moves forward.
+
+Two version numbers: the orchestrator needs exactly its own schema version. Workers and clients use only the public
+contract (docs/sql.md) and need a database that supports their contract version.
 """
 
 import hashlib
@@ -12,9 +15,15 @@ from typing import Any
 from windlass.model.errors import SchemaMismatch
 from windlass.store.connect import connected
 
-# Any number will do as long as all migrating programs agree on it; this one spells "windlass" on a phone's keys.
+# The version of the first release. Lower versions are of development builds, which have no upgrade path.
+FIRST_VERSION = 10
+# The public contract that this program uses. See windlass.contract_versions() in schema/01_foundation.sql.
+CONTRACT_VERSION = 1
+# Name of the row in windlass.migrations that says: created from schema/ at this version.
+SCHEMA_NAME = "schema"
+# An arbitrary number that all migrating programs agree on: "windlass" on a phone's keys.
 LOCK_KEY = 94635277
-# Building an index over a large table takes its time; a lock held by another migration should not take this long.
+# Building an index over a large table takes long. Waiting for another migration should not.
 MIGRATE_TIMEOUT_S = 3600.0
 LOCK_TIMEOUT_S = 60
 
@@ -30,20 +39,27 @@ class Migration:
         return hashlib.sha256(self.sql.encode()).hexdigest()[:16]
 
 
-def _read_migrations() -> list[Migration]:
-    files = [f for f in resources.files("windlass.store").joinpath("migrations").iterdir() if f.name.endswith(".sql")]
-    migrations = [Migration(int(f.name[:4]), f.name[5:-4], f.read_text()) for f in files]
-    return sorted(migrations, key=lambda migration: migration.version)
+def _read_files(folder: str) -> list[tuple[str, str]]:
+    files = resources.files("windlass.store").joinpath(folder).iterdir()
+    return sorted((file.name, file.read_text()) for file in files if file.name.endswith(".sql"))
 
 
-MIGRATIONS = _read_migrations()
-LATEST_VERSION = MIGRATIONS[-1].version
+# Deltas since the first release, in order: NNNN_name.sql.
+MIGRATIONS = [Migration(int(name[:4]), name[5:-4], sql) for name, sql in _read_files("migrations")]
+LATEST_VERSION = max((migration.version for migration in MIGRATIONS), default=FIRST_VERSION)
+# All of schema/, for an empty database.
+SCHEMA = Migration(LATEST_VERSION, SCHEMA_NAME, "\n".join(sql for _, sql in _read_files("schema")))
 
 
 def check_schema_version(version: int | None) -> None:
-    """Raise SchemaMismatch unless the database is exactly as new as this program."""
+    """Raise SchemaMismatch unless the database has exactly this program's schema version."""
     if version is None:
         raise SchemaMismatch("the database has no windlass schema yet: run `windlass db migrate` once.")
+    if version < FIRST_VERSION:
+        raise SchemaMismatch(
+            f"the database's schema is at version {version}, which a development build of windlass created and which "
+            "cannot be upgraded: use a new database."
+        )
     if version < LATEST_VERSION:
         raise SchemaMismatch(
             f"the database's schema is at version {version} and this program needs {LATEST_VERSION}: "
@@ -51,13 +67,31 @@ def check_schema_version(version: int | None) -> None:
         )
     if version > LATEST_VERSION:
         raise SchemaMismatch(
-            f"the database's schema is at version {version} and this program knows only {LATEST_VERSION}: "
+            f"the database's schema is at version {version} and this program supports {LATEST_VERSION}: "
+            "upgrade windlass on this machine."
+        )
+
+
+async def check_contract(connection: Any) -> None:
+    """Raise SchemaMismatch unless the database supports this program's version of the public contract."""
+    applied = await applied_migrations(connection)
+    if max(applied, default=0) < FIRST_VERSION:
+        check_schema_version(max(applied, default=None))
+    oldest, newest = await connection.fetchrow("select oldest, newest from windlass.contract_versions()")
+    if newest < CONTRACT_VERSION:
+        raise SchemaMismatch(
+            f"the database supports contract versions {oldest} to {newest} and this program needs {CONTRACT_VERSION}: "
+            "run `windlass db migrate`."
+        )
+    if oldest > CONTRACT_VERSION:
+        raise SchemaMismatch(
+            f"the database supports contract versions {oldest} to {newest} and this program uses {CONTRACT_VERSION}: "
             "upgrade windlass on this machine."
         )
 
 
 async def applied_migrations(connection: Any) -> dict[int, Any]:
-    """Version to row (name, checksum, applied_at) of what the database has; empty without a schema."""
+    """The rows of windlass.migrations by version; empty without a schema."""
     if await connection.fetchval("select to_regclass('windlass.migrations') is null"):
         return {}
     rows = await connection.fetch(
@@ -66,14 +100,22 @@ async def applied_migrations(connection: Any) -> dict[int, Any]:
     return {row["version"]: row for row in rows}
 
 
+def missing_migrations(applied: dict[int, Any]) -> list[Migration]:
+    """What brings a database with these rows to LATEST_VERSION: all of schema/ if it is empty, else deltas."""
+    if not applied:
+        return [SCHEMA]
+    return [migration for migration in MIGRATIONS if migration.version > max(applied)]
+
+
 async def migrate(dsn: str) -> list[Migration]:
-    """Bring the database to this program's version. Returns what was applied; all of it or nothing."""
+    """Bring the database to LATEST_VERSION. Returns what was applied; applies all of it or nothing."""
     async with connected(dsn, "migrating", command_timeout_s=MIGRATE_TIMEOUT_S) as connection, connection.transaction():
         await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT_S}s'")
         await connection.execute(f"select pg_advisory_xact_lock({LOCK_KEY})")
         applied = await applied_migrations(connection)
-        _refuse_strangers(applied)
-        missing = [m for m in MIGRATIONS if m.version not in applied]
+        missing = missing_migrations(applied)
+        if applied:
+            _check_upgradable(applied)
         for migration in missing:
             await connection.execute(migration.sql)
             await connection.execute(
@@ -85,13 +127,15 @@ async def migrate(dsn: str) -> list[Migration]:
         return missing
 
 
-def _refuse_strangers(applied: dict[int, Any]) -> None:
-    if applied and max(applied) > LATEST_VERSION:
-        check_schema_version(max(applied))
-    for migration in MIGRATIONS:
+def _check_upgradable(applied: dict[int, Any]) -> None:
+    """Raise SchemaMismatch if the database is newer, of a development build, or was created by a modified program."""
+    version = max(applied)
+    if not FIRST_VERSION <= version <= LATEST_VERSION:
+        check_schema_version(version)
+    for migration in (SCHEMA, *MIGRATIONS):
         row = applied.get(migration.version)
-        if row is not None and row["checksum"] != migration.checksum:
+        if row is not None and row["name"] == migration.name and row["checksum"] != migration.checksum:
             raise SchemaMismatch(
-                f"migration {migration.version:04} ({migration.name}) in the database differs from this program's: "
-                "the schema was made by a modified windlass; nothing was changed."
+                f"{migration.version:04} {migration.name} in the database differs from this program's: "
+                "a modified windlass created it; nothing was changed."
             )

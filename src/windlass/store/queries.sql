@@ -1,13 +1,14 @@
--- Named queries of store/postgres.py. Calls of the public functions stand in the Python that makes them.
+-- Named queries about tasks, workers, events and privileges. Each says who calls it and which index serves it.
+-- Queries over several statuses have one part per status: the planner needs the literal status to use a partial index.
 
 -- name: inserted_by_this_transaction
--- `windlass enqueue --unique-key`; primary key. Only its own transaction can have left its mark on a row that it added.
+-- `windlass enqueue --unique-key`; primary key. Whether this transaction inserted the row, by its transaction id.
 select xmin::text::bigint = txid_current() % (2 ^ 32)::bigint
 from windlass.tasks
 where id = $1;
 
 -- name: insert_from_staging
--- enqueue_many with unique keys: COPY knows no conflicts, so the rows pass through a temporary table.
+-- enqueue_many with unique keys: COPY cannot skip conflicts, so the rows go through a temporary table.
 insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
 select queue, payload, priority, run_after, max_attempts, timeout_s, unique_key
 from windlass_staging
@@ -23,7 +24,7 @@ from windlass.tasks
 where id = $1;
 
 -- name: tasks
--- Tasks with all they hold; walks the primary key backwards and stops at the limit.
+-- Tasks with payload and result; scans the primary key backwards up to the limit.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, payload, result
@@ -35,8 +36,8 @@ order by id desc
 limit $4;
 
 -- name: task_summaries
--- `windlass tasks list`; walks the primary key backwards and stops at the limit. Payloads and results are not read.
--- $5: only those that wait for their time.
+-- `windlass tasks list`; scans the primary key backwards up to the limit. Payloads and results are not read.
+-- $5: only tasks whose run_after is in the future.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error
@@ -49,9 +50,9 @@ order by id desc
 limit $4;
 
 -- name: known_queues
--- What a mistyped name is compared with. Jumps from queue to queue in tasks_ready and tasks_scheduled, reads tasks_running
--- and the newest tasks: its cost grows with the number of queues, not of tasks. Whoever enqueues may make up names, so it
--- jumps no more than a thousand times.
+-- Queue names to compare a mistyped name with. Skips from queue to queue in tasks_ready and tasks_scheduled, and reads
+-- tasks_running and the newest tasks: the cost grows with the number of queues, not of tasks. Producers choose the names,
+-- so it skips at most 1,000 times.
 with recursive ready (queue, jumps) as (
   (
     select t.queue::text, 1
@@ -108,7 +109,7 @@ where queue is not null
 order by queue collate "C";
 
 -- name: has_recent_task
--- Whether a queue that nothing else knows had a task lately; walks the primary key backwards, so far and no further.
+-- Whether one of the newest $2 tasks is of this queue; scans the primary key backwards.
 select exists (
   select
   from (select queue from windlass.tasks order by id desc limit $2) as recent
@@ -116,7 +117,7 @@ select exists (
 );
 
 -- name: is_queue_served
--- `windlass enqueue`: whether a fleet, or a worker that is there, takes tasks of this queue; workers_live.
+-- `windlass enqueue`: whether a fleet or a live worker serves this queue; workers_live.
 select
   exists (select from windlass.fleets where $1::text = any (queues))
   or exists (select from windlass.workers where status <> 'terminated' and $1::text = any (queues));
@@ -147,7 +148,7 @@ select case when $2 then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'by hand', f
 from changed;
 
 -- name: set_terminating
--- Graceful end by hand; primary key.
+-- Drain workers by hand; primary key.
 with changed as (
   update windlass.workers
   set status = 'terminating', terminating_at = windlass.now(), code = 'MANUAL', reason = $2
@@ -178,7 +179,7 @@ where status = 'failed'
   and finished_at > windlass.now() - make_interval(secs => $1::double precision);
 
 -- name: events
--- The story of a task or a worker; events_task, events_worker.
+-- Events of a task or a worker; events_task, events_worker.
 select id, at, code, reason, fleet, worker_id, task_id, detail
 from windlass.events
 where ($1::bigint is null or task_id = $1)
@@ -187,8 +188,8 @@ order by id desc
 limit $3;
 
 -- name: purge
--- `windlass tasks purge`, in bounded rounds, each from where the last one came to; tasks_complete, tasks_failed.
-with gone as (
+-- `windlass tasks purge`, in bounded rounds, each starting where the previous one ended; tasks_complete, tasks_failed.
+with deleted as (
   delete from windlass.tasks
   where id = any (
     array(
@@ -217,10 +218,10 @@ with gone as (
 )
 select count(*) as count, max(finished_at) filter (where status = 'complete') as complete_to,
   max(finished_at) filter (where status = 'failed') as failed_to
-from gone;
+from deleted;
 
 -- name: server_facts
--- `windlass doctor`; no table is read.
+-- `windlass doctor`; reads no table.
 select
   current_database() as database,
   current_user as "user",
@@ -237,7 +238,7 @@ select exists (
 );
 
 -- name: missing_control_privileges
--- `windlass up`: what this user lacks of what the control loop needs, which is everything but to change the schema.
+-- `windlass up`: privileges that the control plane needs and this user lacks: everything except changing the schema.
 select 'usage on schema ' || name as missing
 from unnest(array['windlass', 'windlass_internal']) as name
 where not has_schema_privilege(name, 'usage')
@@ -262,8 +263,8 @@ union all
 );
 
 -- name: missing_privileges
--- `windlass doctor`: what this user lacks of what producers and workers need. Empty without a schema. One that has a role
--- of grants.sql has what that role needs, and is not asked for more.
+-- `windlass doctor`: privileges that producers and workers need and this user lacks. Empty without a schema. A user with a
+-- role of grants.sql is not asked for more than that role has.
 with schema as (
   select oid, nspname as name
   from pg_namespace
@@ -277,7 +278,7 @@ everything as (
   )
 ),
 lacking as (
-  -- What stands in the way of all others comes first.
+  -- Without usage on a schema no other privilege helps, so it comes first.
   select 1 as place, 'usage on schema ' || name as missing
   from schema
   where not has_schema_privilege(oid, 'usage')
@@ -287,7 +288,7 @@ lacking as (
   join pg_class class on class.relnamespace = everything.oid and class.relkind = 'r'
   cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
   where not has_table_privilege(class.oid, needed)
-    -- Only who migrates writes there.
+    -- Only `windlass db migrate` writes there.
     and (class.relname <> 'migrations' or needed = 'select')
   union all
   select 3, 'execute on ' || function.proname

@@ -157,8 +157,8 @@ class PostgresTransport(PostgresWorkSignal):
 
 @asynccontextmanager
 async def open_postgres_transport(dsn: str, **options: Any) -> AsyncIterator[PostgresTransport]:
-    """A transport with a Database of its own. `options` are those of Database."""
-    async with Database(dsn, **options) as database:
+    """A worker's transport with its own Database. `options` are those of Database."""
+    async with Database(dsn, is_contract_sufficient=True, **options) as database:
         yield PostgresTransport(database)
 
 

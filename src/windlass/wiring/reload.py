@@ -89,10 +89,10 @@ async def reload_on_request(
             try:
                 await _reload(orchestrator, active, load, ray)
             except WindlassError as error:
-                log.error("reload configuration failed", error=str(error), changed="nothing")
+                log.error("reload configuration failed", error=str(error))
             except Exception:
                 # A defect. The loop must continue, or no later reload would work.
-                log.exception("reload configuration failed", changed="nothing")
+                log.exception("reload configuration failed")
 
     async with background_task(reload_forever()):
         yield

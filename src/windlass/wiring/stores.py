@@ -176,10 +176,18 @@ class CommandStore(PostgresTaskStore, PostgresFleetQueries, PostgresOperations, 
 
 
 @asynccontextmanager
-async def store(config: Config, *, max_connections: int = 4, may_create: bool = True) -> AsyncIterator[CommandStore]:
+async def store(
+    config: Config, *, max_connections: int = 4, may_create: bool = True, is_contract_sufficient: bool = False
+) -> AsyncIterator[CommandStore]:
+    """`is_contract_sufficient`: for producers, which work with every schema that supports their contract version."""
     async with (
         database(config, may_create=may_create) as dsn,
-        Database(dsn, retention=config.retention, max_connections=max_connections) as opened,
+        Database(
+            dsn,
+            retention=config.retention,
+            max_connections=max_connections,
+            is_contract_sufficient=is_contract_sufficient,
+        ) as opened,
     ):
         yield CommandStore(opened)
 

@@ -1,0 +1,64 @@
+-- Leases: one leader per orchestrator name, one dispatcher per Ray fleet.
+--
+-- Every decision of a leader checks its lease term in the transaction that writes it, so a former leader that wakes up
+-- late can write nothing.
+
+-- Acquire or renew the lease. Returns the term, or null while another holder has it. A new holder gets a new term.
+create function windlass_internal.acquire_lease_term(p_name text, p_holder text, p_ttl_s double precision) returns bigint
+language sql
+as $$
+  insert into windlass.leases as l (name, holder, term, expires_at)
+  values (p_name, p_holder, 1, windlass.now() + make_interval(secs => p_ttl_s))
+  on conflict (name) do update
+    set holder = excluded.holder,
+        term = case when l.holder = excluded.holder then l.term else l.term + 1 end,
+        expires_at = excluded.expires_at
+    where l.holder = excluded.holder
+      or l.expires_at <= windlass.now()
+  returning l.term
+$$;
+
+create function windlass_internal.lease_expires_in_s(p_name text) returns double precision
+language sql stable
+as $$
+  select greatest(0, extract(epoch from l.expires_at - windlass.now())) from windlass.leases l where l.name = p_name
+$$;
+
+-- The same for a caller that needs the waiting time: {"term"} or {"term": null, "expires_in_s", "now"}.
+create function windlass_internal.acquire_lease(p_name text, p_holder text, p_ttl_s double precision) returns json
+language plpgsql
+as $$
+declare
+  v_term bigint := windlass_internal.acquire_lease_term(p_name, p_holder, p_ttl_s);
+begin
+  if v_term is not null then
+    return json_build_object('term', v_term);
+  end if;
+  return json_build_object('term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_name), 'now', windlass.now());
+end
+$$;
+
+-- Release the lease, so that a standby need not wait until it expires. The term stays.
+create function windlass_internal.release_lease(p_name text, p_holder text) returns void
+language sql
+as $$
+  update windlass.leases set expires_at = windlass.now() where name = p_name and holder = p_holder
+$$;
+
+create function windlass_internal.require_lease(p_name text, p_holder text, p_term bigint) returns void
+language plpgsql
+as $$
+begin
+  -- Locked until the caller's transaction ends: the leader cannot change between this check and the write it protects.
+  perform from windlass.leases l
+  where l.name = p_name
+    and l.holder = p_holder
+    and l.term = p_term
+    and l.expires_at > windlass.now()
+  for update;
+  if not found then
+    raise exception 'lease % with term % is no longer held by %', p_name, p_term, p_holder
+      using errcode = 'object_not_in_prerequisite_state';
+  end if;
+end
+$$;

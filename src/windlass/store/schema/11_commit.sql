@@ -1,0 +1,391 @@
+-- The control plane writes: decisions of a plan before any provider call, outcomes of the calls after it.
+--
+-- A decision needs the lease. An outcome is a fact and is recorded even if its reporter has lost the lease.
+
+-- How many more workers a person may request: slots that are not failed and have no spawning or active worker. A
+-- terminating worker leaves its slot to another.
+create function windlass_internal.requestable_workers(p_fleet text) returns integer
+language sql stable
+as $$
+  select f.max_workers - (
+    select count(*)::integer
+    from (
+      select w.slot from windlass.workers w
+      where w.fleet = p_fleet and w.slot is not null and w.status in ('spawning', 'active')
+      union
+      select s.slot from windlass.slots s
+      where s.fleet = p_fleet and s.status = 'failed' and s.slot < f.max_workers
+    ) as taken
+  )
+  from windlass.fleets f
+  where f.name = p_fleet
+$$;
+
+-- Reserve free slots for new workers before any provider is called. Returns the ids that got a slot. A slot that was
+-- taken meanwhile, or lies beyond the fleet's maximum, is not granted. Workers in slots beyond a lowered maximum still
+-- have machines, so they count too.
+create function windlass_internal.reserve_slots(p_fleet text, p_intents jsonb, p_cycle_id bigint) returns text[]
+language plpgsql
+as $$
+declare
+  v_granted text[];
+  v_room integer;
+begin
+  select f.max_workers - (
+    select count(*) from windlass.workers w where w.fleet = p_fleet and w.status <> 'terminated' and w.slot is not null
+  )
+  into v_room
+  from windlass.fleets f
+  where f.name = p_fleet;
+
+  insert into windlass.slots (fleet, slot)
+  select p_fleet, (i ->> 'slot')::integer
+  from jsonb_array_elements(p_intents) as i
+  on conflict do nothing;
+
+  with reserved as (
+    insert into windlass.workers (
+      id, fleet, slot, status, paused, provider, queues, reason, lease_s, join_token_hash, join_expires_at
+    )
+    select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.provider, f.queues, null,
+      coalesce((i ->> 'lease_s')::double precision, 30),
+      decode(i ->> 'join_token_hash', 'hex'),
+      windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision)
+    from jsonb_array_elements(p_intents) with ordinality as e (i, position)
+    join windlass.fleets f on f.name = p_fleet
+    join windlass.slots s on s.fleet = p_fleet and s.slot = (i ->> 'slot')::integer and s.status = 'ok'
+    where (i ->> 'slot')::integer < f.max_workers
+      and not exists (
+        select from windlass.workers w where w.fleet = p_fleet and w.slot = s.slot and w.status <> 'terminated'
+      )
+    order by e.position
+    limit greatest(v_room, 0)
+    on conflict do nothing
+    returning id, slot
+  ),
+  recorded as (
+    insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
+    select 'WORKER_SPAWNED', i ->> 'reason', p_fleet, h.id, p_cycle_id, jsonb_build_object('slot', h.slot)
+    from reserved h
+    join jsonb_array_elements(p_intents) as i on i ->> 'worker_id' = h.id
+  )
+  select coalesce(array_agg(h.id order by h.id), '{}') into v_granted from reserved h;
+
+  -- Subtract only workers spawned for a request: later requests stay open. Requests that no slot can take are dropped:
+  -- otherwise they would spawn a worker later, when an idle worker is drained.
+  update windlass.fleets
+  set requested_workers = greatest(0, least(requested_workers - requests.granted, windlass_internal.requestable_workers(p_fleet)))
+  from (
+    select count(*)::integer as granted
+    from jsonb_array_elements(p_intents) as i
+    where (i ->> 'is_requested')::boolean
+      and i ->> 'worker_id' = any (v_granted)
+  ) as requests
+  where name = p_fleet
+    and requested_workers > 0;
+  return v_granted;
+end
+$$;
+
+-- Start the bill of a worker's machine. Without effect if the machine has no price, the worker is terminated, or the
+-- bill exists.
+create function windlass_internal.open_bill(p_worker_id text, p_machine jsonb, p_unit_s integer) returns void
+language sql
+as $$
+  update windlass.workers w
+  set price_micros_per_hour = (p_machine ->> 'price_micros_per_hour')::bigint,
+      price_parts = coalesce(p_machine -> 'price_parts', '[]'),
+      -- ISO 4217 "no currency": a price in an unknown currency is never added to another.
+      currency = coalesce(p_machine ->> 'currency', 'XXX'),
+      billing_unit_s = coalesce(p_unit_s, 1),
+      billed_since = b.since,
+      -- The first hour can be settled then. cost/ledger.py computes later times exactly.
+      settle_at = b.since + interval '1 hour 1 minute'
+  from (select coalesce((p_machine ->> 'created_at')::timestamptz, windlass.now()) as since) as b
+  where w.id = p_worker_id
+    and w.status <> 'terminated'
+    and w.billed_since is null
+    and p_machine ->> 'price_micros_per_hour' is not null
+$$;
+
+-- Record what a cycle observed and decided, and execute what needs no provider. Raises if the lease is lost: then
+-- nothing has changed. Returns {"cycle_id", "granted": [worker ids], "requeued": n}.
+create function windlass_internal.commit_plan(
+  p_lease text,
+  p_holder text,
+  p_term bigint,
+  p_fleet text,
+  p_snapshot jsonb,
+  p_actions jsonb,
+  p_planner_state jsonb,
+  p_decision text,
+  p_intents jsonb
+) returns jsonb
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_cycle_id bigint;
+  v_requeued integer := 0;
+  v_count integer;
+  v_action jsonb;
+  v_machine jsonb;
+begin
+  perform windlass_internal.require_lease(p_lease, p_holder, p_term);
+
+  -- A cycle without actions and with the decision of the previous one is counted, not stored. One in five minutes is
+  -- stored, so that `windlass explain` has a recent snapshot.
+  if p_actions = '[]' then
+    update windlass.cycles c
+    set repeats = c.repeats + 1, repeated_at = v_now
+    where c.id = (select max(l.id) from windlass.cycles l where l.fleet = p_fleet)
+      and c.decision = p_decision
+      and c.plan = '[]'
+      and c.started_at > v_now - interval '5 minutes'
+    returning c.id into v_cycle_id;
+  end if;
+  if v_cycle_id is null and p_snapshot is null then
+    -- The caller omitted the snapshot because it expected a repeat. Nothing has changed; it repeats the call with it.
+    return jsonb_build_object('cycle_id', null);
+  end if;
+  if v_cycle_id is null then
+    insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision)
+    values (p_fleet, p_term, (p_snapshot ->> 'now')::timestamptz, p_snapshot, p_actions, p_decision)
+    returning id into v_cycle_id;
+    -- A cycle without provider calls is finished with this call.
+    update windlass.cycles
+    set finished_at = v_now
+    where id = v_cycle_id
+      and not p_actions @? '$[*] ? (@.kind == "delete" || @.kind == "delete_orphan" || @.kind == "spawn" || @.kind == "grow_volume")';
+  end if;
+
+  for v_action in select a from jsonb_array_elements(p_actions) as a loop
+    case v_action ->> 'kind'
+      when 'promote' then
+        update windlass.workers set status = 'active', activated_at = v_now
+        where id = v_action ->> 'worker_id' and status = 'spawning';
+        if found then
+          perform windlass_internal.add_event('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'fail' then
+        v_requeued := v_requeued + windlass_internal.fail_worker(
+          v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
+          nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'attempt_refund', 'null'));
+      when 'requeue' then
+        select r.requeued + r.failed into v_count
+        from windlass_internal.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
+        v_requeued := v_requeued + v_count;
+      when 'drain' then
+        update windlass.workers
+        set status = 'terminating', terminating_at = v_now, code = v_action ->> 'code', reason = v_action ->> 'reason'
+        where id = v_action ->> 'worker_id' and status in ('spawning', 'active');
+        if found then
+          perform windlass_internal.add_event('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'adopt' then
+        -- The machine list of the snapshot has its type and price.
+        v_machine := jsonb_path_query_first(
+          p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
+        update windlass.workers
+        set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
+            prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
+            instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place'
+        where id = v_action ->> 'worker_id' and machine_id is null;
+        if found then
+          perform windlass_internal.open_bill(
+            v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+          perform windlass_internal.add_event('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'record_price' then
+        perform windlass_internal.open_bill(
+          v_action ->> 'worker_id',
+          jsonb_path_query_first(
+            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
+          (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+      when 'prepare' then
+        -- Recorded before the program is started, so that an interrupted preparation is recognized.
+        update windlass.workers set preparing_at = v_now
+        where id = v_action ->> 'worker_id' and status = 'spawning' and preparing_at is null;
+        if found then
+          perform windlass_internal.add_event('MACHINE_PREPARING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+        end if;
+      when 'fail_slot' then
+        update windlass.slots
+        set status = 'failed', failed_at = v_now, failed_reason = v_action ->> 'reason'
+        where fleet = p_fleet and slot = (v_action ->> 'slot')::integer;
+        perform windlass_internal.add_event('SLOT_FAILED', v_action ->> 'reason', p_fleet, null, null,
+          jsonb_build_object('slot', (v_action ->> 'slot')::integer));
+      when 'alert' then
+        perform windlass_internal.add_event('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
+          jsonb_strip_nulls(jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
+      when 'delete', 'delete_orphan', 'spawn', 'grow_volume' then
+        null;  -- Provider calls: executed after this commit.
+      else
+        raise exception 'unknown action kind %', v_action ->> 'kind';
+    end case;
+  end loop;
+
+  update windlass.fleets
+  set planner_state = p_planner_state
+  where name = p_fleet;
+
+  return jsonb_build_object(
+    'cycle_id', v_cycle_id,
+    'granted', windlass_internal.reserve_slots(p_fleet, p_intents, v_cycle_id),
+    'requeued', v_requeued
+  );
+end
+$$;
+
+-- A machine without a worker was deleted. If it had a price it gets a terminated worker row, so that the ledger and the
+-- budgets include it.
+create function windlass_internal.record_orphan(p_fleet text, p_outcome jsonb) returns void
+language plpgsql
+as $$
+declare
+  v_machine jsonb := p_outcome -> 'machine';
+  v_id text := 'orphan-' || (v_machine ->> 'id');
+  v_now timestamptz := windlass.now();
+begin
+  perform windlass_internal.add_event('ORPHAN_DELETED', p_outcome ->> 'reason', p_fleet, v_machine ->> 'name', null);
+  if v_machine ->> 'price_micros_per_hour' is null then
+    return;
+  end if;
+  insert into windlass.workers (id, fleet, status, created_at, terminating_at, machine_id, machine_at, code, reason)
+  values (
+    v_id, p_fleet, 'terminating', coalesce((v_machine ->> 'created_at')::timestamptz, v_now), v_now, v_machine ->> 'id',
+    v_now, 'ORPHAN', format('machine of %s: %s', v_machine ->> 'name', p_outcome ->> 'reason')
+  )
+  on conflict (id) do nothing;
+  if not found then
+    return;
+  end if;
+  perform windlass_internal.open_bill(v_id, v_machine, (p_outcome ->> 'billing_unit_s')::integer);
+  update windlass.workers
+  set status = 'terminated', terminated_at = v_now, settle_at = v_now,
+      billed_until = greatest(coalesce((p_outcome ->> 'ended_at')::timestamptz, v_now), billed_since)
+  where id = v_id;
+end
+$$;
+
+-- Record the outcomes of provider calls. Then reserve the slots that became free, which is a decision and needs the
+-- lease. Returns the ids that got a slot; null if reservations were requested and the lease is lost: an error would
+-- undo the outcomes.
+--   {"kind": "created", "worker_id", "machine": {...} in the form of model/machine.py, "is_prepared", "billing_unit_s"}
+--   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "not_deleted", "worker_id", "reason"}
+--   {"kind": "orphan_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
+--   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
+--   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
+--   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
+--   {"kind": "preparation_unclear", "worker_id", "reason"}
+--   {"kind": "volume_grown" or "volume_not_grown", "volume_id", "size_gb", "reason"}
+create function windlass_internal.commit_outcomes(
+  p_lease text,
+  p_holder text,
+  p_term bigint,
+  p_fleet text,
+  p_cycle_id bigint,
+  p_outcomes jsonb,
+  p_intents jsonb,
+  p_summary jsonb
+) returns text[]
+language plpgsql
+as $$
+declare
+  v_now timestamptz := windlass.now();
+  v_outcome jsonb;
+begin
+  for v_outcome in select o from jsonb_array_elements(p_outcomes) as o loop
+    case v_outcome ->> 'kind'
+      when 'created' then
+        update windlass.workers
+        set machine_id = v_outcome -> 'machine' ->> 'id', machine_at = coalesce(machine_at, v_now), creation = 'created',
+            prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
+            instance_type = v_outcome -> 'machine' ->> 'instance_type', place = v_outcome -> 'machine' ->> 'place'
+        where id = v_outcome ->> 'worker_id'
+          and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
+        if found then
+          perform windlass_internal.open_bill(
+            v_outcome ->> 'worker_id', v_outcome -> 'machine', (v_outcome ->> 'billing_unit_s')::integer);
+        end if;
+      when 'ambiguous' then
+        update windlass.workers set creation = 'ambiguous'
+        where id = v_outcome ->> 'worker_id' and creation is null;
+        perform windlass_internal.add_event('MACHINE_AMBIGUOUS', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'refused' then
+        update windlass.workers
+        set status = 'terminated', terminated_at = v_now, creation = 'refused',
+            -- Only a plain refusal counts as a failure of the fleet; missing capacity or a lost lease does not.
+            failed_at = case when v_outcome ->> 'code' = 'REFUSED' then v_now end,
+            code = v_outcome ->> 'code', reason = v_outcome ->> 'reason'
+        where id = v_outcome ->> 'worker_id' and status <> 'terminated' and machine_id is null;
+        if found then
+          perform windlass_internal.add_event('MACHINE_REFUSED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+            jsonb_build_object('code', v_outcome ->> 'code'));
+        end if;
+      when 'deleted' then
+        update windlass.workers
+        set status = 'terminated', terminated_at = v_now,
+            -- Both ends of the bill are times of the provider's clock.
+            billed_until = case when billed_since is not null
+              then greatest(coalesce((v_outcome ->> 'ended_at')::timestamptz, v_now), billed_since) end,
+            -- By then its last results are in the database.
+            settle_at = case when settle_at is not null then v_now + interval '60 seconds' end,
+            code = coalesce(code, v_outcome ->> 'code'), reason = coalesce(reason, v_outcome ->> 'reason')
+        where id = v_outcome ->> 'worker_id' and status <> 'terminated'
+          -- The reporter may have lost the lease, and the worker may have got another machine since.
+          and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
+        if found then
+          perform windlass_internal.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
+          perform windlass_internal.add_event('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        end if;
+      when 'not_deleted' then
+        perform windlass_internal.add_event('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'host_key_seen' then
+        update windlass.workers set host_key = v_outcome ->> 'host_key'
+        where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and host_key is null;
+      when 'prepared' then
+        update windlass.workers
+        set prepared_at = v_now, host_key = coalesce(host_key, v_outcome ->> 'host_key')
+        where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and prepared_at is null;
+        if found then
+          perform windlass_internal.add_event('MACHINE_PREPARED', 'worker program started', p_fleet, v_outcome ->> 'worker_id', null);
+        end if;
+      when 'preparation_failed' then
+        -- A worker with a heartbeat, or that was started otherwise, works: the failed preparation does not matter.
+        update windlass.workers
+        set prepare_code = v_outcome ->> 'code', prepare_reason = v_outcome ->> 'reason',
+            host_key = coalesce(host_key, v_outcome ->> 'host_key')
+        where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and status = 'spawning'
+          and prepared_at is null and prepare_code is null and last_heartbeat is null;
+        if found then
+          perform windlass_internal.add_event('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+            jsonb_build_object('code', v_outcome ->> 'code', 'output', v_outcome ->> 'output'));
+        end if;
+      when 'preparation_unclear' then
+        perform windlass_internal.add_event('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+      when 'volume_grown', 'volume_not_grown' then
+        perform windlass_internal.add_event(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
+          jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));
+      when 'orphan_deleted' then
+        perform windlass_internal.record_orphan(p_fleet, v_outcome);
+      else
+        raise exception 'unknown outcome kind %', v_outcome ->> 'kind';
+    end case;
+  end loop;
+
+  -- Late outcomes have no summary: the cycle keeps its own.
+  update windlass.cycles set finished_at = v_now, summary = coalesce(p_summary, summary) where id = p_cycle_id;
+
+  if p_intents = '[]' then
+    return '{}';
+  end if;
+  begin
+    perform windlass_internal.require_lease(p_lease, p_holder, p_term);
+  exception when object_not_in_prerequisite_state then
+    return null;
+  end;
+  return windlass_internal.reserve_slots(p_fleet, p_intents, p_cycle_id);
+end
+$$;

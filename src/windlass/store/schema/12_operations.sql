@@ -1,0 +1,106 @@
+-- Operations of a person on a fleet: `windlass restart`, `scale`, `pause`, `resume`, `terminate`.
+
+create function windlass_internal.require_fleet(p_fleet text) returns void
+language plpgsql
+as $$
+begin
+  if not exists (select from windlass.fleets f where f.name = p_fleet) then
+    raise exception 'fleet % not found', p_fleet using errcode = 'invalid_parameter_value';
+  end if;
+end
+$$;
+
+-- Clear the restarts of a slot, so that it may be filled again, and the holds of the fleet. Null: all slots. Returns
+-- how many slots were failed.
+create function windlass_internal.restart_slots(p_fleet text, p_slot integer default null) returns integer
+language plpgsql
+as $$
+declare
+  v_count integer;
+begin
+  perform windlass_internal.require_fleet(p_fleet);
+  select f.max_workers into v_count from windlass.fleets f where f.name = p_fleet;
+  if p_slot not between 0 and v_count - 1
+    and not exists (select from windlass.slots s where s.fleet = p_fleet and s.slot = p_slot)
+  then
+    raise exception 'slot % not found in fleet %: its slots are 0 to %', p_slot, p_fleet, v_count - 1
+      using errcode = 'invalid_parameter_value';
+  end if;
+  with failed as (
+    select s.slot
+    from windlass.slots s
+    where s.fleet = p_fleet and (p_slot is null or s.slot = p_slot) and s.status = 'failed'
+    for update
+  )
+  select count(*) into v_count from failed;
+
+  update windlass.slots
+  set status = 'ok', restart_count = 0, last_restart_at = null, restarts = '{}', failed_at = null, failed_reason = null
+  where fleet = p_fleet
+    and (p_slot is null or slot = p_slot);
+  update windlass.fleets
+  set reset_at = windlass.now(),
+      restarted_at = case when p_slot is null then windlass.now() else restarted_at end
+  where name = p_fleet;
+  perform windlass_internal.add_event('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
+    jsonb_build_object('slot', p_slot));
+  return v_count;
+end
+$$;
+
+-- Request workers beyond what the policy wants. A negative count withdraws requests. Returns how many are requested and
+-- not yet spawned, at most as many as the fleet can take.
+create function windlass_internal.request_workers(p_fleet text, p_count integer) returns integer
+language plpgsql
+as $$
+declare
+  v_requested integer;
+begin
+  perform windlass_internal.require_fleet(p_fleet);
+  update windlass.fleets
+  set requested_workers = greatest(0, least(requested_workers + p_count, windlass_internal.requestable_workers(p_fleet)))
+  where name = p_fleet
+  returning requested_workers into v_requested;
+  perform windlass_internal.add_event('WORKERS_REQUESTED', 'by hand', p_fleet, null, null, jsonb_build_object('count', p_count));
+  return v_requested;
+end
+$$;
+
+-- Pause or resume a fleet with its present and future workers. Returns how many workers changed.
+create function windlass_internal.pause_fleet(p_fleet text, p_paused boolean) returns integer
+language plpgsql
+as $$
+declare
+  v_count integer;
+begin
+  perform windlass_internal.require_fleet(p_fleet);
+  update windlass.fleets set paused = p_paused where name = p_fleet;
+  update windlass.workers set paused = p_paused
+  where fleet = p_fleet and status in ('spawning', 'active', 'terminating') and paused <> p_paused;
+  get diagnostics v_count = row_count;
+  perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand', p_fleet, null, null);
+  return v_count;
+end
+$$;
+
+-- End a worker at once, with its running tasks. Counts as a failure of neither its slot nor its fleet. A spawned worker
+-- keeps its slot until its machine is deleted; one started by hand is terminated. False if it had ended already.
+create function windlass_internal.terminate_worker(p_worker_id text, p_reason text) returns boolean
+language plpgsql
+as $$
+declare
+  v_is_live boolean;
+begin
+  perform from windlass.workers w
+  where w.id = p_worker_id and w.status in ('spawning', 'active', 'terminating')
+  for update;
+  v_is_live := found;
+  if v_is_live then
+    perform windlass_internal.fail_worker(p_worker_id, 'MANUAL', p_reason, false);
+    update windlass.workers
+    set status = 'terminated', terminated_at = windlass.now()
+    where id = p_worker_id and slot is null;
+  end if;
+  return v_is_live;
+end
+$$;

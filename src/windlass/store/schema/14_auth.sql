@@ -1,0 +1,153 @@
+-- HTTP callers: machines that join, the workers they become, and people and programs with API tokens.
+
+-- Authenticate a token: one row, or none if the token is unknown or revoked. Each kind of token costs one index probe;
+-- worker tokens come first because workers call all day.
+create function windlass_internal.authenticate(p_token_hash bytea) returns table (
+  kind text,
+  name text,
+  fleet text,
+  queues text[],
+  has_ended boolean,
+  is_expired boolean,
+  role text
+)
+language plpgsql
+set enable_seqscan = off
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := windlass.now();
+begin
+  return query
+    select 'worker', w.id, w.fleet, w.queues, w.status = 'terminated' or t.revoked_at is not null, false, null::text
+    from windlass.workers w
+    left join windlass.tokens t on t.id = w.registered_by
+    where w.token_hash = p_token_hash;
+  if found then
+    return;
+  end if;
+
+  return query
+    select 'join', w.id, w.fleet, w.queues, w.status not in ('spawning', 'active', 'terminating'),
+      w.join_expires_at <= v_now, null::text
+    from windlass.workers w
+    where w.join_token_hash = p_token_hash;
+  if found then
+    return;
+  end if;
+
+  return query
+    select 'token', t.name::text, null::text, null::text[], false, false, t.role
+    from windlass.tokens t
+    where t.hash = p_token_hash
+      and t.revoked_at is null;
+  if found then
+    -- At most one write per minute: authentication should stay a read.
+    update windlass.tokens
+    set last_used_at = v_now
+    where hash = p_token_hash
+      and (last_used_at is null or last_used_at < v_now - interval '1 minute');
+  end if;
+end
+$$;
+
+-- A machine exchanges its join token for a worker token that it generated itself. Returns 'activated', also for a
+-- repeated call with the same two tokens: the first answer may have been lost. Otherwise nothing has changed, and it
+-- returns 'unknown' (no such worker, or not its join token), 'ended', 'used' (for another worker token) or 'expired'.
+-- The worker's status stays: its first heartbeat proves that it runs.
+create function windlass_internal.exchange_join_token(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea) returns text
+language plpgsql
+as $$
+declare
+  v_worker windlass.workers;
+begin
+  select * into v_worker
+  from windlass.workers w
+  where w.id = p_worker_id
+    and w.join_token_hash = p_join_token_hash
+  for no key update;
+  if not found then
+    return 'unknown';
+  end if;
+  if v_worker.status not in ('spawning', 'active', 'terminating') then
+    return 'ended';
+  end if;
+  if v_worker.token_hash is not null then
+    return case when v_worker.token_hash = p_token_hash then 'activated' else 'used' end;
+  end if;
+  if v_worker.join_expires_at <= windlass.now() then
+    return 'expired';
+  end if;
+  update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
+  perform windlass_internal.add_event('WORKER_JOINED', 'machine exchanged its join token', v_worker.fleet, p_worker_id, null);
+  return 'activated';
+end
+$$;
+
+-- A joined machine cannot start its worker. The control plane fails the worker with this code. Without effect after the
+-- first heartbeat, or if a failure was reported before.
+create function windlass_internal.report_start_failure(p_worker_id text, p_code text, p_reason text) returns void
+language plpgsql
+as $$
+declare
+  v_fleet text;
+begin
+  update windlass.workers
+  set prepare_code = p_code, prepare_reason = p_reason
+  where id = p_worker_id
+    and status = 'spawning'
+    and slot is not null
+    and prepare_code is null
+    and last_heartbeat is null
+  returning fleet into v_fleet;
+  if found then
+    perform windlass_internal.add_event('WORKER_NOT_STARTED', p_reason, v_fleet, p_worker_id, null, jsonb_build_object('code', p_code));
+  end if;
+end
+$$;
+
+-- A worker that no fleet spawned registers with an API token of role worker and a worker token that it generated
+-- itself. Returns its status, also for a repeated call with the same two tokens; null if the API token is revoked,
+-- unknown or of another role; 'taken' if the worker id belongs to another worker token.
+create function windlass_internal.self_register_worker(
+  p_api_token_hash bytea,
+  p_token_hash bytea,
+  p_worker_id text,
+  p_fleet text,
+  p_queues text[],
+  p_concurrency integer,
+  p_lease_s double precision,
+  p_host text,
+  p_pid integer,
+  p_version text,
+  p_start_id text
+) returns text
+language plpgsql
+as $$
+declare
+  v_token_id bigint;
+  v_status text;
+begin
+  -- A concurrent revocation waits for this transaction, and then applies to this worker too.
+  select t.id into v_token_id
+  from windlass.tokens t
+  where t.hash = p_api_token_hash
+    and t.role = 'worker'
+    and t.revoked_at is null
+  for share;
+  if not found then
+    return null;
+  end if;
+  if exists (select from windlass.workers w where w.id = p_worker_id and w.token_hash is distinct from p_token_hash) then
+    return 'taken';
+  end if;
+  v_status := windlass.register_worker(
+    p_worker_id, p_fleet, p_queues, p_concurrency, p_lease_s, p_host, p_pid, p_version, 'worker', p_start_id
+  );
+  update windlass.workers
+  set token_hash = p_token_hash, joined_at = windlass.now(), registered_by = v_token_id
+  where id = p_worker_id
+    and token_hash is null;
+  return v_status;
+end
+$$;

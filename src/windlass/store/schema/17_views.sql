@@ -1,0 +1,266 @@
+-- Views for people and dashboards. They are computed, not stored.
+
+-- Per queue: queued, scheduled, retrying and running tasks. Finished tasks are not counted, so it stays cheap.
+create view windlass.queue_depth as
+select
+  t.queue,
+  count(*) filter (where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())) as queued,
+  count(*) filter (where t.status = 'queued' and t.run_after > windlass.now()) as scheduled,
+  count(*) filter (where t.status = 'error') as retrying,
+  count(*) filter (where t.status = 'running') as running,
+  -- A task is claimable from the latest of these times.
+  extract(epoch from windlass.now() - min(greatest(t.created_at, t.ready_at, t.run_after)) filter (
+    where t.status = 'queued' and (t.run_after is null or t.run_after <= windlass.now())
+  )) as oldest_queued_age_s
+from windlass.tasks t
+where (t.status = 'queued' and t.run_after is null)
+  or t.run_after is not null
+  or t.status = 'running'
+group by t.queue;
+
+-- One row: tasks, workers by status, and the results of the last hour.
+create view windlass.orchestrator_status as
+select
+  windlass.now() as at,
+  q.queued as queued_tasks,
+  q.running as running_tasks,
+  q.retrying as delayed_tasks,
+  q.oldest_queued_age_s,
+  f.completed_last_hour,
+  f.failed_last_hour,
+  w.spawning as spawning_workers,
+  w.active as active_workers,
+  w.terminating as terminating_workers,
+  w.error as error_workers,
+  w.total as total_workers,
+  w.stale as stale_workers
+from (
+  select
+    coalesce(sum(d.queued), 0)::bigint as queued,
+    coalesce(sum(d.running), 0)::bigint as running,
+    coalesce(sum(d.retrying + d.scheduled), 0)::bigint as retrying,
+    max(d.oldest_queued_age_s) as oldest_queued_age_s
+  from windlass.queue_depth d
+) as q
+cross join (
+  select
+    (
+      select count(*) from windlass.tasks t where t.status = 'complete' and t.finished_at > windlass.now() - interval '1 hour'
+    ) as completed_last_hour,
+    (
+      select count(*) from windlass.tasks t where t.status = 'failed' and t.finished_at > windlass.now() - interval '1 hour'
+    ) as failed_last_hour
+) as f
+cross join (
+  select
+    count(*) filter (where v.status = 'spawning') as spawning,
+    count(*) filter (where v.status = 'active') as active,
+    count(*) filter (where v.status = 'terminating') as terminating,
+    count(*) filter (where v.status = 'error') as error,
+    count(*) as total,
+    count(*) filter (
+      where v.status = 'active' and v.last_heartbeat < windlass.now() - make_interval(secs => v.lease_s)
+    ) as stale
+  from windlass.workers v
+  where v.status <> 'terminated'
+) as w;
+
+-- Per worker that is not terminated: age of its heartbeat, running tasks, GPU memory.
+create view windlass.active_workers_health as
+select
+  w.id as worker_id,
+  w.fleet,
+  w.slot,
+  w.status,
+  w.paused,
+  w.created_at,
+  w.last_heartbeat,
+  extract(epoch from windlass.now() - w.last_heartbeat) as heartbeat_age_s,
+  coalesce(w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s), false) as is_stale,
+  w.vram_total_mb,
+  w.vram_used_mb,
+  round(100.0 * w.vram_used_mb / nullif(w.vram_total_mb, 0), 1) as vram_used_percent,
+  extract(epoch from windlass.now() - w.vram_at) as vram_age_s,
+  t.running_tasks,
+  t.oldest_task_id,
+  t.oldest_task_age_s
+from windlass.workers w
+cross join lateral (
+  select
+    count(*) as running_tasks,
+    min(r.id) as oldest_task_id,
+    extract(epoch from windlass.now() - min(r.started_at)) as oldest_task_age_s
+  from windlass.tasks r
+  where r.worker_id = w.id
+    and r.status = 'running'
+) as t
+where w.status <> 'terminated';
+
+-- Per worker: results and duration of its attempts, and its uptime. Failed attempts are counted from events, because a
+-- task's row keeps only its last worker.
+create view windlass.worker_performance as
+select
+  w.id as worker_id,
+  w.fleet,
+  w.status,
+  coalesce(t.completed, 0) as completed_tasks,
+  coalesce(e.failed, 0) as failed_attempts,
+  round(100.0 * t.completed / nullif(t.completed + coalesce(e.failed, 0), 0), 1) as success_percent,
+  t.duration_p50_s,
+  t.duration_mean_s,
+  w.late_results,
+  extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) as uptime_s
+from windlass.workers w
+left join (
+  select
+    d.worker_id,
+    count(*) as completed,
+    percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at)) as duration_p50_s,
+    avg(extract(epoch from d.finished_at - d.started_at)) as duration_mean_s
+  from windlass.tasks d
+  where d.status = 'complete'
+  group by d.worker_id
+) as t on t.worker_id = w.id
+left join (
+  select v.worker_id, count(*) as failed
+  from windlass.events v
+  where v.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
+  group by v.worker_id
+) as e on e.worker_id = w.id;
+
+-- Errors of the last day, newest first.
+create view windlass.recent_errors as
+select e.id, e.at, e.code, e.reason, e.fleet, e.worker_id, e.task_id, e.detail
+from windlass.events e
+where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED', 'LATE_RESULT', 'WORKER_LOST', 'WORKER_ERROR')
+  and e.at > windlass.now() - interval '1 day'
+order by e.id desc;
+
+-- Runtime times price per worker: an estimate while the worker lives. `charges` has the settled costs.
+create view windlass.cost_estimates as
+select
+  w.id as worker_id,
+  w.fleet,
+  w.instance_type,
+  w.currency,
+  w.price_micros_per_hour,
+  extract(epoch from r.until_at - r.from_at) as runtime_s,
+  (w.price_micros_per_hour * extract(epoch from r.until_at - r.from_at) / 3600)::bigint as cost_micros
+from windlass.workers w
+cross join lateral (
+  select
+    coalesce(w.billed_since, w.created_at) as from_at,
+    coalesce(w.billed_until, w.terminated_at, windlass.now()) as until_at
+) as r
+where w.price_micros_per_hour is not null;
+
+-- Settled costs by day (UTC) and fleet.
+create view windlass.daily_costs as
+select
+  (s.hour at time zone 'UTC')::date as day,
+  s.fleet,
+  s.currency,
+  sum(s.task_micros)::bigint as task_micros,
+  sum(s.boot_micros)::bigint as boot_micros,
+  sum(s.idle_micros)::bigint as idle_micros,
+  sum(s.tail_micros)::bigint as tail_micros,
+  sum(s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros)::bigint as total_micros
+from windlass.spending s
+group by 1, 2, 3;
+
+-- Settled costs by task: all its attempts on all workers.
+create view windlass.task_costs as
+select c.task_id, c.queue, c.currency, sum(c.amount_micros)::bigint as cost_micros
+from windlass.charges c
+where c.task_id is not null
+group by c.task_id, c.queue, c.currency;
+
+-- The component name of a slot in the view health. A fleet's row outlives the fleet, so the name includes the fleet
+-- only if another fleet that serves the same first queue has a worker or a failed slot.
+create function windlass_internal.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
+language sql
+stable
+as $$
+  select
+    'worker:' || coalesce(p_queues[1], p_fleet)
+    || case
+      when exists (
+        select from windlass.fleets o
+        where o.name <> p_fleet
+          and coalesce(o.queues[1], o.name) = coalesce(p_queues[1], p_fleet)
+          and (
+            exists (
+              select from windlass.workers w
+              where w.fleet = o.name and w.slot is not null and w.status <> 'terminated'
+            )
+            or exists (select from windlass.slots s where s.fleet = o.name and s.status = 'failed')
+          )
+      ) then '@' || p_fleet
+      else ''
+    end
+    || ':' || p_slot
+$$;
+
+-- Per slot, in the terms of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix seconds.
+-- Workers started by hand have no slot and are named by their id. A component is named worker:QUEUE:SLOT, and
+-- worker:QUEUE@FLEET:SLOT while another fleet serves that queue first: names are unique.
+create view windlass.health as
+select
+  coalesce(
+    windlass_internal.component_name(w.fleet, w.queues, w.slot), 'worker:' || coalesce(w.queues[1], w.fleet) || ':' || w.id
+  ) as component,
+  extract(epoch from coalesce(w.last_heartbeat, w.created_at))::bigint as last_seen,
+  case
+    when s.status = 'failed' then 'failed'
+    when w.status = 'error' then 'crashed'
+    -- The control plane decides how long a machine may boot, and sets it to error.
+    when w.status = 'spawning' and w.last_heartbeat is null then 'starting'
+    when coalesce(w.last_heartbeat, w.created_at) < windlass.now() - make_interval(secs => w.lease_s) then 'crashed'
+    when w.status = 'terminating' then 'stopping'
+    when w.last_heartbeat is null then 'starting'
+    else 'healthy'
+  end as status,
+  w.pid,
+  (select min(t.id) from windlass.tasks t where t.worker_id = w.id and t.status = 'running') as current_job,
+  jsonb_build_object(
+    'queue_type', coalesce(w.queues[1], w.fleet),
+    'batch_size', w.concurrency,
+    'paused', w.paused,
+    'error_message', w.reason
+  ) as details_json,
+  coalesce(s.restart_count, 0) as restart_count,
+  extract(epoch from s.last_restart_at)::bigint as last_restart,
+  extract(epoch from coalesce(s.created_at, w.created_at))::bigint as created_at
+from windlass.workers w
+left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
+where w.status <> 'terminated'
+union all
+select
+  windlass_internal.component_name(s.fleet, f.queues, s.slot),
+  extract(epoch from coalesce(s.failed_at, s.last_restart_at, s.created_at))::bigint,
+  'failed',
+  null,
+  null,
+  jsonb_build_object(
+    'queue_type', coalesce(f.queues[1], s.fleet), 'batch_size', null, 'paused', f.paused, 'error_message', s.failed_reason
+  ),
+  s.restart_count,
+  extract(epoch from s.last_restart_at)::bigint,
+  extract(epoch from s.created_at)::bigint
+from windlass.slots s
+join windlass.fleets f on f.name = s.fleet
+where s.status = 'failed'
+  and not exists (
+    select from windlass.workers w where w.fleet = s.fleet and w.slot = s.slot and w.status <> 'terminated'
+  );
+
+-- Whether a task matches a search: its id, the beginning of its unique key, its error code or a part of its error.
+create function windlass_internal.matches_search(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
+returns boolean
+language sql immutable parallel safe
+as $$
+  select p_id::text = p_search
+    or coalesce(starts_with(p_unique_key, p_search), false)
+    or coalesce(lower(p_error_code) = lower(p_search), false)
+    or coalesce(position(lower(p_search) in lower(p_error)) > 0, false)
+$$;
