@@ -98,7 +98,7 @@ def names(simulation: Simulation) -> list[str]:
         {"times_out_after_taking_effect": True},
         {"takes_effect_late_s": LATE_S},
         {"never_answers": True},
-        {"takes_s": CALL_TIMEOUT_S + 5.0},
+        {"duration_s": CALL_TIMEOUT_S + 5.0},
     ],
     ids=lambda fate: next(iter(fate)),
 )
@@ -330,8 +330,8 @@ def test_a_leader_that_stood_still_after_deciding_hires_nobody_when_it_goes_on()
         {"raises": KeyError("oops"), "takes_effect": False},
         {"never_answers": True},
         {"never_answers": True, "takes_effect": False},
-        {"takes_s": CALL_TIMEOUT_S + 10.0},
-        {"answers_late_s": CALL_TIMEOUT_S + 10.0},
+        {"duration_s": CALL_TIMEOUT_S + 10.0},
+        {"answer_delay_s": CALL_TIMEOUT_S + 10.0},
     ],
     ids=lambda fate: ", ".join(fate),
 )
@@ -614,7 +614,8 @@ def test_a_bad_image_costs_a_bounded_number_of_launches(spawn_timeout_s: float, 
     async def is_held() -> None:
         (fleet,) = await simulation.store.fleets()
         assert fleet.hold is not None
-        assert "broke" in fleet.hold.reason or "failed" in fleet.hold.reason or "breaking" in fleet.hold.reason
+        assert fleet.hold.code == "FAILURE_RATE"
+        assert "SPAWNING_TIMEOUT" in fleet.hold.reason
 
     launched: list[int] = []
 
