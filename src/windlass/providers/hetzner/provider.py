@@ -251,7 +251,7 @@ class HetznerProvider:
         )
 
     async def _adopt_server(self, name: str, labels: Mapping[str, str], in_use: VendorError, doing: str) -> BoundServer:
-        """The name is in use: by the server of an earlier request of ours, or by a foreign server."""
+        """The name is in use: by the server of our earlier request, or by a foreign server."""
         try:
             page = await self._account.request(lambda: self._account.api.servers.get_list(name=name))
         except (VendorError, Throttled) as error:

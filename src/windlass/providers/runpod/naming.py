@@ -1,7 +1,7 @@
 """Tags of pods, and the body of a request for a pod. Pure.
 
-A pod of ours has its worker's id as its name, which need not be unique, and in its environment a tag that names the
-database, fleet and worker. A pod that a person created from one of ours has the tag but another name: it is theirs.
+A fleet's pod has its worker's id as its name, which need not be unique, and in its environment a tag that names the
+database, fleet and worker. A pod that a person created from one of these has the tag but another name: it is theirs.
 """
 
 import json

@@ -252,7 +252,7 @@ class RunpodProvider:
         if self._pods.changes.is_deleted(machine.id):
             return None
         if machine.id not in self._pods.changes:
-            # A pod that is not found may be a new one of ours. It is deleted too, since ids are never reused.
+            # A pod that is not found may be new and ours. It is deleted too, since ids are never reused.
             pod = self._account.last_listed(machine.id) or await self._account.get_pod(machine.id)
             if pod is not None and naming.tagged_worker(pod, self._tag) is None:
                 raise Refused(
@@ -345,7 +345,7 @@ class RunpodProvider:
 
 def _clamp_to_second(time: datetime, second: datetime | None) -> datetime:
     """Our time, moved into the second that the vendor's clock showed. Pods are billed by the second, so neither network
-    latency nor a wrong clock of ours may add one."""
+    latency nor our wrong clock may add one."""
     if second is None:
         return time
     return min(max(time, second), second + timedelta(seconds=1) - timedelta.resolution)
