@@ -1,7 +1,7 @@
 """The same random histories over PostgreSQL and memory: after every step both must be in the same state.
 
-Hypothesis generates histories of claims, failures, silence, pauses, recoveries and late results. Both stores run them in
-the same virtual time, and everything that can be read from them is compared. A difference is printed as the shortest
+Hypothesis generates histories of claims, failures, silence, pauses, recoveries and late results. Both stores run them
+in the same virtual time, and everything that can be read from them is compared. A difference is printed as the shortest
 program that shows it. A second test sends the worker calls to PostgreSQL over HTTP.
 
 `WINDLASS_HISTORIES=5000 pytest tests/conformance/test_store_histories.py` runs that many new histories. Without it the

@@ -58,7 +58,7 @@ async def test_repeated_registration_updates_worker(store: AnyStore, clock: Any)
     )
 
 
-@pytest.mark.parametrize("is_managed", [False, True], ids=["started by hand", "hired"])
+@pytest.mark.parametrize("is_managed", [False, True], ids=["started by hand", "spawned"])
 @pytest.mark.parametrize(
     "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
 )

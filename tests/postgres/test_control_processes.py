@@ -137,7 +137,7 @@ async def _check_books(connection: Any) -> None:
         """
     )
     assert leaked == []
-    # Time from the last sign of one leader to the first of the next. The standby retries when the observed lease expires
+    # Time from the last sign of one leader to the first of the next. The standby retries when the lease expires
     # (TTL_S after the last renewal), then lists machines. The remaining time allows for a loaded machine.
     # tests/simulator/test_succession.py checks lease plus half a second in virtual time.
     longest_s = await connection.fetchval(

@@ -64,7 +64,7 @@ class FleetOverview:
     work: Work
     # Workers by status, without terminated ones.
     workers: Mapping[WorkerStatus, int]
-    hired: int
+    spawned: int
     paused: int
     # Active workers whose last heartbeat is older than their lease.
     silent: int
