@@ -84,7 +84,7 @@ def take_all(browser: Browser, operator: Page, folder: Path) -> None:
         page = context.new_page()
         for title, path in PAGES.items():
             page.goto(path)
-            page.locator("#link", has_text="live").wait_for()
+            page.locator("#connection", has_text="live").wait_for()
             page.wait_for_timeout(300)
             page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
         for listed, title in (("/workers", "worker"), ("/tasks", "task"), ("/cycles", "cycle")):
