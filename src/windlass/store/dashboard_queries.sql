@@ -9,7 +9,7 @@ select
   count(*) filter (where w.status = 'active') as active,
   count(*) filter (where w.status = 'terminating') as terminating,
   count(*) filter (where w.status = 'error') as error,
-  count(*) filter (where w.slot is not null) as hired,
+  count(*) filter (where w.slot is not null) as managed,
   count(*) filter (where w.paused) as paused,
   count(*) filter (
     where w.status = 'active' and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s)
