@@ -71,7 +71,7 @@ async def test_only_the_queues_asked_for_are_claimed(store: AnyStore) -> None:
     assert (await claim_one(store, queues=("q", "other"))).task_id == other
 
 
-async def test_among_several_queues_the_one_whose_head_comes_first_is_served(store: AnyStore) -> None:
+async def test_queue_with_best_head_task_is_served_first(store: AnyStore) -> None:
     await register(store, "w1")
     second = await add(store, "b", priority=1)
     first = await add(store, "a", priority=7)
@@ -179,7 +179,7 @@ async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: AnyStore
     assert await status_of(store, task_id) is TaskStatus.QUEUED
 
 
-async def test_a_worker_that_has_ended_first_hears_that_its_results_are_lost(store: AnyStore) -> None:
+async def test_ended_worker_learns_that_results_are_lost(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.deregister("w1", "done")
     turn = await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, "1")], ("q",), 1)

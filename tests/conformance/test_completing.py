@@ -40,7 +40,7 @@ async def test_finishing_hands_out_the_next_in_the_same_turn(store: AnyStore) ->
     assert turn.lost == []
 
 
-async def test_a_worker_that_lost_its_claim_cannot_finish_the_task(store: AnyStore, clock: Any) -> None:
+async def test_stale_claim_cannot_complete_task(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.release("w1", claim.task_id, claim.token, "given back")
     before = await task_of(store, claim)
@@ -51,7 +51,7 @@ async def test_a_worker_that_lost_its_claim_cannot_finish_the_task(store: AnySto
     assert await codes(store, task_id=claim.task_id) == ["TASK_RELEASED", "LATE_RESULT"]
 
 
-async def test_a_task_given_back_with_a_delay_is_nobodys_until_then(store: AnyStore, clock: Any) -> None:
+async def test_task_released_with_delay_is_not_claimable_before(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     assert await store.release("w1", claim.task_id, claim.token, "no place for it yet", 30.0)
     task = await task_of(store, claim)
@@ -62,7 +62,7 @@ async def test_a_task_given_back_with_a_delay_is_nobodys_until_then(store: AnySt
     assert [again.task_id for again in await store.claim("w1", ("q",), 1)] == [claim.task_id]
 
 
-async def test_a_late_result_cannot_finish_the_attempt_of_another(store: AnyStore) -> None:
+async def test_late_result_cannot_complete_later_attempt(store: AnyStore) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")
     await register(store, "w2")
@@ -79,7 +79,7 @@ async def test_a_late_result_cannot_finish_the_attempt_of_another(store: AnyStor
     assert await late_results(store, "w2") == 0
 
 
-async def test_repeating_an_accepted_finish_is_accepted_and_changes_nothing(store: AnyStore, clock: Any) -> None:
+async def test_repeated_completion_is_accepted_unchanged(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await complete(store, claim, result="1")
     before = await task_of(store, claim)

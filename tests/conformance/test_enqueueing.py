@@ -35,7 +35,7 @@ async def test_ids_grow(store: AnyStore) -> None:
     assert ids == sorted(set(ids))
 
 
-async def test_a_key_that_is_already_there_gives_the_task_that_has_it_unchanged(store: AnyStore) -> None:
+async def test_existing_unique_key_returns_unchanged_task(store: AnyStore) -> None:
     first = await add(store, payload=1, unique_key="k")
     assert await add(store, payload=2, priority=9, unique_key="k") == first
     task = await task_of(store, first)
@@ -43,7 +43,7 @@ async def test_a_key_that_is_already_there_gives_the_task_that_has_it_unchanged(
     assert len(await store.tasks()) == 1
 
 
-async def test_a_task_that_was_there_already_can_be_told_from_a_new_one(store: AnyStore) -> None:
+async def test_enqueue_or_find_reports_whether_task_is_new(store: AnyStore) -> None:
     first, is_new = await store.enqueue_or_find(new_task("q", unique_key="k"))
     assert is_new
     assert await store.enqueue_or_find(new_task("q", 2, unique_key="k")) == (first, False)
@@ -53,7 +53,7 @@ async def test_a_task_that_was_there_already_can_be_told_from_a_new_one(store: A
     assert await store.enqueue_or_find(new_task("q", unique_key="k")) == (first, False)
 
 
-async def test_of_a_long_error_the_end_is_told_where_its_cause_stands(store: AnyStore) -> None:
+async def test_event_of_long_error_keeps_its_end(store: AnyStore) -> None:
     claim = await claimed(store)
     error = "Traceback (most recent call last):\n" + "  File x\n" * 2_000 + "OSError: no disk"
     await store.fail("w1", claim.task_id, claim.token, error)

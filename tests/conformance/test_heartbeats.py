@@ -117,7 +117,7 @@ async def test_an_unknown_worker_learns_that_it_is_unknown(store: AnyStore) -> N
     assert await store.worker("nobody") is None
 
 
-async def test_a_claim_its_worker_never_received_is_released_after_a_lease(store: AnyStore, clock: Any) -> None:
+async def test_unreceived_claim_is_released_after_a_lease(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", lease_s=30)
     ids = [await add(store), await add(store)]
     received, _never_received = await store.claim("w1", ("q",), 2)

@@ -77,7 +77,7 @@ async def test_a_worker_that_never_beat_is_judged_by_its_age(store: AnyStore, cl
     assert worker.reason == "no heartbeat for 31 s"
 
 
-async def test_nobody_judges_by_a_longer_lease_than_it_was_itself_heard(store: AnyStore, clock: Any) -> None:
+async def test_judge_needs_gapless_heartbeats_for_the_whole_lease(store: AnyStore, clock: Any) -> None:
     await register(store, "patient", lease_s=60)
     await store.heartbeat("patient")
     clock.advance(61)
@@ -101,9 +101,7 @@ async def test_a_beat_that_is_a_little_late_is_no_gap(store: AnyStore, clock: An
 
 
 @pytest.mark.parametrize("share", [0.41, 0.7, 0.9, 1.0], ids=lambda share: f"{share:.0%} of a lease")
-async def test_after_an_outage_shorter_than_a_lease_nobody_is_condemned(
-    store: AnyStore, clock: Any, share: float
-) -> None:
+async def test_no_worker_is_lost_after_outage_shorter_than_lease(store: AnyStore, clock: Any, share: float) -> None:
     """All were silenced; the judge is back first, and the other comes back within its time."""
     await register(store, "judge", "other", lease_s=30)
     await beat(store, clock, "judge", 60)
@@ -117,9 +115,7 @@ async def test_after_an_outage_shorter_than_a_lease_nobody_is_condemned(
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_a_judge_with_a_longer_lease_allows_for_the_outages_it_would_not_notice(
-    store: AnyStore, clock: Any
-) -> None:
+async def test_judge_with_longer_lease_allows_for_unnoticed_outages(store: AnyStore, clock: Any) -> None:
     """It beats every 20 s: an outage of as much leaves no gap in its beats, but one in those of the other."""
     await register(store, "judge", lease_s=60)
     await register(store, "short", lease_s=30)
@@ -148,7 +144,7 @@ async def test_who_is_itself_silent_does_not_judge(store: AnyStore, clock: Any) 
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_after_an_outage_that_silenced_all_nobody_is_condemned(store: AnyStore, clock: Any) -> None:
+async def test_no_worker_is_lost_after_outage_of_all_workers(store: AnyStore, clock: Any) -> None:
     await register(store, "judge", "other", lease_s=30)
     for worker_id in ("judge", "other"):
         await store.heartbeat(worker_id)
@@ -180,7 +176,7 @@ async def test_a_terminating_worker_that_fell_silent_is_lost_too(store: AnyStore
 
 
 @pytest.mark.parametrize("status", [WorkerStatus.SPAWNING, WorkerStatus.TERMINATING])
-async def test_where_nobody_leads_a_lost_hired_worker_loses_its_tasks_and_waits_for_the_control_loop(
+async def test_without_a_leader_lost_spawned_worker_loses_its_tasks(
     store: AnyStore, hire: Any, clock: Any, status: WorkerStatus
 ) -> None:
     await hire("h1", "gpus", 0)
@@ -214,14 +210,14 @@ async def test_where_nobody_leads_a_lost_hired_worker_loses_its_tasks_and_waits_
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_a_hired_worker_that_was_never_heard_may_still_be_booting(store: AnyStore, hire: Any, clock: Any) -> None:
+async def test_spawned_worker_without_heartbeat_is_not_lost(store: AnyStore, hire: Any, clock: Any) -> None:
     await hire("h1", "gpus", 0)
     await register(store, "judge")
     await beat(store, clock, "judge", 600)
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_upkeep_recovers_and_sweeps(store: AnyStore, clock: Any) -> None:
+async def test_maintenance_recovers_workers_and_applies_retention(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store, "judge")
     await complete(store, claim, "judge")
     left_behind = await claimed(store, "lost")

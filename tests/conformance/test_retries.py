@@ -90,7 +90,7 @@ async def test_back_off_without_given_jitter_stays_within_its_bounds(store: AnyS
     assert len(delays) > 1
 
 
-async def test_repeating_an_accepted_failure_is_accepted_and_changes_nothing(store: AnyStore, clock: Any) -> None:
+async def test_repeated_failure_report_is_accepted_unchanged(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await fail(store, claim, jitter=0)
     before = await task_of(store, claim)
@@ -110,7 +110,7 @@ async def test_a_success_clears_the_error_of_an_earlier_attempt(store: AnyStore,
     assert (task.status, task.error, task.error_code, task.attempts) == (TaskStatus.COMPLETE, None, None, 2)
 
 
-async def test_an_error_is_kept_whatever_characters_it_has_and_however_long_it_is(store: AnyStore) -> None:
+async def test_error_text_of_any_length_and_characters_is_stored(store: AnyStore) -> None:
     claim = await claimed(store)
     error = "TypeError: " + "x" * 9_000 + "NUL \x00, half a pair \udc80, the cause"
     await store.fail("w1", claim.task_id, claim.token, error)
@@ -197,7 +197,7 @@ async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: A
         await store.retry_failed("q", clock(), -1)
 
 
-async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_to(store: AnyStore, clock: Any) -> None:
+async def test_retry_failed_continues_where_last_call_ended(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     old = await finished_task(store, is_failure=True)
     failed, times = [], []
@@ -212,7 +212,7 @@ async def test_each_round_of_retrying_dead_letters_goes_on_where_the_last_came_t
     assert await status_of(store, old) is TaskStatus.FAILED
 
 
-async def test_a_dead_letter_that_fails_again_meanwhile_is_not_retried_for_ever(store: AnyStore, clock: Any) -> None:
+async def test_task_failing_again_is_not_retried_forever(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store, max_attempts=1)
     await fail(store, claim)
     began = clock()

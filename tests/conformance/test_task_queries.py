@@ -121,9 +121,7 @@ async def test_queue_depths_count_what_is_not_finished(store: AnyStore, clock: A
 @pytest.mark.parametrize(
     "way", ["its time came", "given back", "retried by hand", "its back-off is over", "worker lost"]
 )
-async def test_a_task_is_as_old_as_the_time_since_which_it_could_have_been_claimed(
-    store: AnyStore, clock: Any, way: str
-) -> None:
+async def test_queued_age_counts_from_when_task_became_claimable(store: AnyStore, clock: Any, way: str) -> None:
     if way == "its time came":
         await add(store, run_after=clock() + timedelta(days=7))
         clock.advance(7 * 86_400)

@@ -62,7 +62,7 @@ async def test_registering_again_renews_what_the_worker_says_of_itself(store: An
 @pytest.mark.parametrize(
     "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
 )
-async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_a_dead_letter(
+async def test_task_that_kills_restarting_worker_becomes_failed(
     store: AnyStore, hire: Any, clock: Any, starts: tuple[str | None, ...], is_managed: bool
 ) -> None:
     if is_managed:
@@ -82,7 +82,7 @@ async def test_a_task_that_kills_a_worker_which_is_always_started_again_ends_as_
     assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
 
 
-async def test_a_registration_that_comes_twice_takes_nothing_from_its_worker(store: AnyStore) -> None:
+async def test_repeated_registration_keeps_claims(store: AnyStore) -> None:
     claim = await claimed(store)
     await register(store, "w1")
     assert await complete(store, claim) == []
@@ -125,7 +125,7 @@ async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: AnyStore, clo
     assert await complete(store, claims[0]) == [claims[0].token]
 
 
-async def test_a_hired_worker_that_leaves_is_ended_by_whoever_hired_it(store: AnyStore, hire: Any) -> None:
+async def test_deregistered_spawned_worker_is_terminated_by_control_loop(store: AnyStore, hire: Any) -> None:
     await hire("h1", "gpus", 0)
     await add(store)
     claim = await claim_one(store, "h1")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.demo.environment import QUERIES, DemoEnvironment, DemoPlace, KilledWorker, PrintLine
-from windlass.demo.report import Bill, DemoReport, MachineBill
+from windlass.demo.report import DemoBill, DemoReport, MachineBill
 from windlass.demo.scenario import DemoScenario, ledger_costs, workers_by_machine
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
@@ -125,7 +125,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
         if task_id is not None:
             self.killed = KilledWorker(chosen["id"], task_id, crashed_at)
 
-    async def read_bill(self, environment: DemoEnvironment) -> Bill:
+    async def read_bill(self, environment: DemoEnvironment) -> DemoBill:
         bill, costs = self.emulator.bill(), await ledger_costs(environment)
         workers = await workers_by_machine(environment)
         machines = []
@@ -145,7 +145,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
                 )
             )
         project = self.emulator.project
-        return Bill(
+        return DemoBill(
             machines,
             bill["total_micros"],
             sum(costs.values()),

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import asyncssh
 
 from windlass.demo.environment import QUERIES, DemoEnvironment, DemoPlace, KilledWorker, PrintLine
-from windlass.demo.report import Bill, DemoReport, MachineBill
+from windlass.demo.report import DemoBill, DemoReport, MachineBill
 from windlass.demo.scenario import DemoScenario, ledger_costs, workers_by_machine
 from windlass.model.errors import BadInput
 from windlass.model.money import with_currency
@@ -209,7 +209,7 @@ start_watch_s = 0.5
             "volume_micros": bill["total_micros"] - bill["pods_micros"],
         }
 
-    async def read_bill(self, environment: DemoEnvironment) -> Bill:
+    async def read_bill(self, environment: DemoEnvironment) -> DemoBill:
         bill, costs = self.emulator.bill(), await ledger_costs(environment)
         workers = await workers_by_machine(environment)
         machines = [
@@ -225,7 +225,7 @@ start_watch_s = 0.5
             )
             for line in bill["pods"]
         ]
-        return Bill(
+        return DemoBill(
             machines,
             bill["pods_micros"],
             sum(costs.values()),

@@ -32,7 +32,7 @@ from windlass.demo.environment import (
     start_environment,
     temporary_place,
 )
-from windlass.demo.report import Bill, DemoReport
+from windlass.demo.report import DemoBill, DemoReport
 from windlass.model.task import new_task
 from windlass.wiring import stores
 
@@ -121,7 +121,7 @@ class DemoScenario(ABC):
         names = {"data_dir": place.data_dir, "fleet": FLEET, "queue": QUEUE, "handler": HANDLER}
         return TOML.format(head=head, tail=tail, **names, **values)
 
-    async def read_bill(self, environment: DemoEnvironment) -> Bill | None:  # noqa: ARG002
+    async def read_bill(self, environment: DemoEnvironment) -> DemoBill | None:  # noqa: ARG002
         return None
 
     async def read_details(self, environment: DemoEnvironment) -> dict[str, Any]:  # noqa: ARG002

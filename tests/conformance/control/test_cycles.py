@@ -120,7 +120,7 @@ async def test_old_cycles_are_swept(store: ControlStores, clock: VirtualClock, a
     assert await store.cycles("f") == []
 
 
-async def test_a_hired_worker_that_leaves_keeps_its_slot_until_its_machine_is_gone(
+async def test_deregistered_worker_keeps_slot_until_machine_is_deleted(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)

@@ -40,7 +40,7 @@ async def join(store: ControlStores, *worker_ids: str) -> None:
         await store.register(Registration(worker_id, ("a", "b"), fleet="f"))
 
 
-async def test_a_worker_on_which_tasks_fail_in_a_row_is_a_suspect_with_how_others_did(
+async def test_failing_worker_has_streak_with_results_of_others(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0, 1, 2)
@@ -116,7 +116,7 @@ async def test_a_completed_task_ends_a_row_of_failures(
     assert (await ann.observe()).failure_streaks == ()
 
 
-async def test_the_same_task_again_makes_no_longer_row_and_a_long_one_is_kept_in_part(
+async def test_failure_streak_counts_tasks_once_and_is_bounded(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
@@ -181,7 +181,7 @@ async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
     assert {depth.queue: depth.oldest_queued_age_s for depth in await store.queue_depths()}["a"] == 0
 
 
-async def test_a_task_is_acquitted_on_trial_once_until_a_person_retries_it(store: ControlStores, ann: Leader) -> None:
+async def test_trial_refund_happens_once_per_task(store: ControlStores, ann: Leader) -> None:
     task_id = await store.enqueue(NewTask("a", max_attempts=1))
     attempts = []
     for slot, is_retried in ((0, False), (1, False), (2, True)):
@@ -220,9 +220,7 @@ async def test_a_worker_that_has_done_something_right_is_not_failing(store: Cont
     assert [view.failing_since is None for view in (await ann.observe()).workers] == [True]
 
 
-async def test_a_dead_letter_says_on_whom_it_failed_and_who_has_worked_since(
-    store: ControlStores, clock: VirtualClock
-) -> None:
+async def test_failed_task_lists_workers_of_its_attempts(store: ControlStores, clock: VirtualClock) -> None:
     await join(store, "w0", "w1", "w2")
     task_id = await store.enqueue(NewTask("a", max_attempts=9))
     await fail_one(store, "w0")

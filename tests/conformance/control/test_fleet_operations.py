@@ -89,7 +89,7 @@ async def test_the_last_one_that_broke_is_seen_with_its_reason(
     assert (await ann.observe()).last_failure == RecentFailure("w3", "REFUSED", "there is no folder /x", clock())
 
 
-async def test_a_fleet_says_when_its_last_cycle_was_and_whether_somebody_leads(
+async def test_fleet_has_last_cycle_time_and_leader_flag(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     (before,) = await store.fleets()
@@ -114,7 +114,7 @@ async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlS
     assert (await ann.observe()).requested == 1
 
 
-async def test_a_restart_by_hand_is_seen_with_its_time_and_apart_from_it_that_of_all(
+async def test_snapshot_has_times_of_slot_and_fleet_restarts(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     assert (ann.snapshot.reset_at, ann.snapshot.restarted_at) == (None, None)
@@ -180,7 +180,7 @@ async def test_how_many_come_before_a_task(
     assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
 
 
-async def test_queues_in_which_a_task_waits_are_told_from_those_in_which_none_does(
+async def test_queues_with_tasks_returns_only_queues_with_queued_tasks(
     store: ControlStores, clock: VirtualClock
 ) -> None:
     queues = ("ready", "later", "busy", "held", "empty")
@@ -212,7 +212,7 @@ async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: Contr
     assert len(await store.claim("hand", ("a",), 1)) == 1
 
 
-async def test_a_worker_ended_at_once_loses_its_tasks_and_is_nobodys_failure(store: ControlStores, ann: Leader) -> None:
+async def test_terminated_worker_loses_tasks_without_counting_a_restart(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
@@ -235,7 +235,7 @@ async def test_a_worker_started_by_hand_that_is_ended_at_once_is_over(store: Con
     assert worker.terminated_at is not None
 
 
-async def test_a_lost_hired_worker_is_the_orchestrators_to_judge_until_nobody_has_led_for_two_leases(
+async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
     store: ControlStores, ann: Leader, clock: VirtualClock
 ) -> None:
     await ann.hire(0)

@@ -32,7 +32,7 @@ from windlass.model.snapshot import (
 from windlass.model.worker import WorkerStatus
 
 
-async def test_the_first_to_ask_leads_and_others_learn_for_how_long(store: ControlStores, clock: VirtualClock) -> None:
+async def test_first_candidate_gets_lease_and_others_its_expiry(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.acquire_lease(ANN) == 1
     clock.advance(10)
     assert await store.acquire_lease(BOB) == Standby(20.0, clock())
@@ -47,7 +47,7 @@ async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: Virtu
     assert await store.acquire_lease(BOB) == Standby(1.0, clock())
 
 
-async def test_a_lease_that_ran_out_goes_to_the_next_with_a_new_term(store: ControlStores, clock: VirtualClock) -> None:
+async def test_expired_lease_goes_to_next_holder_with_new_term(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.acquire_lease(ANN) == 1
     clock.advance(30)
     assert await store.acquire_lease(BOB) == 2
@@ -112,7 +112,7 @@ async def test_a_plan_of_a_lost_lease_changes_nothing(
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_facts_are_written_down_though_the_lease_is_lost_and_hirings_are_not(
+async def test_outcomes_are_recorded_without_lease_but_intents_are_not(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
     await ann.hire(0, 1)

@@ -48,9 +48,7 @@ async def settle_all(store: ControlStores, fleet: str = "f") -> int:
     return await store.settle([settle(account, now) for account in await store.accounts_to_settle(fleet, 100)])
 
 
-async def test_what_queues_cost_is_known_from_sums_and_adds_up_to_what_fleets_cost(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_costs_by_queue_add_up_to_costs_by_fleet(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await hire_priced(ann, clock)
     await store.register(Registration("w0", ("a", "b"), fleet="f"))
     for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
@@ -112,9 +110,7 @@ async def test_a_price_in_no_currency_is_kept_apart_from_all_others(store: Contr
     assert view.bill.tariff.currency == "XXX"  # ISO 4217
 
 
-async def test_a_price_that_comes_to_light_later_is_paid_from_the_machines_creation_on(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_late_price_applies_from_machine_creation(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", replace(PRICED, price_micros_per_hour=None)))
     born = clock()
@@ -168,9 +164,7 @@ async def test_what_a_worker_did_in_its_hour_is_charged_when_it_is_gone(
     assert await store.open_accounts() == []
 
 
-async def test_a_worker_that_lives_is_charged_hour_by_hour_and_its_task_in_each(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await hire_priced(ann, clock)
     await ann.commit(Promote("w0", "heard"))
     task_id = await store.enqueue(NewTask("a"))
@@ -242,7 +236,7 @@ WAYS_TO_END = [
 
 @pytest.mark.parametrize("end", WAYS_TO_END)
 @pytest.mark.parametrize("is_priced", [True, False], ids=["priced", "free"])
-async def test_however_an_attempt_ends_its_time_is_remembered_where_time_has_a_price(
+async def test_every_end_of_attempt_records_billed_span(
     store: ControlStores, clock: VirtualClock, ann: Leader, end: Any, is_priced: bool
 ) -> None:
     if is_priced:
@@ -302,7 +296,7 @@ async def test_a_bounded_number_is_settled_longest_due_first(
     assert await store.accounts_to_settle("g", 9) == []
 
 
-async def test_who_still_owes_is_not_forgotten_and_what_was_paid_is_for_its_time(
+async def test_retention_keeps_workers_with_unsettled_bills(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await hire_priced(ann, clock)

@@ -92,9 +92,7 @@ async def test_a_worker_is_seen_with_everything_it_said_and_has(
     assert ann.snapshot.boot_p50_s == 10.0
 
 
-async def test_since_when_a_gpu_is_gone_that_was_there_is_counted_from_the_first_word_of_it_without_a_break(
-    store: ControlStores, ann: Leader, clock: Any
-) -> None:
+async def test_gpu_loss_time_is_the_first_heartbeat_without_vram(store: ControlStores, ann: Leader, clock: Any) -> None:
     await ann.hire(0)
     await store.register(Registration("w0", ("a",), fleet="f"))
 
@@ -165,7 +163,7 @@ async def test_a_fleet_is_told_since_when_what_waits_could_have_been_claimed(
     assert (await ann.observe()).queue.oldest_queued_age_s == 2.0
 
 
-async def test_a_task_that_was_put_back_a_moment_ago_hides_none_that_wait_behind_it(
+async def test_recently_requeued_task_does_not_hide_older_tasks(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))

@@ -48,7 +48,7 @@ async def test_an_unclear_creation_keeps_its_slot(store: ControlStores, ann: Lea
 
 
 @pytest.mark.parametrize(("code", "is_failure"), [("REFUSED", True), ("NO_CAPACITY", False), ("LEASE_LOST", False)])
-async def test_a_refused_creation_is_over_and_only_a_plain_no_is_a_failure(
+async def test_refused_creation_terminates_worker(
     store: ControlStores, ann: Leader, code: str, is_failure: bool
 ) -> None:
     await ann.hire(0)
@@ -72,9 +72,7 @@ async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
 
 
 @pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY", "PROVIDER_PAUSE"])
-async def test_a_refusal_of_the_whole_fleet_is_seen_until_a_machine_was_had_after_it(
-    clock: VirtualClock, ann: Leader, code: str
-) -> None:
+async def test_fleet_refusal_is_observed_until_next_machine(clock: VirtualClock, ann: Leader, code: str) -> None:
     assert (await ann.observe()).refusal is None
     await ann.hire(0, 1, 2, 3)
     clock.advance(5)
@@ -104,7 +102,7 @@ async def test_a_machine_that_was_found_outweighs_a_refusal(store: ControlStores
     assert (view.status, view.machine_id) == ("spawning", "m1")
 
 
-async def test_a_deleted_worker_is_terminated_and_what_it_had_goes_to_others(
+async def test_deleted_machine_terminates_worker_and_requeues_tasks(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
@@ -145,9 +143,7 @@ async def test_the_end_of_a_machine_ends_only_the_worker_that_has_no_other(
     assert ((await store.task(task_id)).status is TaskStatus.QUEUED) is is_over
 
 
-async def test_what_could_not_be_deleted_and_strays_are_noted_and_change_nothing(
-    store: ControlStores, ann: Leader
-) -> None:
+async def test_failed_deletions_and_orphans_only_record_events(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     before = await store.workers()
     await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))

@@ -144,9 +144,7 @@ async def test_a_preparation_is_written_down_before_and_after(
     assert await events(store, "w0") == told
 
 
-async def test_whoever_answers_first_on_a_machine_is_remembered_before_it_is_prepared(
-    store: ControlStores, ann: Leader
-) -> None:
+async def test_first_host_key_is_stored_before_preparation(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     before = await events(store, "w0")
