@@ -99,7 +99,7 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     assert gpus.work.oldest_queued_age_s == 30
     assert gpus.workers[WorkerStatus.ACTIVE] == 2
     assert gpus.workers[WorkerStatus.TERMINATING] == 1
-    assert (gpus.hired, gpus.paused, gpus.silent) == (3, 1, 1)
+    assert (gpus.managed, gpus.paused, gpus.silent) == (3, 1, 1)
     # The one at work, one that leaves, and one that is paused and silent.
     assert (gpus.idle, gpus.free_slots) == (0, 0)
     assert (idle.idle, idle.free_slots) == (1, 4)

@@ -66,7 +66,7 @@ def standing(of: Fleet, **changed: Any) -> FleetOverview:
         "fleet": of,
         "work": Work(),
         "workers": {WorkerStatus.ACTIVE: 1},
-        "slots_used": 1,
+        "managed": 1,
         "paused": 0,
         "silent": 0,
         "idle": 0,

@@ -15,7 +15,13 @@ from pydantic import TypeAdapter
 from windlass.model.auth import WORKER_PREFIX, new_token
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports import http
-from windlass.worker.http_transport import ControlPlane, HttpTransport, WorkerCredentials, encode_call, parse_answer
+from windlass.worker.http_transport import (
+    ControlPlaneClient,
+    HttpTransport,
+    WorkerCredentials,
+    encode_call,
+    parse_answer,
+)
 
 
 @dataclass(slots=True)
@@ -55,7 +61,7 @@ class SelfRegisteredTransport(HttpTransport):
         call = http.SelfRegisterCall(
             token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.start_id
         )
-        plane = ControlPlane(
+        plane = ControlPlaneClient(
             self_registration.url, self_registration.api_token, self_registration.tls, self_registration.carrier
         )
         try:
