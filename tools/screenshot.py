@@ -37,7 +37,7 @@ def main() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo, sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            link = wait_for(demo, r"watch it in a browser: (\S+)")
+            link = wait_for(demo, r"dashboard: (\S+)")
             page = browser.new_page(viewport=DESKTOP, device_scale_factor=1, color_scheme="light")
             page.goto(link)
             with windlass.SyncClient(data_dir=wait_for(demo, DATA_DIR)) as client:
