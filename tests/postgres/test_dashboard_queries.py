@@ -99,7 +99,7 @@ async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql
     assert gpus.work.oldest_queued_age_s == 30
     assert gpus.workers[WorkerStatus.ACTIVE] == 2
     assert gpus.workers[WorkerStatus.TERMINATING] == 1
-    assert (gpus.spawned, gpus.paused, gpus.silent) == (3, 1, 1)
+    assert (gpus.managed, gpus.paused, gpus.silent) == (3, 1, 1)
     # A busy worker, a terminating one, and a paused one without heartbeats.
     assert (gpus.idle, gpus.free_slots) == (0, 0)
     assert (idle.idle, idle.free_slots) == (1, 4)

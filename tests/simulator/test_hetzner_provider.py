@@ -32,8 +32,8 @@ from windlass.providers.hetzner.limiter import BURST, HetznerLimiter
 from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.providers.rate_limiter import PAUSE_FIRST_S
 from windlass.simulator.loop import virtual_now
-from windlass.simulator.scenario import Scenario, Surroundings
-from windlass.simulator.workers import WorkerHabits
+from windlass.simulator.scenario import FleetScenario, Scenario
+from windlass.simulator.workers import TaskProfile
 
 CX23, IPV4 = 5_600, 800
 SUBNET = NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central")
@@ -1012,16 +1012,16 @@ def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() 
         provider="hetzner", queues=("red",), max_workers=100, concurrency=1, clear_time_s=1.0, idle_timeout_s=30.0
     )
     arrivals = ((0.0, 400),)
-    around = Surroundings(
+    fleet_scenario = FleetScenario(
         config,
         max_list_age_s=60.0,
-        max_late_s=80.0,
-        habits=WorkerHabits((120.0, 150.0)),
+        max_creation_delay_s=80.0,
+        tasks=TaskProfile((120.0, 150.0)),
         arrivals=arrivals,
         billing_unit_s=3600,
         price_micros_per_hour=1,
     )
-    history = HetznerHistory(Scenario(7, {"red": around}, faults_end_s=1500.0))
+    history = HetznerHistory(Scenario(7, {"red": fleet_scenario}, faults_end_s=1500.0))
     report = history.run()
     assert report.most_billed["red"] == 100
     times = [at.timestamp() for at, _, _ in history.project.emulator.requests]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError

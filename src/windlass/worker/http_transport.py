@@ -74,7 +74,7 @@ def tls_context(url: str, ca_file: Path | None) -> ssl.SSLContext | bool:
         raise BadInput(f"cannot read the certificates in {ca_file}: {error}. Check ca_file.") from None
 
 
-class ControlPlane:
+class ControlPlaneClient:
     """HTTP calls to one control plane with one token."""
 
     def __init__(
@@ -154,7 +154,7 @@ class HttpTransport:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._credentials = credentials
-        self._plane = ControlPlane(credentials.url, credentials.token, tls, transport)
+        self._plane = ControlPlaneClient(credentials.url, credentials.token, tls, transport)
         # Cursor of the last wait, by queues.
         self._cursors: dict[tuple[str, ...], str] = {}
 

@@ -15,7 +15,13 @@ from pydantic import TypeAdapter
 from windlass.model.auth import WORKER_PREFIX, new_token
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports import http
-from windlass.worker.http_transport import ControlPlane, HttpTransport, WorkerCredentials, encode_call, parse_answer
+from windlass.worker.http_transport import (
+    ControlPlaneClient,
+    HttpTransport,
+    WorkerCredentials,
+    encode_call,
+    parse_answer,
+)
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ class SelfRegisteredTransport(HttpTransport):
             # Saved before the call: after a lost answer it is repeated with the same id and token.
             self_registration.credentials = WorkerCredentials(r.worker_id, self_registration.url, token)
         call = http.SelfRegisterCall(token, registration)
-        plane = ControlPlane(
+        plane = ControlPlaneClient(
             self_registration.url, self_registration.api_token, self_registration.tls, self_registration.carrier
         )
         try:
