@@ -112,7 +112,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
         return False
 
     async def _crash_busy_server(self, environment: DemoEnvironment) -> None:
-        chosen = await environment.database.fetchrow(QUERIES["at_work"])
+        chosen = await environment.database.fetchrow(QUERIES["worker_to_kill"])
         if chosen is None or chosen["machine_id"] is None:
             return
         server_id, crashed_at = int(chosen["machine_id"]), await environment.now()
@@ -120,7 +120,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
         self._crashed_ids.add(server_id)
         self.print_line(f"FAULT: server {server_id} of {chosen['id']} crashed; the API still reports it as `running`")
         await asyncio.sleep(CRASH_SETTLES_S)
-        task_id = await environment.database.fetchval(QUERIES["held"], chosen["id"])
+        task_id = await environment.database.fetchval(QUERIES["running_task"], chosen["id"])
         # A worker between two tasks has none to lose. Then the next one is crashed too.
         if task_id is not None:
             self.killed = KilledWorker(chosen["id"], task_id, crashed_at)
