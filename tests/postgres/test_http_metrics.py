@@ -38,30 +38,30 @@ async def test_metrics_of_free_slots_and_queue_clear_time(api: ApiFixture, clock
         clock.advance(2)
         api.feed.mark_changed()
         lines = (await api.localhost.get("/metrics")).text.splitlines()
-        names = ("windlass_workers_idle", "windlass_free_slots", "windlass_queue_clear_seconds")
+        names = ("windlass_workers_idle", "windlass_slots_free", "windlass_queue_clear_seconds")
         found = (line.split(" ") for line in lines if line.startswith(tuple(f"{name}{{" for name in names)))
         return {name.partition("{")[0].removeprefix("windlass_"): float(value) for name, value in found}
 
     first, second = await api.spawn_active_workers()
     # The duration of a task is unknown until one is complete.
-    assert await scrape() == {"workers_idle": 2, "free_slots": 2}
+    assert await scrape() == {"workers_idle": 2, "slots_free": 2}
     (claim,) = await api.store.claim(first, ["a"], 1)
-    assert await scrape() == {"workers_idle": 1, "free_slots": 1}
+    assert await scrape() == {"workers_idle": 1, "slots_free": 1}
     clock.advance(10)
     await api.store.finish_and_claim(first, [Finished(claim.task_id, claim.token, None)], (), 0)
     for _ in range(4):
         await api.store.enqueue(new_task("a"))
     seen = await scrape()
-    assert (seen["workers_idle"], seen["free_slots"]) == (2, 2)
+    assert (seen["workers_idle"], seen["slots_free"]) == (2, 2)
     assert seen["queue_clear_seconds"] == pytest.approx(5 / 2 * 12, abs=0.1)
     # A paused worker has no free slots. Without free slots the clear time is unknown.
     await api.store.set_paused([second], True)
     assert (await scrape())["queue_clear_seconds"] == pytest.approx(5 * 12, abs=0.1)
     await api.store.claim(first, ["a"], 1)
-    assert await scrape() == {"workers_idle": 0, "free_slots": 0}
+    assert await scrape() == {"workers_idle": 0, "slots_free": 0}
     async with connected(api.dsn, "emptying the queue") as connection:
         await connection.execute("delete from windlass.tasks where status = 'queued'")
-    assert await scrape() == {"workers_idle": 0, "free_slots": 0, "queue_clear_seconds": 0}
+    assert await scrape() == {"workers_idle": 0, "slots_free": 0, "queue_clear_seconds": 0}
 
 
 async def test_counters_start_at_zero(api: ApiFixture) -> None:

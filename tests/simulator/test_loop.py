@@ -6,7 +6,7 @@ import time
 import pytest
 
 from windlass.simulator.loop import EPOCH, Deadlock, Livelock, run, virtual_now
-from windlass.simulator.processes import SimulatedProcess, start_outside, track_processes
+from windlass.simulator.processes import SimulatedProcess, start_detached, track_processes
 
 
 def test_an_hour_of_sleep_takes_no_time() -> None:
@@ -73,11 +73,11 @@ def test_a_killed_process_does_nothing_more_and_what_it_sent_arrives() -> None:
             told.append("child")
 
         async def main() -> None:
-            start_outside(deliver())
+            start_detached(deliver())
             try:
                 await asyncio.gather(child(), asyncio.sleep(3.0))
             finally:
-                await process.gate()
+                await process.checkpoint()
                 told.append("a word from the grave")
 
         process.start(main())
@@ -97,7 +97,7 @@ def test_a_frozen_process_goes_on_where_it_stood() -> None:
 
         async def main() -> None:
             for _ in range(3):
-                await process.gate()
+                await process.checkpoint()
                 steps.append(asyncio.get_running_loop().time())
                 await asyncio.sleep(1.0)
 

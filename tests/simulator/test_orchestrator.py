@@ -23,12 +23,12 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.simulator.cloud import Entry, SimulatedCloud
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
 from windlass.simulator.loop import run, virtual_now
 from windlass.simulator.processes import SimulatedProcess, track_processes
 from windlass.simulator.scenario import fleet_config
 from windlass.simulator.trace import Trace
-from windlass.simulator.workers import SimWorker, WorkerFaults, WorkerHabits
+from windlass.simulator.workers import SimulatedWorker, TaskProfile, WorkerFaults
 from windlass.store.memory.stores import MemoryStores
 
 TTL_S = 20.0
@@ -58,23 +58,23 @@ class Scene:
     def __init__(self) -> None:
         track_processes(asyncio.get_running_loop())
         self.store = MemoryStores(virtual_now, chance=Random(1))  # noqa: S311
-        self.story = Trace()
+        self.trace = Trace()
         self.fleets = {name: config(name) for name in ("red", "blue")}
-        self.clouds = {name: self._cloud(name) for name in self.fleets}
+        self.clouds = {name: self._make_cloud(name) for name in self.fleets}
         self.orchestrators = 0
 
-    def _cloud(self, name: str) -> ClosingCloud:
-        cloud = ClosingCloud(name, Random(2), self.story)  # noqa: S311
+    def _make_cloud(self, name: str) -> ClosingCloud:
+        cloud = ClosingCloud(name, Random(2), self.trace)  # noqa: S311
 
-        def move_in(entry: Entry) -> SimWorker:
-            process, habits = SimulatedProcess(entry.name), WorkerHabits(task_s=(LONG_S, LONG_S))
-            luck, rng = WorkerFaults(boots_s=1.0), Random(3)  # noqa: S311
+        def start_worker(entry: MachineRecord) -> SimulatedWorker:
+            process, habits = SimulatedProcess(entry.name), TaskProfile(duration_s=(LONG_S, LONG_S))
+            faults, rng = WorkerFaults(boots_s=1.0), Random(3)  # noqa: S311
             fleet = self.fleets.get(name, config(name))
-            worker = SimWorker(entry, cloud, fleet, self.store, process, luck, habits, rng, self.story)
+            worker = SimulatedWorker(entry, cloud, fleet, self.store, process, faults, habits, rng, self.trace)
             worker.start()
             return worker
 
-        cloud.move_in = move_in
+        cloud.start_worker = start_worker
         return cloud
 
     def start(self, *, stops_when_empty: bool = False) -> "Running":
@@ -141,7 +141,7 @@ def test_stop_drains_all_workers_and_ends() -> None:
         up.up.stop()
         await up.ends_within(10.0)
         assert await scene.workers() == []
-        assert [cloud.billed() for cloud in scene.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in scene.clouds.values()] == [[], []]
         codes = {worker.code for worker in await scene.store.workers(include_terminated=True)}
         assert codes == {"SHUT_DOWN"}
         assert [cloud.closed for cloud in scene.clouds.values()] == [1, 1]
@@ -156,7 +156,7 @@ def test_stop_in_the_first_cycle_leaves_no_machine_running(after_s: float) -> No
         await asyncio.sleep(after_s)
         up.up.stop()
         await up.ends_within(10.0)
-        assert [cloud.billed() for cloud in scene.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in scene.clouds.values()] == [[], []]
 
     in_scene(live)
 
@@ -213,13 +213,13 @@ def test_removed_fleet_that_cannot_end_does_not_stop_others() -> None:
         scene.refuse_deletions("blue")
         up.up.reconfigure({"red": scene.fleets["red"]})
         await asyncio.sleep(STOP_S + SHUTDOWN_MARGIN_S + SOON_S)
-        asked = scene.clouds["blue"].deleted_calls
+        asked = scene.clouds["blue"].delete_calls
         for worker_id in await scene.active("red"):
             await scene.store.terminate_worker(worker_id, "killed")
         await asyncio.sleep(SOON_S)
         assert not up.task.done()
         assert len(await scene.active("red")) == 1, "the terminated worker is replaced"
-        assert scene.clouds["blue"].deleted_calls > asked, (
+        assert scene.clouds["blue"].delete_calls > asked, (
             "deletions are requested again, because the machines cost money"
         )
 
@@ -277,7 +277,7 @@ def test_unconfigured_fleet_is_shut_down_after_grace() -> None:
         up = await without_blue(scene)
         await asyncio.sleep(GRACE_S / 2 + 2 * CHECK_INTERVAL_S + SOON_S)
         assert await scene.workers("blue") == []
-        assert scene.clouds["blue"].billed() == []
+        assert scene.clouds["blue"].billed_machines() == []
         assert len(await scene.active("red")) == 1
         assert up.up.fleets == ("red",)
 
@@ -322,10 +322,10 @@ def test_unreadable_unconfigured_fleet_is_retried(read: str) -> None:
 
             setattr(scene.store, read, unreadable)
             await asyncio.sleep(GRACE_S / 2 + 3 * CHECK_INTERVAL_S)
-            assert scene.clouds["blue"].billed() != []
+            assert scene.clouds["blue"].billed_machines() != []
             setattr(scene.store, read, readable)
             await asyncio.sleep(GRACE_S + 2 * CHECK_INTERVAL_S + SOON_S)
-        assert scene.clouds["blue"].billed() == []
+        assert scene.clouds["blue"].billed_machines() == []
         assert any(line["log_level"] == "error" and ("exc_info" in line or "ValueError" in str(line)) for line in lines)
 
     in_scene(live)
@@ -351,7 +351,7 @@ def test_without_fleets_it_shuts_down_the_unconfigured_and_ends() -> None:
         up = await without_any(scene)
         await up.ends_within(GRACE_S / 2 + 4 * CHECK_INTERVAL_S)
         assert await scene.workers() == []
-        assert [cloud.billed() for cloud in scene.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in scene.clouds.values()] == [[], []]
         assert [cloud.closed for cloud in scene.clouds.values()] == [2, 2]
 
     in_scene(live)
@@ -625,7 +625,7 @@ def test_failed_reload_closes_what_it_made() -> None:
     async def live(scene: Scene) -> None:
         up = scene.start()
         await asyncio.sleep(SOON_S)
-        made = scene.clouds["green"] = scene._cloud("red")
+        made = scene.clouds["green"] = scene._make_cloud("red")
         with pytest.raises(KeyError):
             up.up.reconfigure({**scene.fleets, "green": config("green"), "grey": config("grey")})
         await asyncio.sleep(1)
@@ -640,10 +640,10 @@ def test_shutdown_deletes_orphaned_machines() -> None:
         red.max_list_age_s = 10.0
         up = scene.start()
         await asyncio.sleep(SOON_S)
-        red.books["m9-red"] = Entry("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
         up.up.stop()
         await up.ends_within(STOP_S + SHUTDOWN_MARGIN_S)
-        assert red.billed() == []
+        assert red.billed_machines() == []
 
     in_scene(live)
 
@@ -667,7 +667,7 @@ def test_second_stop_ends_now() -> None:
 def test_stop_that_keeps_workers_bounds_the_wait_for_calls() -> None:
     async def live(scene: Scene) -> None:
         for cloud in scene.clouds.values():
-            cloud.next_create(takes_s=50.0)
+            cloud.next_create(duration_s=50.0)
         up = scene.start()
         await asyncio.sleep(1.0)
         up.up.stop(keeps_workers=True)
@@ -765,22 +765,22 @@ def test_fleet_that_may_not_spawn_is_woken_once() -> None:
 def test_reload_keeps_the_old_provider_until_its_calls_end() -> None:
     async def live(scene: Scene) -> None:
         scene.fleets = {"red": config("red", max_workers=1)}
-        scene.clouds["red"].next_create(takes_s=30.0)
+        scene.clouds["red"].next_create(duration_s=30.0)
         old = scene.clouds["red"]
         up = scene.start()
         await asyncio.sleep(1.0)
         # The same account as another object, as after a change of the fleet's table.
-        scene.clouds["red"] = new = scene._cloud("red")
-        new.books, new._tenants = old.books, old._tenants
+        scene.clouds["red"] = new = scene._make_cloud("red")
+        new.machines, new.workers = old.machines, old.workers
         up.up.reconfigure({"red": config("red", max_workers=1, idle_timeout_s=99.0)})
         await asyncio.sleep(SOON_S)
-        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 0)
+        assert (old.create_calls, new.create_calls, old.closed) == (1, 0, 0)
         await asyncio.sleep(30.0)
         assert (old.closed, new.closed) == (1, 0)
         assert len(await scene.active("red")) == 1
         up.up.stop()
         await up.ends_within(10.0)
-        assert (old.closed, new.closed, new.created_calls) == (1, 1, 0)
+        assert (old.closed, new.closed, new.create_calls) == (1, 1, 0)
 
     in_scene(live)
 
@@ -791,17 +791,17 @@ def test_cycle_uses_one_provider_from_start_to_end() -> None:
     async def live(scene: Scene) -> None:
         scene.fleets = {"red": config("red", max_workers=1)}
         old = scene.clouds["red"]
-        old.next_list(takes_s=3.0)
+        old.next_list(duration_s=3.0)
         up = scene.start()
         await asyncio.sleep(1.0)
-        scene.clouds["red"] = new = scene._cloud("red")
-        new.books, new._tenants = old.books, old._tenants
+        scene.clouds["red"] = new = scene._make_cloud("red")
+        new.machines, new.workers = old.machines, old.workers
         changed = config("red", max_workers=1, idle_timeout_s=99.0)
         up.up.reconfigure({"red": changed})
         assert up.up.fleet("red") == changed
         await asyncio.sleep(SOON_S)
-        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 1)
-        assert new.listed_calls > 0
+        assert (old.create_calls, new.create_calls, old.closed) == (1, 0, 1)
+        assert new.list_calls > 0
 
     in_scene(live)
 

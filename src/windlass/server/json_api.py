@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import Depends, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from windlass.model.listing import MAX_PAGE, Page
@@ -37,6 +37,11 @@ class PageResponse(Generic[Item]):
 
     items: Sequence[Item]
     next_cursor: str | None
+
+
+def api_router(role: Any) -> APIRouter:
+    """A router of JSON routes that need this role."""
+    return APIRouter(prefix=API, dependencies=[role])
 
 
 def page_response(page: Page[Any], items: Sequence[Any] | None = None) -> PageResponse[Any]:

@@ -23,7 +23,7 @@ _CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 # Provider calls and their outcomes, as control/summary.py counts them.
 _CALLS = ("create", "delete", "grow", "list", "prepare")
 _CALL_OUTCOMES = ("error", "ok", "refused")
-_MESSAGE_OUTCOMES = ("delivered", "failed", "given_up", "refused")
+_MESSAGE_OUTCOMES = ("delivered", "failed", "refused", "retrying")
 # Producers choose queue names freely. Above this number the smallest queues share one series.
 MAX_QUEUES = 200
 OTHER_QUEUES = "(others)"
@@ -144,7 +144,7 @@ def _fleet_gauges(seen: Overview) -> list[Metric]:
         each("workers_paused", "Paused workers.", lambda f: f.paused),
         each("workers_silent", "Active workers without a heartbeat for longer than their lease.", lambda f: f.silent),
         each("workers_idle", "Active workers that can start a task and have none.", lambda f: f.idle),
-        each("free_slots", "Tasks that active workers could start now.", lambda f: f.free_slots),
+        each("slots_free", "Tasks that active workers could start now.", lambda f: f.free_slots),
         each(
             "queue_clear_seconds",
             "Time to run all queued tasks on the free slots, at the median duration. Absent if unknown.",

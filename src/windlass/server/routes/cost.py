@@ -15,7 +15,7 @@ from windlass.model.cost import BillingAccount, Cost, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
 from windlass.model.money import to_micros
 from windlass.server.context import AppContext
-from windlass.server.json_api import API, VIEWER, FleetFilter, json_response
+from windlass.server.json_api import VIEWER, FleetFilter, api_router, json_response
 from windlass.server.openapi import documented
 from windlass.server.pages import PageFilter, PageViewer, html, page_context
 from windlass.server.ttl_cache import TtlCache
@@ -53,7 +53,7 @@ _report = json_response(CostReportResponse)
 
 
 def routes(context: AppContext) -> APIRouter:
-    router = APIRouter()
+    router, viewer = APIRouter(), api_router(VIEWER)
     store = context.store
 
     async def load_report(key: tuple[By, datetime | None, str | None, int]) -> CostReport:
@@ -73,7 +73,7 @@ def routes(context: AppContext) -> APIRouter:
 
     reports, page_data = TtlCache(load_report, REPORT_TTL_S), TtlCache(load_page_data, REPORT_TTL_S)
 
-    @router.get(f"{API}/cost", dependencies=[VIEWER], **documented(CostReportResponse, "Get a cost report"))
+    @viewer.get("/cost", **documented(CostReportResponse, "Get a cost report"))
     async def report(
         by: By = By.DAY,
         since: Annotated[AwareDatetime | None, Query(description="Default: thirty days ago.")] = None,
@@ -113,6 +113,7 @@ def routes(context: AppContext) -> APIRouter:
         )
         return html(request, shown)
 
+    router.include_router(viewer)
     return router
 
 

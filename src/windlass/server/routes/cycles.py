@@ -24,13 +24,13 @@ from windlass.policy.plan import plan
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.json_api import (
-    API,
     VIEWER,
     Cursor,
     CycleId,
     FleetFilter,
     Limit,
     PageResponse,
+    api_router,
     json_response,
     page_response,
 )
@@ -90,9 +90,10 @@ _explanation = json_response(ExplanationResponse)
 
 
 def routes(context: AppContext) -> APIRouter:
-    router = APIRouter()
-    _add_json_routes(router, context)
+    router, viewer = APIRouter(), api_router(VIEWER)
+    _add_json_routes(viewer, context)
     _add_pages(router, context)
+    router.include_router(viewer)
     return router
 
 
@@ -108,22 +109,20 @@ async def _stored_cycle(context: AppContext, cycle_id: int) -> CycleDetail:
     return stored
 
 
-def _add_json_routes(router: APIRouter, context: AppContext) -> None:
+def _add_json_routes(viewer: APIRouter, context: AppContext) -> None:
     store = context.store
 
-    @router.get(f"{API}/cycles", dependencies=[VIEWER], **documented(PageResponse[CycleResponse], "List cycles"))
+    @viewer.get("/cycles", **documented(PageResponse[CycleResponse], "List cycles"))
     async def cycles(fleet: FleetFilter = None, limit: Limit = 50, cursor: Cursor = None) -> Response:
         """Newest first. Cycles with the same decision and no actions are counted in `repeats`."""
         page = await store.cycles_page(fleet=fleet, limit=limit, cursor=cursor)
         return _cycles(page_response(page, [_cycle_response(cycle) for cycle in page.rows]))
 
-    @router.get(f"{API}/cycles/{{cycle_id}}", dependencies=[VIEWER], **documented(CycleResponse, "Get a cycle"))
+    @viewer.get("/cycles/{cycle_id}", **documented(CycleResponse, "Get a cycle"))
     async def cycle(cycle_id: CycleId) -> Response:
         return _cycle(_cycle_response((await _stored_cycle(context, cycle_id)).cycle))
 
-    @router.get(
-        f"{API}/cycles/{{cycle_id}}/replay", dependencies=[VIEWER], **documented(ReplayResponse, "Replay a cycle")
-    )
+    @viewer.get("/cycles/{cycle_id}/replay", **documented(ReplayResponse, "Replay a cycle"))
     async def replay(
         cycle_id: CycleId,
         setting: Annotated[
@@ -134,9 +133,7 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         stored = await _stored_cycle(context, cycle_id)
         return _replay(await context.executor.run(functools.partial(_replay_with, stored, setting or [])))
 
-    @router.get(
-        f"{API}/explain/{{subject}}", dependencies=[VIEWER], **documented(ExplanationResponse, "Explain a state")
-    )
+    @viewer.get("/explain/{subject}", **documented(ExplanationResponse, "Explain a state"))
     async def explain(subject: Annotated[str, Path(max_length=200)]) -> Response:
         """Why a task (by id), a worker or a fleet is in its current state."""
         try:

@@ -17,11 +17,11 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
-    API,
     OPERATOR,
     VIEWER,
     FleetName,
     RequestBody,
+    api_router,
     extend,
     json_response,
     operation_response,
@@ -54,9 +54,11 @@ _samples = json_response(list[Sample])
 
 
 def routes(context: AppContext) -> APIRouter:
-    router = APIRouter()
-    _add_json_routes(router, context)
+    router, viewer, operator = APIRouter(), api_router(VIEWER), api_router(OPERATOR)
+    _add_json_routes(viewer, operator, context)
     _add_form_routes(router, context)
+    for part in (viewer, operator):
+        router.include_router(part)
     return router
 
 
@@ -69,16 +71,16 @@ def _fleet_response(overview: FleetOverview, settings: FleetConfig | None, now: 
     )
 
 
-def _add_json_routes(router: APIRouter, context: AppContext) -> None:
+def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext) -> None:
     store, feed = context.store, context.overview_feed
 
-    @router.get(f"{API}/fleets", dependencies=[VIEWER], **documented(list[FleetResponse], "List fleets"))
+    @viewer.get("/fleets", **documented(list[FleetResponse], "List fleets"))
     async def fleets() -> Response:
         seen = await feed.overview()
         config = context.control.fleet_config
         return _fleets([_fleet_response(each, config(each.fleet.name), seen.at) for each in seen.fleets])
 
-    @router.get(f"{API}/fleets/{{fleet}}", dependencies=[VIEWER], **documented(FleetResponse, "Get a fleet"))
+    @viewer.get("/fleets/{fleet}", **documented(FleetResponse, "Get a fleet"))
     async def fleet(fleet: FleetName) -> Response:
         seen = await feed.overview()
         for each in seen.fleets:
@@ -86,7 +88,7 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
                 return _fleet(_fleet_response(each, context.control.fleet_config(fleet), seen.at))
         raise not_found(fleet_not_found(fleet, [each.fleet for each in seen.fleets]))
 
-    @router.get(f"{API}/fleets/{{fleet}}/history", dependencies=[VIEWER], **documented(list[Sample], "Get samples"))
+    @viewer.get("/fleets/{fleet}/history", **documented(list[Sample], "Get samples"))
     async def history(
         fleet: FleetName,
         since_s: Annotated[float, Query(gt=0, le=MAX_HISTORY_S, description="Length of the period.")] = 3_600.0,
@@ -95,22 +97,16 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         """Tasks, workers and cost over time, averaged to at most `points` samples, oldest first."""
         return _samples(await store.history(fleet, since_s, points))
 
-    @router.post(
-        f"{API}/fleets/{{fleet}}/pause", dependencies=[OPERATOR], **documented(OperationResult, "Pause a fleet")
-    )
+    @operator.post("/fleets/{fleet}/pause", **documented(OperationResult, "Pause a fleet"))
     async def pause(fleet: FleetName) -> Response:
         """Its workers finish their current tasks and claim no others. No workers are spawned."""
         return operation_response(feed, await operations.pause_fleet(store, fleet))
 
-    @router.post(
-        f"{API}/fleets/{{fleet}}/resume", dependencies=[OPERATOR], **documented(OperationResult, "Resume a fleet")
-    )
+    @operator.post("/fleets/{fleet}/resume", **documented(OperationResult, "Resume a fleet"))
     async def resume(fleet: FleetName) -> Response:
         return operation_response(feed, await operations.resume_fleet(store, fleet))
 
-    @router.post(
-        f"{API}/fleets/{{fleet}}/restart", dependencies=[OPERATOR], **documented(RestartResult, "Restart a fleet")
-    )
+    @operator.post("/fleets/{fleet}/restart", **documented(RestartResult, "Restart a fleet"))
     async def restart(fleet: FleetName, body: Annotated[RestartBody, Body(default_factory=RestartBody)]) -> Response:
         """Declare the cause of failures fixed: restart counts are cleared, failed slots become free, a hold ends.
 
@@ -118,20 +114,20 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         that its API key does not list; they may still be billed."""
         return operation_response(feed, await operations.restart_fleet(store, fleet, body.slot))
 
-    @router.post(f"{API}/fleets/{{fleet}}/spawn", dependencies=[OPERATOR], **documented(SpawnResult, "Spawn workers"))
+    @operator.post("/fleets/{fleet}/spawn", **documented(SpawnResult, "Spawn workers"))
     async def spawn(fleet: FleetName, body: Annotated[SpawnBody, Body(default_factory=SpawnBody)]) -> Response:
         """Independent of the scaling policy, up to the fleet's free slots. Idle workers drain as usual."""
         return operation_response(feed, await operations.spawn_workers(store, fleet, body.count))
 
-    @router.post(f"{API}/pause", dependencies=[OPERATOR], **documented(OperationResult, "Pause all fleets"))
+    @operator.post("/pause", **documented(OperationResult, "Pause all fleets"))
     async def pause_all() -> Response:
         return operation_response(feed, await operations.pause_all_fleets(store))
 
-    @router.post(f"{API}/resume", dependencies=[OPERATOR], **documented(OperationResult, "Resume all fleets"))
+    @operator.post("/resume", **documented(OperationResult, "Resume all fleets"))
     async def resume_all() -> Response:
         return operation_response(feed, await operations.resume_all_fleets(store))
 
-    @router.post(f"{API}/restart", dependencies=[OPERATOR], **documented(RestartResult, "Restart all fleets"))
+    @operator.post("/restart", **documented(RestartResult, "Restart all fleets"))
     async def restart_all() -> Response:
         return operation_response(feed, await operations.restart_all_fleets(store))
 

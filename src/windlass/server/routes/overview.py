@@ -16,7 +16,7 @@ from windlass.model.overview import Overview
 from windlass.model.task import MAX_TASK_ID
 from windlass.server.context import AppContext
 from windlass.server.event_stream import EventStream
-from windlass.server.json_api import API, VIEWER, json_response
+from windlass.server.json_api import VIEWER, api_router, json_response
 from windlass.server.openapi import documented
 from windlass.server.pages import STREAM, PageViewer, html, page_context
 
@@ -38,15 +38,15 @@ _overview = json_response(Overview)
 
 
 def routes(context: AppContext) -> APIRouter:
-    router = APIRouter()
+    router, viewer = APIRouter(), api_router(VIEWER)
     feed, store = context.overview_feed, context.store
 
-    @router.get(f"{API}/status", dependencies=[VIEWER], **documented(Status, "Get counts"))
+    @viewer.get("/status", **documented(Status, "Get counts"))
     async def status() -> Response:
         """Actions of the last cycle of each fleet, and current tasks and workers, in the form of a cycle's summary."""
         return _status(count_status(await feed.overview(), context.control.last_actions()))
 
-    @router.get(f"{API}/overview", dependencies=[VIEWER], **documented(Overview, "Get the overview"))
+    @viewer.get("/overview", **documented(Overview, "Get the overview"))
     async def overview() -> Response:
         """Fleets with their tasks, workers, last decision, cost and alerts. About one second old at most."""
         return _overview(await feed.overview())
@@ -89,6 +89,7 @@ def routes(context: AppContext) -> APIRouter:
         content = resources.files("windlass.dashboard").joinpath("static", "icon.svg").read_bytes()
         return Response(content, media_type="image/svg+xml", headers={"Cache-Control": "public, max-age=86400"})
 
+    router.include_router(viewer)
     return router
 
 

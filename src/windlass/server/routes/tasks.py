@@ -18,7 +18,6 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
-    API,
     OPERATOR,
     PRODUCER,
     VIEWER,
@@ -29,6 +28,7 @@ from windlass.server.json_api import (
     ReasonBody,
     RequestBody,
     TaskId,
+    api_router,
     json_response,
     operation_response,
     page_response,
@@ -78,17 +78,19 @@ _tasks = json_response(PageResponse[TaskRow])
 
 
 def routes(context: AppContext) -> APIRouter:
-    router = APIRouter()
-    _add_json_routes(router, context)
+    router, viewer, producer, operator = APIRouter(), api_router(VIEWER), api_router(PRODUCER), api_router(OPERATOR)
+    _add_json_routes(viewer, producer, operator, context)
     _add_pages(router, context)
     _add_form_routes(router, context)
+    for part in (viewer, producer, operator):
+        router.include_router(part)
     return router
 
 
-def _add_json_routes(router: APIRouter, context: AppContext) -> None:
+def _add_json_routes(viewer: APIRouter, producer: APIRouter, operator: APIRouter, context: AppContext) -> None:
     store, feed = context.store, context.overview_feed
 
-    @router.get(f"{API}/tasks", dependencies=[VIEWER], **documented(PageResponse[TaskRow], "List tasks"))
+    @viewer.get("/tasks", **documented(PageResponse[TaskRow], "List tasks"))
     async def tasks(
         queue: QueueFilter = None,
         status: Annotated[TaskList | None, Query(description="Without it all tasks, newest first.")] = None,
@@ -102,7 +104,7 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         page = await store.tasks_page(queue=queue, which=status, search=search, limit=limit, cursor=cursor)
         return _tasks(page_response(page))
 
-    @router.get(f"{API}/tasks/{{task_id}}", dependencies=[VIEWER], **documented(TaskResponse, "Get a task"))
+    @viewer.get("/tasks/{task_id}", **documented(TaskResponse, "Get a task"))
     async def task(task_id: TaskId) -> Response:
         """With payload, result, events and cost."""
         found = await store.task(task_id)
@@ -122,11 +124,7 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         parts = (rest, found.payload.encode(), (found.result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
 
-    @router.post(
-        f"{API}/tasks",
-        dependencies=[PRODUCER],
-        **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200),
-    )
+    @producer.post("/tasks", **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200))
     async def enqueue(body: NewTaskBody) -> Response:
         """201 for a new task, 200 if the unique key already has one."""
         new = new_task(**body.model_dump(), max_payload_bytes=context.max_payload_bytes)
@@ -135,23 +133,17 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         response.status_code = 201 if result.outcome is OperationOutcome.DONE else 200
         return response
 
-    @router.post(
-        f"{API}/tasks/retry-failed", dependencies=[OPERATOR], **documented(RetryFailedResult, "Retry failed tasks")
-    )
+    @operator.post("/tasks/retry-failed", **documented(RetryFailedResult, "Retry failed tasks"))
     async def retry_failed(body: RetryFailedBody) -> Response:
         """The oldest failed tasks of a queue. Cancelled tasks stay failed."""
         return operation_response(feed, await operations.retry_failed_tasks(store, body.queue, limit=body.limit))
 
-    @router.post(
-        f"{API}/tasks/{{task_id}}/retry", dependencies=[OPERATOR], **documented(OperationResult, "Retry a task")
-    )
+    @operator.post("/tasks/{task_id}/retry", **documented(OperationResult, "Retry a task"))
     async def retry(task_id: TaskId) -> Response:
         """A failed or retrying task is requeued with its full number of attempts."""
         return operation_response(feed, await operations.retry_task(store, task_id))
 
-    @router.post(
-        f"{API}/tasks/{{task_id}}/cancel", dependencies=[OPERATOR], **documented(OperationResult, "Cancel a task")
-    )
+    @operator.post("/tasks/{task_id}/cancel", **documented(OperationResult, "Cancel a task"))
     async def cancel(task_id: TaskId, body: Annotated[ReasonBody, Body(default_factory=ReasonBody)]) -> Response:
         """It fails with code CANCELLED. A worker that is running it stops the attempt."""
         return operation_response(feed, await operations.cancel_task(store, task_id, body.reason))

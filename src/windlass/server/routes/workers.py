@@ -20,7 +20,6 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
-    API,
     OPERATOR,
     VIEWER,
     Cursor,
@@ -29,6 +28,7 @@ from windlass.server.json_api import (
     PageResponse,
     ReasonBody,
     WorkerId,
+    api_router,
     extend,
     json_response,
     operation_response,
@@ -66,10 +66,12 @@ _lines = json_response(LogLinesResponse)
 
 
 def routes(context: AppContext) -> APIRouter:
-    router = APIRouter()
-    _add_json_routes(router, context)
+    router, viewer, operator = APIRouter(), api_router(VIEWER), api_router(OPERATOR)
+    _add_json_routes(viewer, operator, context)
     _add_pages(router, context)
     _add_form_routes(router, context)
+    for part in (viewer, operator):
+        router.include_router(part)
     return router
 
 
@@ -84,10 +86,10 @@ async def _worker_row(context: AppContext, worker_id: str) -> WorkerRow:
     return row
 
 
-def _add_json_routes(router: APIRouter, context: AppContext) -> None:
+def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext) -> None:
     store, feed = context.store, context.overview_feed
 
-    @router.get(f"{API}/workers", dependencies=[VIEWER], **documented(PageResponse[WorkerResponse], "List workers"))
+    @viewer.get("/workers", **documented(PageResponse[WorkerResponse], "List workers"))
     async def workers(
         fleet: FleetFilter = None, status: WorkerStatus | None = None, limit: Limit = 50, cursor: Cursor = None
     ) -> Response:
@@ -96,13 +98,11 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
         now = await store.now()
         return _workers(page_response(page, [_worker_response(row, now) for row in page.rows]))
 
-    @router.get(f"{API}/workers/{{worker_id}}", dependencies=[VIEWER], **documented(WorkerResponse, "Get a worker"))
+    @viewer.get("/workers/{worker_id}", **documented(WorkerResponse, "Get a worker"))
     async def worker(worker_id: WorkerId) -> Response:
         return _worker(_worker_response(await _worker_row(context, worker_id), await store.now()))
 
-    @router.get(
-        f"{API}/workers/{{worker_id}}/log", dependencies=[VIEWER], **documented(LogLinesResponse, "Get a worker's log")
-    )
+    @viewer.get("/workers/{worker_id}/log", **documented(LogLinesResponse, "Get a worker's log"))
     async def worker_log(
         worker_id: WorkerId, lines: Annotated[int, Query(ge=1, le=MAX_LOG_LINES, description="Last lines.")] = 200
     ) -> Response:
@@ -114,33 +114,21 @@ def _add_json_routes(router: APIRouter, context: AppContext) -> None:
             raise not_found(str(error)) from None
         return _lines(LogLinesResponse(log))
 
-    @router.post(
-        f"{API}/workers/{{worker_id}}/pause", dependencies=[OPERATOR], **documented(OperationResult, "Pause a worker")
-    )
+    @operator.post("/workers/{worker_id}/pause", **documented(OperationResult, "Pause a worker"))
     async def pause(worker_id: WorkerId) -> Response:
         """It finishes its current tasks and claims no others."""
         return operation_response(feed, await operations.pause_worker(store, worker_id))
 
-    @router.post(
-        f"{API}/workers/{{worker_id}}/resume", dependencies=[OPERATOR], **documented(OperationResult, "Resume a worker")
-    )
+    @operator.post("/workers/{worker_id}/resume", **documented(OperationResult, "Resume a worker"))
     async def resume(worker_id: WorkerId) -> Response:
         return operation_response(feed, await operations.resume_worker(store, worker_id))
 
-    @router.post(
-        f"{API}/workers/{{worker_id}}/restart",
-        dependencies=[OPERATOR],
-        **documented(OperationResult, "Restart a worker"),
-    )
+    @operator.post("/workers/{worker_id}/restart", **documented(OperationResult, "Restart a worker"))
     async def restart(worker_id: WorkerId) -> Response:
         """It drains, the restart count of its slot is cleared, and a later cycle spawns a replacement."""
         return operation_response(feed, await operations.restart_worker(store, worker_id))
 
-    @router.post(
-        f"{API}/workers/{{worker_id}}/terminate",
-        dependencies=[OPERATOR],
-        **documented(OperationResult, "Terminate a worker"),
-    )
+    @operator.post("/workers/{worker_id}/terminate", **documented(OperationResult, "Terminate a worker"))
     async def terminate(
         worker_id: WorkerId, body: Annotated[TerminateBody, Body(default_factory=TerminateBody)]
     ) -> Response:

@@ -16,7 +16,7 @@ from windlass.store.memory.interval import interval
 MAX_FAILED_TASKS = 100
 # As windlass_internal.max_heartbeat_gap_s: of a lease, the longest silence that says nothing.
 MAX_HEARTBEAT_GAP = 0.4
-# Hired workers are judged by others once nobody has led for this many of their leases.
+# Peers judge spawned workers once no orchestrator has held the lease for this many of their leases.
 LEADERLESS_LEASES = 2
 
 LEGAL_MOVES = {
@@ -56,11 +56,11 @@ class SpawnedWorker:
 
 @dataclass(slots=True)
 class Credentials:
-    # None of one that enlisted.
+    # None for a self-registered worker.
     join_token_hash: bytes | None = None
     join_expires_at: datetime = datetime.min
     token_hash: bytes | None = None
-    # Who let it in that enlisted.
+    # The API token with which it registered itself.
     api_token_hash: bytes | None = None
 
 
