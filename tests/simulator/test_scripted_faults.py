@@ -67,7 +67,7 @@ def script(simulation: Simulation, *deeds: tuple[float, Callable[[], Any]]) -> N
             if at_s == 0:
                 action()
             else:
-                simulation.at(at_s, _async(action))
+                simulation.schedule(at_s, _async(action))
 
     simulation.on_ready = on_ready
 
@@ -259,7 +259,7 @@ def test_a_creation_that_had_to_wait_for_its_turn_is_not_begun_when_others_no_lo
         codes = {worker.code for worker in await simulation.store.workers(include_terminated=True)}
         assert "NOT_BEGUN" in codes
         assert len(red(simulation).billed_machines()) == 40
-        red(simulation)._creates.clear()
+        red(simulation).clear_scripts()
 
     script(simulation, (0, slow_down), (599.0, refused))
     assert simulation.run().most_billed == {"red": 40}
@@ -272,7 +272,7 @@ class _FreezesAfterDeciding:
         self.decided: set[str] = set()
         self.created: list[str] = []
 
-    def wrap(self, orchestrator: SimulatedOrchestrator, service: Any) -> Any:
+    def wrap_service(self, orchestrator: SimulatedOrchestrator, service: Any) -> Any:
         return _Wrapped(self, orchestrator, service)
 
 
@@ -305,7 +305,7 @@ class _Wrapped:
 def test_a_leader_that_stood_still_after_deciding_hires_nobody_when_it_goes_on() -> None:
     fate = _FreezesAfterDeciding()
     simulation = quiet_world(max_workers=2, orchestrators=2)
-    simulation.wrap = fate.wrap
+    simulation.wrap_service = fate.wrap_service
 
     async def is_told() -> None:
         rows = {worker.id: worker for worker in await simulation.store.workers(include_terminated=True)}
@@ -390,7 +390,7 @@ def test_unknown_is_not_absent(fate: dict[str, Any]) -> None:
             red(simulation).next_list(**fate)
 
     def see_again() -> None:
-        red(simulation)._lists.clear()
+        red(simulation).clear_scripts()
 
     script(simulation, (30.0, fail_lists), (650.0, see_again))
     simulation.run()
@@ -454,7 +454,7 @@ def test_lists_that_take_longer_than_a_lease_stop_no_cycle() -> None:
     def all_done() -> None:
         assert simulation.checker.unfinished_tasks() == []
         assert simulation.checker.plans > 490 / (LIST_SHARE * TTL_S) - 5
-        red(simulation)._lists.clear()
+        red(simulation).clear_scripts()
 
     script(simulation, (0, slow_down), (490.0, all_done))
     simulation.run()
@@ -717,7 +717,7 @@ class _Liar:
 def test_the_bed_notices_a_provider_that_lies() -> None:
     simulation = quiet_world(max_workers=1, arrivals=((1.0, 1), (100.0, 1)))
     simulation.make_provider = _Liar
-    with pytest.raises(InvariantViolation, match="m0-red of red-0-.* is billed and no live worker has it"):
+    with pytest.raises(InvariantViolation, match="machine m0-red of red-0-.* is billed without a live worker"):
         simulation.run()
 
 
@@ -740,7 +740,7 @@ def test_the_bed_notices_a_store_that_accepts_what_was_lost() -> None:
         simulation.store._complete = accept_all
 
     script(simulation, (0, forge))
-    with pytest.raises(InvariantViolation, match="accepted from .*, which does not have it"):
+    with pytest.raises(InvariantViolation, match="promise 2 broken: task 1 accepted from .* not hold its claim"):
         simulation.run()
 
 
@@ -752,7 +752,7 @@ def test_the_bed_notices_a_task_that_is_lost() -> None:
         simulation.store.tables.requeue_tasks_of = lambda *_: 0
 
     script(simulation, (0, forge))
-    with pytest.raises(InvariantViolation, match=r"rest was not reached .* tasks \[1\] are not finished"):
+    with pytest.raises(InvariantViolation, match=r"promise 1 broken: 1 tasks are not finished, such as \[1\]"):
         simulation.run()
 
 
@@ -789,7 +789,7 @@ def test_a_machine_that_fails_every_task_is_quarantined_and_loses_no_task() -> N
     assert culprit == names(simulation)[0]
     tasks = simulation.checker.tasks.values()
     # It took more than its share, some of them until they were dead letters, and none is lost.
-    assert sum(culprit in task.failed_attempts for task in tasks) > 20
+    assert sum(culprit in task.failed_on for task in tasks) > 20
     assert max(sum(worker_id == culprit for worker_id, _ in task.claims) for task in tasks) == 3
     assert all(task.accepted is not None for task in tasks)
     assert len(red(simulation).machines) == 5
