@@ -25,7 +25,8 @@ QUEUED_AT_SCREENSHOT = 150
 SETTLE_MS = 1_000
 TIMEOUT_S = 300.0
 QUEUED = "Number(document.querySelector('.tile dd').textContent)"
-DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
+# Tall, because a full-page screenshot shows the navigation at the bottom of the first screen.
+DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 1_500}
 PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "cycles": "/cycles", "cost": "/cost?days=1"}
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo, sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            link = wait_for(demo, r"watch it in a browser: (\S+)")
+            link = wait_for(demo, r"dashboard: (\S+)")
             page = browser.new_page(viewport=DESKTOP, device_scale_factor=1, color_scheme="light")
             page.goto(link)
             with windlass.SyncClient(data_dir=wait_for(demo, DATA_DIR)) as client:
@@ -84,14 +85,14 @@ def take_all(browser: Browser, operator: Page, folder: Path) -> None:
         page = context.new_page()
         for title, path in PAGES.items():
             page.goto(path)
-            page.locator("#link", has_text="live").wait_for()
+            page.locator("#connection", has_text="live").wait_for()
             page.wait_for_timeout(300)
-            page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
+            page.screenshot(path=folder / f"{title}-{name}.png", full_page=name != "phone")
         for listed, title in (("/workers", "worker"), ("/tasks", "task"), ("/cycles", "cycle")):
             page.goto(listed)
             page.locator("tbody th a").first.click()
             page.wait_for_timeout(300)
-            page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
+            page.screenshot(path=folder / f"{title}-{name}.png", full_page=name != "phone")
         context.close()
 
 

@@ -263,7 +263,7 @@ async def test_of_two_orchestrators_one_leads_and_the_other_takes_over(host: Hos
     first = host.up()
     await until(host.store.fleets, "the first one leads")
     second = host.up()
-    await until(lambda: "standing by" in host.log(), f"the second one stands by\n{host.log()}")
+    await until(lambda: "standby cycle" in host.log(), f"the second one stands by\n{host.log()}")
     term = (await host.last_cycle()).term
     first.kill()
     first.wait()
@@ -277,7 +277,7 @@ async def test_a_standby_that_is_stopped_leaves_the_leaders_workers_alone(host: 
     first = host.up()
     before = await host.until_workers(2)
     second = host.up()
-    await until(lambda: "standing by" in host.log(), f"the second one stands by\n{host.log()}")
+    await until(lambda: "standby cycle" in host.log(), f"the second one stands by\n{host.log()}")
     second.send_signal(signal.SIGTERM)
     await until(lambda: second.poll() is not None, f"the second one ends\n{host.log()}")
     assert second.returncode == 0
@@ -706,17 +706,17 @@ async def test_cycles_run_by_cron_do_the_same_and_can_be_replayed(host: Host) ->
 
     number = str(first["cycle_id"])
     same = host.windlass("replay", number, "--json").json
-    assert (same["is_same"], [a["kind"] for a in same["then"]["actions"]]) == (True, ["Spawn", "Spawn"])
+    assert (same["is_same"], [a["kind"] for a in same["then"]["actions"]]) == (True, ["spawn", "spawn"])
     host.configure("other.toml", max_workers=1)
     other = host.windlass("replay", number, "--with", "other.toml", "--json").json
-    assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["Spawn"])
+    assert (other["is_same"], [a["kind"] for a in other["again"]["actions"]]) == (False, ["spawn"])
     assert "replayed: same decision" in host.windlass("replay", number).out
     assert "replayed: spawn 1" in host.windlass("replay", number, "--with", "other.toml").out
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
         (("--set", "max_worker=1"), "'max_worker=1' is not a fleet setting: write name=value"),
-        (("--with", "nosuch.toml"), "there is no configuration file nosuch.toml: check the path given with --with."),
+        (("--with", "nosuch.toml"), "configuration file nosuch.toml not found. Check --with."),
     ):
         refused = host.windlass("replay", number, *wrong)
         assert refused.code == 2

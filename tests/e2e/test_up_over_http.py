@@ -297,7 +297,7 @@ def test_links_are_made_and_listed_and_revoked(tmp_path: Path, dsn: str) -> None
     link = windlass("tokens", "link", "--role", "viewer").out
     assert re.fullmatch(r"http://127\.0\.0\.1:8123/login\?key=wll_[0-9a-f]{64}\n", link)
     listed = windlass("tokens", "sessions").out
-    assert "link, not used yet" in listed
+    assert "unused link" in listed
     assert "viewer" in listed
     assert "wll_" not in listed
     session = listed.splitlines()[1].split()[0]
