@@ -15,7 +15,7 @@ import pytest
 
 from support.hetzner_histories import REFUSALS, HetznerHistory, hetzner_scenario
 from windlass.policy import billing
-from windlass.policy.stages import scaling
+from windlass.policy.stages import draining
 from windlass.simulator import invariants
 from windlass.simulator.cloud import FaultRates
 from windlass.simulator.invariants import InvariantViolation
@@ -80,7 +80,7 @@ def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their
 
 
 def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "_may_leave", lambda *_: False)
+    monkeypatch.setattr(draining, "_drainable_spare", lambda *_: [])
     with pytest.raises(
         InvariantViolation, match=r"red-\d-\w+ is spare and is kept though it is about to be paid for again"
     ):
@@ -139,7 +139,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "vanishes with its machine",
         "is killed",
         "the database is away",
-        "deleting a Primary IP that was left behind",
+        "delete primary ip",
         "create machine refused",
         "create machine unclear",
         "delete machine failed",
