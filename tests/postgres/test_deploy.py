@@ -1,4 +1,4 @@
-"""The Prometheus rules and the Grafana dashboard of deploy/: valid, and based on metrics that the server exports."""
+"""The Prometheus rules and the Grafana dashboard in deploy/: valid, and only about metrics that exist."""
 
 import json
 import os
@@ -13,17 +13,16 @@ from windlass.model.alert import ADVICE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-# promtool only reads three files.
 TIMEOUT_S = 60
 
 
 def promtool() -> str:
     unpacked = CACHE / "windlass-tests" / "promtool"
     found = shutil.which("promtool") or (str(unpacked) if unpacked.exists() else None)
-    return found or do_without("promtool not found: on Debian, tools/system-packages.sh installs it as root")
+    return found or do_without("promtool not found: on Debian, tools/system-packages.sh installs it (as root)")
 
 
-def test_prometheus_rules_are_valid_and_pass_their_tests() -> None:
+def test_alert_rules_pass_their_promtool_tests() -> None:
     for arguments in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         ran = subprocess.run(
             [promtool(), *arguments],
@@ -36,7 +35,7 @@ def test_prometheus_rules_are_valid_and_pass_their_tests() -> None:
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-async def test_rules_and_dashboard_use_only_exported_metrics(dsn: str) -> None:
+async def test_every_metric_in_rules_and_dashboard_exists(dsn: str) -> None:
     async with open_api(dsn) as api:
         await api.run_cycle()
         text = (await api.localhost.get("/metrics")).text
@@ -48,28 +47,28 @@ async def test_rules_and_dashboard_use_only_exported_metrics(dsn: str) -> None:
     assert used - served == set()
 
 
-def test_rule_codes_have_advice() -> None:
+def test_every_alert_has_a_code_with_advice() -> None:
     codes = re.findall(r"code: ([A-Z_]+)", (DEPLOY / "prometheus" / "alerts.yml").read_text())
     assert len(codes) > 8
     assert set(codes) - ADVICE.keys() == set()
 
 
-def test_codes_excluded_from_general_rule_have_their_own_rule() -> None:
+def test_general_rule_excludes_only_codes_with_their_own_rule() -> None:
     rules = (DEPLOY / "prometheus" / "alerts.yml").read_text()
     (excluded,) = re.findall(r'windlass_alerts_firing\{code!~"([A-Z_|]+)"', rules)
-    # A rule names its codes in its expression or in its label `code`.
-    used = {code for codes in re.findall(r'code=~?"([A-Z_|]+)"', rules) for code in codes.split("|")}
-    own = used | set(re.findall(r"code: ([A-Z_]+)", rules))
+    # A rule names its codes in its annotation or in its expression.
+    queried = {code for codes in re.findall(r'code=~?"([A-Z_|]+)"', rules) for code in codes.split("|")}
+    own = queried | set(re.findall(r"code: ([A-Z_]+)", rules))
     assert set(excluded.split("|")) - own == set()
     assert set(excluded.split("|")) - ADVICE.keys() == set()
 
 
-def test_dashboard_has_unique_panels_that_fit_the_grid() -> None:
-    dashboard = json.loads((DEPLOY / "grafana" / "windlass.json").read_text())
-    assert dashboard["title"] == "Windlass"
-    ids = [panel["id"] for panel in dashboard["panels"]]
+def test_grafana_dashboard_has_valid_panels() -> None:
+    board = json.loads((DEPLOY / "grafana" / "windlass.json").read_text())
+    assert board["title"] == "Windlass"
+    ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids)) > 10
-    for panel in dashboard["panels"]:
+    for panel in board["panels"]:
         assert panel["targets"], panel["title"]
         position = panel["gridPos"]
         assert position["x"] + position["w"] <= 24, panel["title"]
