@@ -23,7 +23,7 @@ def store() -> MemoryStores:
     return MemoryStores(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
 
 
-async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: MemoryStores) -> None:
+async def test_second_head_is_refused_while_first_holds_the_lease(store: MemoryStores) -> None:
     async with sole_head(store, LEASE_S):
         with pytest.raises(ConfigError, match="another `windlass up` .* has a Ray head.* set RAY_ADDRESS to one head"):
             async with sole_head(store, LEASE_S):
@@ -32,7 +32,7 @@ async def test_a_second_one_is_refused_for_as_long_as_the_first_goes_on(store: M
         pass  # whoever ends in good order leaves nothing to wait for
 
 
-def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own() -> None:
+def test_given_head_is_shared_and_excludes_own_head() -> None:
     store = MemoryStores(virtual_now, Retention(), Random(1))  # noqa: S311
 
     async def both_ways() -> None:
@@ -50,13 +50,13 @@ def test_a_head_that_was_given_is_shared_and_excludes_one_of_our_own() -> None:
     run(both_ways())
 
 
-async def test_one_that_was_killed_is_waited_for_no_longer_than_its_lease(store: MemoryStores) -> None:
+async def test_lease_of_killed_holder_expires(store: MemoryStores) -> None:
     await store.acquire_lease(Candidate("killed", LEASE_S, HEAD_LEASE))
     async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
         pass
 
 
-async def test_who_loses_the_right_stops(store: MemoryStores) -> None:
+async def test_holder_stops_when_lease_is_lost(store: MemoryStores) -> None:
     with pytest.raises(WindlassError, match="another `windlass up` has a Ray head of its own, or .* since"):
         async with asyncio.timeout(10 * LEASE_S), sole_head(store, LEASE_S):
             store.tables.leases.rows[HEAD_LEASE].holder = "another"
@@ -64,7 +64,7 @@ async def test_who_loses_the_right_stops(store: MemoryStores) -> None:
             await asyncio.Event().wait()
 
 
-async def test_a_right_that_cannot_be_asked_for_any_more_is_not_taken_for_another_orchestrator(
+async def test_failed_renewal_is_not_reported_as_another_orchestrator(
     store: MemoryStores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def lead(_candidate: Candidate) -> int:
@@ -76,13 +76,13 @@ async def test_a_right_that_cannot_be_asked_for_any_more_is_not_taken_for_anothe
             await asyncio.Event().wait()
 
 
-async def test_being_cancelled_by_others_is_not_taken_for_that(store: MemoryStores) -> None:
+async def test_cancellation_is_not_reported_as_lost_lease(store: MemoryStores) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(LEASE_S / 4), sole_head(store, LEASE_S):
             await asyncio.Event().wait()
 
 
-async def test_who_loses_a_right_that_another_of_its_tasks_took_stops(store: MemoryStores) -> None:
+async def test_owner_task_stops_when_lease_taken_by_other_task_is_lost(store: MemoryStores) -> None:
     owner = asyncio.current_task()
     with pytest.raises(WindlassError, match="another `windlass up` has a Ray head of its own, or .* since"):
         async with asyncio.timeout(10 * LEASE_S), AsyncExitStack() as stack:
