@@ -107,7 +107,9 @@ async def test_changed_schema_raises_schema_mismatch(connection: Any, each_dsn: 
             "create function windlass.retry_task(bigint) returns boolean language plpgsql as"
             " 'begin raise exception ''out of order''; end'"
         )
-        with pytest.raises(DatabaseUnavailable, match=r"refused the statement \(out of order\)\. Run `windlass doctor`"):
+        with pytest.raises(
+            DatabaseUnavailable, match=r"refused the statement \(out of order\)\. Run `windlass doctor`"
+        ):
             await store.retry_task(1)
 
 
