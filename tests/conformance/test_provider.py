@@ -154,11 +154,11 @@ def living(machines: dict[str, Machine]) -> set[str]:
 # ------------------------------------------------------------------------------------------------------------ create
 
 
-async def test_a_fleet_begins_without_machines(provider: Provider) -> None:
+async def test_new_fleet_has_no_machines(provider: Provider) -> None:
     assert await provider.list_machines() == ()
 
 
-async def test_a_created_machine_is_listed_under_the_name_it_was_asked_for(world: World, provider: Provider) -> None:
+async def test_created_machine_is_listed_under_its_requested_name(world: World, provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     found = (await listed(provider))["fleet-0-aa"]
     assert (created.name, found.id) == ("fleet-0-aa", created.id)
@@ -167,33 +167,33 @@ async def test_a_created_machine_is_listed_under_the_name_it_was_asked_for(world
     assert world.is_there(found)
 
 
-async def test_a_name_is_used_for_one_machine_only(provider: Provider) -> None:
+async def test_name_is_used_for_one_machine(provider: Provider) -> None:
     first = await provider.create(request_for("fleet-0-aa"))
     second = await provider.create(request_for("fleet-0-aa"))
     assert second.id == first.id
     assert [machine.id for machine in await provider.list_machines()] == [first.id]
 
 
-async def test_a_name_is_used_once_even_by_calls_at_the_same_time(provider: Provider) -> None:
+async def test_concurrent_creations_use_a_name_once(provider: Provider) -> None:
     created = await asyncio.gather(*(provider.create(request_for("fleet-0-aa")) for _ in range(4)))
     assert len({machine.id for machine in created}) == 1
     assert len(await provider.list_machines()) == 1
 
 
-async def test_a_name_is_used_once_even_by_another_orchestrator(world: World, provider: Provider) -> None:
+async def test_another_orchestrator_uses_a_name_once(world: World, provider: Provider) -> None:
     first = await provider.create(request_for("fleet-0-aa"))
     assert (await world.provider().create(request_for("fleet-0-aa"))).id == first.id
     assert len(await provider.list_machines()) == 1
 
 
-async def test_machines_asked_for_at_once_are_all_made(provider: Provider) -> None:
+async def test_concurrent_creations_all_succeed(provider: Provider) -> None:
     names = {f"fleet-{slot}-aa" for slot in range(5)}
     created = await asyncio.gather(*(provider.create(request_for(name)) for name in names))
     assert {machine.name for machine in created} == names
     assert {name: machine.id for name, machine in (await listed(provider)).items()} == {m.name: m.id for m in created}
 
 
-async def test_a_refusal_makes_nothing_and_says_why(world: World, provider: Provider) -> None:
+async def test_refused_creation_creates_nothing_and_says_why(world: World, provider: Provider) -> None:
     with pytest.raises(Refused, match=r"fleet-0-aa: .+"):
         await world.provider_that_refuses().create(request_for("fleet-0-aa"))
     assert await provider.list_machines() == ()
@@ -204,32 +204,32 @@ async def test_a_refusal_makes_nothing_and_says_why(world: World, provider: Prov
 # -------------------------------------------------------------------------------------------------------------- list
 
 
-async def test_a_machine_stays_what_it_was_from_list_to_list(provider: Provider) -> None:
+async def test_machine_keeps_its_identity_between_lists(provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     for _ in range(3):
         found = (await listed(provider))["fleet-0-aa"]
         assert (found.id, found.created_at) == (created.id, created.created_at)
 
 
-async def test_a_new_orchestrator_sees_the_machines_of_the_last_one(world: World, provider: Provider) -> None:
+async def test_new_orchestrator_lists_existing_machines(world: World, provider: Provider) -> None:
     created = [await provider.create(request_for(f"fleet-{slot}-aa")) for slot in range(3)]
     found = await listed(world.provider())
     assert {machine.id for machine in found.values()} == {machine.id for machine in created}
 
 
-async def test_a_list_that_is_not_whole_is_no_list(world: World, provider: Provider) -> None:
+async def test_incomplete_list_is_unavailable(world: World, provider: Provider) -> None:
     await provider.create(request_for("fleet-0-aa"))
     with pytest.raises(Unavailable):
         await world.provider_without_answer().list_machines()
 
 
-async def test_a_creation_without_a_clear_answer_is_no_refusal(world: World, provider: Provider) -> None:
+async def test_creation_without_a_response_is_not_refused(world: World, provider: Provider) -> None:
     """Whoever knows that nothing was sent says so."""
     with pytest.raises((Ambiguous, Throttled)):
         await world.provider_without_answer().create(request_for("fleet-0-aa"))
 
 
-async def test_a_machine_that_ended_by_itself_does_not_pass_for_living(world: World, provider: Provider) -> None:
+async def test_exited_machine_is_not_listed_as_live(world: World, provider: Provider) -> None:
     ended = await provider.create(request_for("fleet-0-aa"))
     await provider.create(request_for("fleet-1-bb"))
     world.end(ended)
@@ -245,29 +245,27 @@ async def test_a_machine_that_ended_by_itself_does_not_pass_for_living(world: Wo
 # ------------------------------------------------------------------------------------------------------------ delete
 
 
-async def test_a_deleted_machine_is_gone_when_delete_returns(world: World, provider: Provider) -> None:
+async def test_machine_is_gone_when_delete_returns(world: World, provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     await provider.delete(created)
     assert not world.is_there(created)
     assert await provider.list_machines() == ()
 
 
-async def test_deleting_what_is_gone_is_no_error(provider: Provider) -> None:
+async def test_deleting_a_deleted_machine_succeeds(provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     await provider.delete(created)
     await provider.delete(created)
 
 
-async def test_deleting_what_never_was_is_no_error(world: World, provider: Provider) -> None:
+async def test_deleting_an_unknown_id_succeeds_and_touches_nothing(world: World, provider: Provider) -> None:
     real = await provider.create(request_for("fleet-0-aa"))
     await provider.delete(replace(real, id=f"{real.id}0", name="fleet-9-zz"))
     assert world.is_there(real)
 
 
 @pytest.mark.parametrize("foreign", ["4711", "k3zq0x1m9ab2cd", "some-host/12-34567"])
-async def test_an_id_that_no_machine_of_this_provider_can_have_is_not_called_gone(
-    provider: Provider, foreign: str
-) -> None:
+async def test_id_of_another_provider_is_refused(provider: Provider, foreign: str) -> None:
     """It may be another provider's, and paid for: the fleet's was changed."""
     own_shapes = {"HetznerProvider": "4711", "RunpodProvider": "k3zq0x1m9ab2cd", "LocalProvider": "some-host/12-34567"}
     machine = Machine(foreign, "fleet-9-zz", MachineState.RUNNING, datetime(2026, 1, 1, tzinfo=UTC))
@@ -278,13 +276,13 @@ async def test_an_id_that_no_machine_of_this_provider_can_have_is_not_called_gon
         await provider.delete(machine)
 
 
-async def test_deleting_twice_at_the_same_time_is_no_error(world: World, provider: Provider) -> None:
+async def test_concurrent_deletions_succeed(world: World, provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     await asyncio.gather(provider.delete(created), world.provider().delete(created))
     assert await provider.list_machines() == ()
 
 
-async def test_deleting_one_machine_leaves_the_others(world: World, provider: Provider) -> None:
+async def test_deleting_one_machine_keeps_the_others(world: World, provider: Provider) -> None:
     first, second, third = [await provider.create(request_for(f"fleet-{slot}-aa")) for slot in range(3)]
     await provider.delete(second)
     assert set(await listed(provider)) == {first.name, third.name}
@@ -292,7 +290,7 @@ async def test_deleting_one_machine_leaves_the_others(world: World, provider: Pr
     assert world.is_there(third)
 
 
-async def test_a_new_orchestrator_can_delete_the_machines_of_the_last_one(world: World, provider: Provider) -> None:
+async def test_new_orchestrator_can_delete_existing_machines(world: World, provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     # All that it may know of a machine is what stands in the row.
     await world.provider().delete(Machine(created.id, created.name, MachineState.RUNNING))
@@ -300,7 +298,7 @@ async def test_a_new_orchestrator_can_delete_the_machines_of_the_last_one(world:
     assert living(await listed(provider)) == set()
 
 
-async def test_an_old_id_does_not_reach_a_newer_machine(world: World, provider: Provider) -> None:
+async def test_old_id_does_not_delete_a_newer_machine(world: World, provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     await provider.delete(replace(created, id=f"{created.id}0"))
     assert world.is_there(created)
@@ -319,7 +317,7 @@ async def leave_alone(provider: Provider, machine: Machine) -> None:
         await provider.delete(machine)
 
 
-async def test_the_machines_of_another_fleet_are_neither_listed_nor_touched(world: World, provider: Provider) -> None:
+async def test_machines_of_another_fleet_are_not_listed_or_deleted(world: World, provider: Provider) -> None:
     others = await world.provider(fleet="sibling").create(request_for("sibling-0-aa", "sibling"))
     await provider.create(request_for("fleet-0-aa"))
     assert set(await listed(provider)) == {"fleet-0-aa"}
@@ -327,9 +325,7 @@ async def test_the_machines_of_another_fleet_are_neither_listed_nor_touched(worl
     assert world.is_there(others)
 
 
-async def test_the_machines_of_another_windlass_are_neither_listed_nor_touched(
-    world: World, provider: Provider
-) -> None:
+async def test_machines_of_another_database_are_not_listed_or_deleted(world: World, provider: Provider) -> None:
     others = await world.provider(windlass="other").create(request_for("fleet-0-aa"))
     ours = await provider.create(request_for("fleet-0-aa"))
     assert [machine.id for machine in await provider.list_machines()] == [ours.id]
@@ -338,14 +334,14 @@ async def test_the_machines_of_another_windlass_are_neither_listed_nor_touched(
     assert world.is_there(others)
 
 
-async def test_a_machine_that_nobody_marked_is_neither_listed_nor_touched(world: World, provider: Provider) -> None:
+async def test_untagged_machine_is_not_listed_or_deleted(world: World, provider: Provider) -> None:
     foreign = world.foreign_machine()
     assert await provider.list_machines() == ()
     await leave_alone(provider, foreign)
     assert world.is_there(foreign)
 
 
-async def test_preparing_where_there_is_nothing_to_prepare_changes_nothing(provider: Provider) -> None:
+async def test_prepare_without_a_prepare_step_changes_nothing(provider: Provider) -> None:
     created = await provider.create(request_for("fleet-0-aa"))
     assert not provider.traits.has_prepare_step
     met: list[str] = []
@@ -358,6 +354,6 @@ async def test_preparing_where_there_is_nothing_to_prepare_changes_nothing(provi
     assert set(await listed(provider)) == {"fleet-0-aa"}
 
 
-async def test_traits_are_times(provider: Provider) -> None:
+async def test_traits_are_non_negative_times(provider: Provider) -> None:
     traits = provider.traits
     assert min(traits.absence_grace_s, traits.creation_lateness_s, traits.orphan_grace_s) >= 0

@@ -290,7 +290,7 @@ async def exited(provider: LocalProvider, name: str) -> Machine:
 # --------------------------------------------------------------------------------------------------------- beginning
 
 
-async def test_a_worker_gets_its_fleets_settings(ground: Ground) -> None:
+async def test_worker_gets_the_settings_of_its_fleet(ground: Ground) -> None:
     folder = ground.folder / "work"
     folder.mkdir()
     provider = ground.provider(
@@ -314,7 +314,7 @@ async def test_a_worker_gets_its_fleets_settings(ground: Ground) -> None:
     ],
     ids=["a command", "an inline handler"],
 )
-async def test_a_worker_runs_what_its_fleet_says(ground: Ground, settings: dict[str, Any], expected: str) -> None:
+async def test_worker_runs_the_configured_program(ground: Ground, settings: dict[str, Any], expected: str) -> None:
     command = ground.folder / "convert"
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
@@ -323,14 +323,12 @@ async def test_a_worker_runs_what_its_fleet_says(ground: Ground, settings: dict[
     assert expected in " ".join((await ground.said("up"))["argv"])
 
 
-async def test_a_worker_leads_a_session_of_its_own(ground: Ground) -> None:
+async def test_worker_leads_its_own_session(ground: Ground) -> None:
     pid = pid_of(await ground.provider().create(named("crowd-0-aa")))
     assert os.getsid(pid) == os.getpgid(pid) == pid
 
 
-async def test_a_worker_is_told_its_settings_and_none_of_our_secrets(
-    ground: Ground, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_worker_environment_has_settings_but_no_secrets(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RUNPOD_API_KEY", "WINDLASS_RUNPOD_API_KEY", "SUPABASE_SERVICE_ROLE_KEY", "MODEL_DIR"):
         monkeypatch.setenv(name, "ours")
     monkeypatch.setenv("WINDLASS_WORKER__TIMEOUT_S", "1")
@@ -353,7 +351,7 @@ async def test_a_worker_is_told_its_settings_and_none_of_our_secrets(
     assert env["SUPABASE_SERVICE_ROLE_KEY"] == "theirs", "what a fleet's env says is meant for its workers"
 
 
-async def test_a_process_of_another_host_is_left_to_the_database(ground: Ground) -> None:
+async def test_process_of_another_host_is_not_touched(ground: Ground) -> None:
     """It was started by an orchestrator there; its pid here, if there is one, is somebody else."""
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
@@ -363,7 +361,7 @@ async def test_a_process_of_another_host_is_left_to_the_database(ground: Ground)
     assert is_alive(pid_of(machine))
 
 
-async def test_no_password_is_on_the_command_line(ground: Ground) -> None:
+async def test_command_line_contains_no_password(ground: Ground) -> None:
     url = "postgresql://somebody:s3cret@db.example/tasks"
     provider = ground._add(
         LocalProvider(
@@ -393,7 +391,7 @@ async def test_no_password_is_on_the_command_line(ground: Ground) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_what_can_never_start_is_refused(ground: Ground, settings: dict[str, Any], message: str) -> None:
+async def test_impossible_start_is_refused(ground: Ground, settings: dict[str, Any], message: str) -> None:
     provider = ground.provider(**settings)
     with pytest.raises(Refused) as refusal:
         await provider.create(named("crowd-0-aa"))
@@ -403,7 +401,7 @@ async def test_what_can_never_start_is_refused(ground: Ground, settings: dict[st
     assert not list(ground.state_dir.rglob("*.log"))
 
 
-async def test_creating_does_not_hold_up_the_loop(ground: Ground) -> None:
+async def test_create_does_not_block_the_event_loop(ground: Ground) -> None:
     has_turned = threading.Event()
 
     class WaitingTable(ProcFs):
@@ -434,7 +432,7 @@ COMMAND = (
     ],
     ids=["a handler", "an inline handler", "a command"],
 )
-async def test_a_hired_worker_works_under_the_name_it_was_given(ground: Ground, dsn: str, runs: dict[str, Any]) -> None:
+async def test_spawned_worker_runs_tasks_under_its_given_id(ground: Ground, dsn: str, runs: dict[str, Any]) -> None:
     provider = ground.real_provider(dsn, env={"COLOUR": "green"}, **runs)
     async with PostgresStores(dsn) as store:
         task_id = await store.enqueue(new_task("default", None))
@@ -453,7 +451,7 @@ async def test_a_hired_worker_works_under_the_name_it_was_given(ground: Ground, 
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU here")
-async def test_a_worker_of_a_fleet_with_gpus_claims_nothing_on_a_host_without_one(ground: Ground, dsn: str) -> None:
+async def test_gpu_worker_claims_nothing_on_a_host_without_gpu(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, has_gpu=True)
     async with PostgresStores(dsn) as store:
         task_id = await store.enqueue(new_task("default", None))
@@ -470,7 +468,7 @@ async def test_a_worker_of_a_fleet_with_gpus_claims_nothing_on_a_host_without_on
         assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
 
 
-async def test_a_worker_uses_the_embedded_database_of_its_orchestrator(ground: Ground, embedded_server: Any) -> None:
+async def test_worker_uses_the_embedded_database_of_its_orchestrator(ground: Ground, embedded_server: Any) -> None:
     data_dir = embedded_server.socket_dir.parent
     provider = ground._add(
         LocalProvider(
@@ -488,7 +486,7 @@ async def test_a_worker_uses_the_embedded_database_of_its_orchestrator(ground: G
         await provider.delete(machine)
 
 
-async def test_a_handler_that_exits_at_import_is_named_as_the_reason(ground: Ground, dsn: str) -> None:
+async def test_handler_that_exits_at_import_is_reported(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, handler="leaves_at_import:handler")
     await provider.create(named("crowd-0-aa"))
     found = await exited(provider, "crowd-0-aa")
@@ -496,7 +494,7 @@ async def test_a_handler_that_exits_at_import_is_named_as_the_reason(ground: Gro
     assert (found.note or "").startswith(f"its process exited with code 2; last log line: {says}")
 
 
-async def test_deleting_a_worker_ends_its_handler_and_what_that_started(ground: Ground, dsn: str) -> None:
+async def test_delete_ends_the_handler_and_its_children(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, handler="some_handlers:long", stop_timeout_s=60)
     async with PostgresStores(dsn) as store:
         task_id = await store.enqueue(new_task("default", str(ground.folder / "running")))
@@ -510,7 +508,7 @@ async def test_deleting_a_worker_ends_its_handler_and_what_that_started(ground: 
         assert task.status is TaskStatus.QUEUED
 
 
-async def test_a_worker_killed_from_outside_leaves_nothing_behind(ground: Ground, dsn: str) -> None:
+async def test_processes_of_a_killed_worker_are_deleted(ground: Ground, dsn: str) -> None:
     provider = ground.real_provider(dsn, handler="some_handlers:long")
     async with PostgresStores(dsn) as store:
         await store.enqueue(new_task("default", str(ground.folder / "running")))
@@ -538,7 +536,7 @@ async def _complete(store: PostgresStores, task_id: int) -> Any:
         ("segfault", "its process was killed by SIGSEGV; last log line: Fatal Python error: Segmentation fault"),
     ],
 )
-async def test_a_crash_is_reported_with_its_reason(ground: Ground, how: str, note: str) -> None:
+async def test_crash_is_reported_with_its_reason(ground: Ground, how: str, note: str) -> None:
     provider = ground.provider(how)
     created = await provider.create(named("crowd-0-aa"))
     found = await exited(provider, "crowd-0-aa")
@@ -547,7 +545,7 @@ async def test_a_crash_is_reported_with_its_reason(ground: Ground, how: str, not
     assert not psutil.pid_exists(pid_of(created))
 
 
-async def test_a_crash_is_reported_until_it_was_dealt_with(ground: Ground) -> None:
+async def test_crash_is_listed_until_the_machine_is_deleted(ground: Ground) -> None:
     provider = ground.provider("exit")
     await provider.create(named("crowd-0-aa"))
     found = await exited(provider, "crowd-0-aa")
@@ -556,7 +554,7 @@ async def test_a_crash_is_reported_until_it_was_dealt_with(ground: Ground) -> No
     assert await provider.list_machines() == ()
 
 
-async def test_a_crash_is_not_reported_for_ever(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crash_is_listed_for_a_limited_time(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     provider = ground.provider("exit")
     await provider.create(named("crowd-0-aa"))
     await exited(provider, "crowd-0-aa")
@@ -564,7 +562,7 @@ async def test_a_crash_is_not_reported_for_ever(ground: Ground, monkeypatch: pyt
     assert await provider.list_machines() == ()
 
 
-async def test_the_end_of_an_adopted_worker_is_reported_too(ground: Ground) -> None:
+async def test_end_of_an_adopted_worker_is_reported(ground: Ground) -> None:
     machine = await ground.provider().create(named("crowd-0-aa"))
     await ground.said("up")
     adopter = ground.provider()
@@ -580,9 +578,7 @@ async def test_the_end_of_an_adopted_worker_is_reported_too(ground: Ground) -> N
 # ---------------------------------------------------------------------------------------------------- found again
 
 
-async def test_an_orchestrator_killed_at_work_is_followed_by_one_that_adopts_its_workers(
-    ground: Ground, dsn: str
-) -> None:
+async def test_new_orchestrator_adopts_workers_of_a_killed_one(ground: Ground, dsn: str) -> None:
     fleet = {"queues": ("default",), "min_workers": 2, "max_workers": 2, "poll_interval_s": 0.1}
     config = ground.config(**fleet)
     given = {
@@ -636,7 +632,7 @@ async def _replaced(cycle: FleetCycle, active: Callable[[], Any], lost: str) -> 
     return rows if len(rows) == 2 and lost not in {row.id for row in rows} else None
 
 
-async def test_a_worker_is_found_though_its_orchestrator_died_right_after_the_fork(ground: Ground) -> None:
+async def test_worker_is_found_if_its_orchestrator_dies_after_the_fork(ground: Ground) -> None:
     given = {
         "identity": ground.identity,
         "state_dir": str(ground.state_dir),
@@ -655,7 +651,7 @@ async def test_a_worker_is_found_though_its_orchestrator_died_right_after_the_fo
     assert (await provider.create(named("crowd-0-aa"))).id == found.id
 
 
-async def test_what_a_dead_worker_left_behind_is_found_and_ended(ground: Ground) -> None:
+async def test_orphaned_children_of_a_dead_worker_are_deleted(ground: Ground) -> None:
     creator = ground.provider("leaves a family")
     machine = await creator.create(named("crowd-0-aa"))
     family = await ground.said("family")
@@ -677,7 +673,7 @@ async def test_what_a_dead_worker_left_behind_is_found_and_ended(ground: Ground)
 
 
 @pytest.mark.parametrize("how", ["fork", "fork with a session"])
-async def test_a_fork_of_a_worker_is_not_taken_for_a_second_one(ground: Ground, how: str) -> None:
+async def test_fork_of_a_worker_is_not_listed_as_a_machine(ground: Ground, how: str) -> None:
     """Every process that a worker starts is such a fork for a moment."""
     provider = ground.provider(how)
     machine = await provider.create(named("crowd-0-aa"))
@@ -688,7 +684,7 @@ async def test_a_fork_of_a_worker_is_not_taken_for_a_second_one(ground: Ground, 
     assert not is_alive(fork)
 
 
-async def test_a_worker_that_overwrites_its_environment_stays_ours(ground: Ground) -> None:
+async def test_worker_that_overwrites_its_environment_stays_listed(ground: Ground) -> None:
     provider = ground.provider("forget")
     machine = await provider.create(named("crowd-0-aa"))
     await ground.said("up")
@@ -698,7 +694,7 @@ async def test_a_worker_that_overwrites_its_environment_stays_ours(ground: Groun
     assert not is_alive(pid_of(machine))
 
 
-async def test_a_double_is_listed_and_ended_alone(ground: Ground) -> None:
+async def test_duplicate_worker_is_listed_and_deleted_alone(ground: Ground) -> None:
     class Blind(ProcFs):
         def pids(self) -> list[int]:
             return []
@@ -718,7 +714,7 @@ async def test_a_double_is_listed_and_ended_alone(ground: Ground) -> None:
 # --------------------------------------------------------------------------------------------------------------- ends
 
 
-async def test_a_worker_is_asked_before_it_is_killed(ground: Ground) -> None:
+async def test_delete_sends_sigterm_first(ground: Ground) -> None:
     provider = ground.provider("polite")
     machine = await provider.create(named("crowd-0-aa"))
     await ground.said("up")
@@ -727,7 +723,7 @@ async def test_a_worker_is_asked_before_it_is_killed(ground: Ground) -> None:
     assert await provider.list_machines() == ()
 
 
-async def test_a_worker_that_does_not_listen_is_killed_with_all_that_is_its(ground: Ground) -> None:
+async def test_worker_that_ignores_sigterm_is_killed_with_its_children(ground: Ground) -> None:
     provider = ground.provider("stubborn", stop_grace_s=0.2)
     machine = await provider.create(named("crowd-0-aa"))
     family = await ground.said("family")
@@ -737,7 +733,7 @@ async def test_a_worker_that_does_not_listen_is_killed_with_all_that_is_its(grou
     assert [pid for pid in [pid_of(machine), *family] if is_alive(pid)] == []
 
 
-async def test_what_a_worker_that_left_politely_forgot_is_killed(ground: Ground) -> None:
+async def test_children_of_a_terminated_worker_are_killed(ground: Ground) -> None:
     provider = ground.provider("leaves a family")
     machine = await provider.create(named("crowd-0-aa"))
     family = await ground.said("family")
@@ -745,7 +741,7 @@ async def test_what_a_worker_that_left_politely_forgot_is_killed(ground: Ground)
     assert [pid for pid in family if is_alive(pid)] == []
 
 
-async def test_a_stopped_worker_is_ended_too(ground: Ground) -> None:
+async def test_stopped_worker_is_deleted(ground: Ground) -> None:
     provider = ground.provider(stop_grace_s=0.1)
     machine = await provider.create(named("crowd-0-aa"))
     os.kill(pid_of(machine), signal.SIGSTOP)
@@ -754,7 +750,7 @@ async def test_a_stopped_worker_is_ended_too(ground: Ground) -> None:
     assert not is_alive(pid_of(machine))
 
 
-async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None:
+async def test_reused_pid_is_not_signalled(ground: Ground) -> None:
     provider = ground.provider()
     machine = await provider.create(named("crowd-0-aa"))
     process, _, started = machine.id.rpartition("-")
@@ -768,7 +764,7 @@ async def test_a_pid_that_changed_hands_is_not_signalled(ground: Ground) -> None
 # --------------------------------------------------------------------------------------------------------------- logs
 
 
-async def test_a_log_stays_within_its_bounds_whatever_is_printed(ground: Ground) -> None:
+async def test_log_size_is_bounded(ground: Ground) -> None:
     provider = ground.provider("chatter")
     await provider.create(named("crowd-0-aa"))
     log = provider._logs.path_of("crowd-0-aa")
@@ -785,7 +781,7 @@ async def test_a_log_stays_within_its_bounds_whatever_is_printed(ground: Ground)
     assert lines[-1] == "the last line"
 
 
-async def test_a_log_can_be_followed_to_the_workers_end(ground: Ground) -> None:
+async def test_log_can_be_followed_until_the_worker_ends(ground: Ground) -> None:
     provider = ground.provider("polite")
     machine = await provider.create(named("crowd-0-aa"))
     await ground.said("up")
@@ -798,19 +794,19 @@ async def test_a_log_can_be_followed_to_the_workers_end(ground: Ground) -> None:
     assert (await asyncio.wait_for(following, 10))[-1] == "goodbye"
 
 
-async def test_the_log_of_a_worker_that_is_over_can_be_read(ground: Ground) -> None:
+async def test_log_of_a_terminated_worker_can_be_read(ground: Ground) -> None:
     provider = ground.provider("exit")
     await provider.create(named("crowd-0-aa"))
     await exited(provider, "crowd-0-aa")
     assert [line async for line in ground.provider()._logs.read("crowd-0-aa", 1)] == ["cannot go on: no model"]
 
 
-async def test_a_worker_without_a_log_is_not_known_here(ground: Ground) -> None:
+async def test_worker_without_a_log_is_unknown(ground: Ground) -> None:
     with pytest.raises(BadInput, match="no log of worker crowd-9-zz on this host"):
         [line async for line in ground.provider()._logs.read("crowd-9-zz", 100)]
 
 
-async def test_old_logs_are_removed_and_those_in_use_are_not(ground: Ground) -> None:
+async def test_old_logs_are_removed_unless_in_use(ground: Ground) -> None:
     provider = ground.provider()
     folder = ground.state_dir / "logs" / "crowd"
     folder.mkdir(parents=True)

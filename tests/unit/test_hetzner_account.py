@@ -78,7 +78,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account: HetznerAccount) -> None:
+async def test_unanswered_creations_do_not_delay_a_list(vendor: Slow, account: HetznerAccount) -> None:
     provider = provider_of(account)
     creations = [asyncio.create_task(provider.create(MachineRequest(f"red-{n}-aa", "red", n))) for n in range(32)]
     await until(lambda: vendor.posts == 32)
@@ -88,7 +88,7 @@ async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account
     assert len({machine.id for machine in await asyncio.gather(*creations)}) == 32
 
 
-async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
+async def test_call_without_a_free_thread_is_throttled(
     vendor: Slow, account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_THREADS", 1)
@@ -103,9 +103,7 @@ async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
     assert vendor.posts == 1
 
 
-async def test_the_time_limit_of_a_call_begins_with_the_call(
-    account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_timeout_starts_when_the_call_starts(account: HetznerAccount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_THREADS", 1)
     free = threading.Event()
     before = asyncio.create_task(account._run_in_thread(lambda: free.wait(LIMIT_S), LIMIT_S))
@@ -118,7 +116,7 @@ async def test_the_time_limit_of_a_call_begins_with_the_call(
     assert await before
 
 
-async def test_threads_end_with_the_last_who_uses_the_account(account: HetznerAccount) -> None:
+async def test_threads_end_with_the_last_user_of_the_account(account: HetznerAccount) -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetzner")]
 
@@ -131,7 +129,7 @@ async def test_threads_end_with_the_last_who_uses_the_account(account: HetznerAc
     await until(lambda: not threads())
 
 
-def test_the_sdk_has_its_retries_and_its_session_where_we_turn_them_off(vendor: Slow, account: HetznerAccount) -> None:
+def test_sdk_retries_are_off_and_our_adapter_is_mounted(vendor: Slow, account: HetznerAccount) -> None:
     """A newer one may have moved them, and would then send creations twice, past our limits."""
     client = account.api._client
     assert client._retry_max_retries == 0

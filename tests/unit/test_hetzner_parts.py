@@ -70,7 +70,7 @@ def said(code: str | int) -> APIException:
     ],
     ids=lambda value: str(value.code) if isinstance(value, APIException) else str(value),
 )
-def test_every_answer_has_one_meaning(error: Exception, kind: ErrorKind) -> None:
+def test_each_failure_maps_to_one_error_kind(error: Exception, kind: ErrorKind) -> None:
     found = to_vendor_error(error)
     assert found.kind is kind
     assert str(found)
@@ -96,7 +96,7 @@ def request_for(name: str) -> MachineRequest:
         ("a" * 57, False),
     ],
 )
-def test_a_servers_name_is_a_host_name_or_refused_in_words(worker_id: str, is_fine: bool) -> None:
+def test_server_name_is_a_host_name_or_refused(worker_id: str, is_fine: bool) -> None:
     if is_fine:
         assert naming.server_name(worker_id, "abcdef0123456789") == f"{worker_id}-abcdef"
         assert len(naming.server_name(worker_id, "abcdef0123456789")) <= 63
@@ -108,30 +108,30 @@ def test_a_servers_name_is_a_host_name_or_refused_in_words(worker_id: str, is_fi
 
 
 @pytest.mark.parametrize("fleet", ["renders", "Renders", "a.b_c", "a:b", "a-b", "ends-with-", "x" * 63, "x" * 62 + ":"])
-def test_every_fleets_name_becomes_a_label(fleet: str) -> None:
+def test_every_fleet_name_becomes_a_valid_label(fleet: str) -> None:
     labels = naming.server_labels(naming.fleet_labels("0" * 16, fleet), request_for("w-0-1"), {"team": "a"})
     assert set(labels) == {"team", "managed-by", "windlass-id", "windlass-fleet", "windlass-worker", "windlass-slot"}
     assert all(len(value) <= 63 for value in labels.values())
     assert labels["windlass-slot"] == "3"
 
 
-def test_no_two_fleets_share_a_label() -> None:
+def test_fleets_have_distinct_labels() -> None:
     names = ["a:b", "a-b", "a_b", "a.b", "A:b", "a:b-", "a:c"]
     assert len({naming.fleet_label(name) for name in names}) == len(names)
 
 
-def test_a_label_that_would_be_refused_is_refused_before_the_call() -> None:
+def test_invalid_label_is_refused_before_the_request() -> None:
     with pytest.raises(Refused, match="creating server w:0: 'w:0' is not a valid value of label windlass-worker"):
         naming.server_labels(naming.fleet_labels("0" * 16, "f"), request_for("w:0"), {})
 
 
-def test_user_data_of_more_than_32_kib_is_refused_before_the_call() -> None:
+def test_user_data_over_32_kib_is_refused_before_the_request() -> None:
     assert naming.check_user_data("w", "x" * 32_768)
     with pytest.raises(Refused, match="creating server w: user_data has 32,770 bytes, at most 32,768 are allowed"):
         naming.check_user_data("w", "ä" * 16_385)
 
 
-def test_two_databases_are_two_installations_and_tell_nothing() -> None:
+def test_fingerprint_distinguishes_databases_and_reveals_nothing() -> None:
     one, other = fingerprint("db.example.com/app"), fingerprint("db.example.com/other")
     assert one != other
     assert len(one) == 16
@@ -170,7 +170,7 @@ PRICING: dict[str, Any] = {
 }
 
 
-def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
+def test_prices_are_integer_micros_with_optional_address() -> None:
     prices = read_prices(PRICING, "net")
     nuremberg = Choice("cx23", "nbg1")
     assert prices.currency == "EUR"
@@ -179,14 +179,14 @@ def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
     assert read_prices(PRICING, "gross").price_parts(nuremberg, has_ipv4=False) == ((9_000_000, 9_000_000),)
 
 
-def test_half_a_price_is_no_price() -> None:
+def test_incomplete_price_is_unknown() -> None:
     prices = read_prices(PRICING, "net")
     assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=True) == ()
     assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
     assert prices.price_parts(Choice("cx99", "nbg1"), has_ipv4=False) == ()
 
 
-def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
+def test_choices_keep_their_order_with_out_of_stock_last() -> None:
     a, b, c, d = (Choice("cx23", place) for place in "abcd")
     assert order_choices([a, b, c, d], {b}, {a}) == [c, d, a]
     assert order_choices([a, b], {a, b}, set()) == []
@@ -196,7 +196,7 @@ def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
 # ----------------------------------------------------------------------------------------------------------- limiter
 
 
-def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
+def test_burst_is_sent_at_once_then_at_the_rate() -> None:
     async def times() -> list[float]:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         found = []
@@ -210,7 +210,7 @@ def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
     assert found[BURST:] == pytest.approx([n / RATE_PER_S for n in range(1, 6)])
 
 
-def test_those_who_wait_go_in_the_order_of_asking() -> None:
+def test_requests_wait_in_order_of_arrival() -> None:
     async def order() -> list[int]:
         limiter, went = HetznerLimiter(rate_per_s=1, burst=1), []
 
@@ -224,7 +224,7 @@ def test_those_who_wait_go_in_the_order_of_asking() -> None:
     assert run(order()) == [0, 1, 2, 3, 4]
 
 
-def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None:
+def test_request_that_would_wait_too_long_fails_at_once() -> None:
     async def tell() -> None:
         limiter = HetznerLimiter(rate_per_s=1, burst=1)
         await limiter.wait(0)
@@ -237,7 +237,7 @@ def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None
     run(tell())
 
 
-def test_whoever_is_cancelled_gives_its_turn_back() -> None:
+def test_cancelled_request_returns_its_turn() -> None:
     async def cancel() -> float:
         limiter, loop = HetznerLimiter(rate_per_s=1, burst=1), asyncio.get_running_loop()
         await limiter.wait(0)
@@ -251,7 +251,7 @@ def test_whoever_is_cancelled_gives_its_turn_back() -> None:
     assert run(cancel()) == pytest.approx(1.0)
 
 
-def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
+def test_each_429_doubles_the_pause() -> None:
     async def pauses() -> list[float]:
         limiter, found = HetznerLimiter(), []
         for _ in range(8):
@@ -267,7 +267,7 @@ def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
 
 
 @pytest.mark.parametrize("limiter", [HetznerLimiter, RunpodLimiter])
-def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal(
+def test_burst_of_429_responses_pauses_waiting_requests_once(
     limiter: Callable[[], HetznerLimiter | RunpodLimiter],
 ) -> None:
     async def storm() -> tuple[list[float], int, float]:
@@ -293,7 +293,7 @@ def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal
     assert len(sent) + throttled == 40
 
 
-def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
+def test_longer_retry_after_extends_the_pause() -> None:
     async def pause() -> float:
         limiter = HetznerLimiter()
         limiter.record_response(429, {})
@@ -306,7 +306,7 @@ def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
     assert run(pause()) == 2 * FIRST_PAUSE_S
 
 
-def test_deletions_and_lists_go_before_hirings() -> None:
+def test_urgent_requests_go_before_creations() -> None:
     async def order() -> list[str]:
         limiter, went = HetznerLimiter(rate_per_s=1, burst=1), []
 
@@ -323,7 +323,7 @@ def test_deletions_and_lists_go_before_hirings() -> None:
     assert run(order()) == ["hiring 0", "deletion 0", "deletion 1", "hiring 1", "hiring 2"]
 
 
-def test_the_vendor_may_say_how_long_to_wait() -> None:
+def test_retry_after_sets_the_pause() -> None:
     async def pause() -> float:
         limiter = HetznerLimiter()
         limiter.record_response(429, {"Retry-After": "33"})
@@ -332,7 +332,7 @@ def test_the_vendor_may_say_how_long_to_wait() -> None:
     assert run(pause()) == 33
 
 
-def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_sooner() -> None:
+def test_urgent_requests_resume_before_a_long_pause_ends() -> None:
     async def pause() -> tuple[float, float]:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         limiter.record_response(429, {"Retry-After": "3600"})
@@ -343,7 +343,7 @@ def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_
     assert run(pause()) == (3600, MAX_PAUSE_S)
 
 
-def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
+def test_rate_is_halved_when_few_requests_remain() -> None:
     async def waited(headers: dict[str, str]) -> float:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         limiter.record_response(200, headers)
@@ -357,7 +357,7 @@ def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
     assert run(waited({"RateLimit-Limit": "what", "RateLimit-Remaining": "-"})) == 0
 
 
-def test_the_doctor_remarks_on_images_that_take_longer_than_a_server_is_given() -> None:
+def test_doctor_warns_if_boot_time_is_too_short_for_images() -> None:
     def remark(**settings: Any) -> str | None:
         config = FleetConfig.model_validate({"provider": "hetzner", **settings})
         found = check_boot_time("red", config)
@@ -372,7 +372,7 @@ def test_the_doctor_remarks_on_images_that_take_longer_than_a_server_is_given() 
     )
 
 
-def test_spare_requests_leave_half_a_burst_to_whoever_comes_next() -> None:
+def test_spare_requests_leave_half_of_the_burst() -> None:
     async def spare() -> list[int]:
         limiter = HetznerLimiter()
         found = [limiter.spare_requests()]

@@ -71,7 +71,7 @@ def told(events: object) -> list[str]:
     return [event.code for event in events if event.worker_id is not None]  # type: ignore[attr-defined]
 
 
-def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
+def test_preparation_delays_no_cycle_and_its_end_starts_one() -> None:
     async def live() -> None:
         store, provider = MemoryStores(virtual_now), Slow()
         cycle = await hired(store, provider)
@@ -94,7 +94,7 @@ def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
     run(live())
 
 
-def test_one_that_fails_ends_its_worker_with_its_code() -> None:
+def test_failed_preparation_terminates_the_worker_with_its_code() -> None:
     async def live() -> None:
         store = MemoryStores(virtual_now)
         provider = Slow(NotPrepared("DISK_FULL", "preparing it: the disk is full", "df says so", "its key"))
@@ -110,7 +110,7 @@ def test_one_that_fails_ends_its_worker_with_its_code() -> None:
     run(live())
 
 
-def test_one_whose_end_is_not_known_is_begun_again() -> None:
+def test_preparation_with_unknown_result_is_repeated() -> None:
     async def live() -> None:
         store, provider = MemoryStores(virtual_now), Slow(RuntimeError("a fault in the adapter"))
         cycle = await hired(store, provider)
@@ -123,7 +123,7 @@ def test_one_whose_end_is_not_known_is_begun_again() -> None:
     run(live())
 
 
-def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
+def test_new_leader_resumes_an_unfinished_preparation() -> None:
     async def live() -> None:
         store, provider = MemoryStores(virtual_now), Slow()
         cycle = await hired(store, provider)
@@ -143,7 +143,7 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
     run(live())
 
 
-def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> None:
+def test_fleets_are_prepared_concurrently_in_a_single_cycle() -> None:
     async def live() -> None:
         store, providers = MemoryStores(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
         for _ in range(2):
@@ -159,7 +159,7 @@ def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> N
     run(live())
 
 
-def test_with_one_cycle_of_each_no_fleet_goes_without_because_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_fleet_does_not_stop_preparation_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     async def live() -> None:
         store, providers = MemoryStores(virtual_now), {fleet: Slow() for fleet in ("red", "blue")}
         observe = store.observe
