@@ -1,4 +1,4 @@
-"""The parts of the Hetzner provider that think: what an answer means, what things are called, cost, and may ask for."""
+"""Pure parts of the Hetzner provider: error kinds, names, labels, prices and the rate limiter."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,41 +26,41 @@ from windlass.simulator.loop import run
 # ---------------------------------------------------------------------------------------------------------- problems
 
 
-def said(code: str | int) -> APIException:
-    return APIException(code, "the vendor's words", None)
+def api_error(code: str | int) -> APIException:
+    return APIException(code, "the vendor's message", None)
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (said("resource_unavailable"), ErrorKind.NO_CAPACITY),
-        (said("placement_error"), ErrorKind.NO_CAPACITY),
-        (said("maintenance"), ErrorKind.NO_CAPACITY),
-        (said("resource_limit_exceeded"), ErrorKind.LIMIT),
-        (said("unauthorized"), ErrorKind.DENIED),
-        (said("token_readonly"), ErrorKind.DENIED),
-        (said("forbidden"), ErrorKind.DENIED),
-        (said("uniqueness_error"), ErrorKind.NAME_IN_USE),
-        (said("not_found"), ErrorKind.NOT_FOUND),
-        (said("locked"), ErrorKind.BUSY),
-        (said("conflict"), ErrorKind.BUSY),
-        (said("protected"), ErrorKind.PROTECTED),
-        (said("rate_limit_exceeded"), ErrorKind.THROTTLED),
-        (said("invalid_input"), ErrorKind.REFUSED),
-        (said("json_error"), ErrorKind.REFUSED),
-        (said("server_error"), ErrorKind.LOST),
-        (said("unavailable"), ErrorKind.LOST),
-        (said("timeout"), ErrorKind.LOST),
-        (said("bad_gateway"), ErrorKind.LOST),
-        (said("service_error"), ErrorKind.LOST),
-        (said("a_code_of_next_year"), ErrorKind.LOST),
-        (said(401), ErrorKind.DENIED),
-        (said(404), ErrorKind.NOT_FOUND),
-        (said(400), ErrorKind.REFUSED),
-        (said(408), ErrorKind.LOST),
-        (said(429), ErrorKind.THROTTLED),
-        (said(502), ErrorKind.LOST),
-        (said(200), ErrorKind.LOST),
+        (api_error("resource_unavailable"), ErrorKind.NO_CAPACITY),
+        (api_error("placement_error"), ErrorKind.NO_CAPACITY),
+        (api_error("maintenance"), ErrorKind.NO_CAPACITY),
+        (api_error("resource_limit_exceeded"), ErrorKind.LIMIT),
+        (api_error("unauthorized"), ErrorKind.DENIED),
+        (api_error("token_readonly"), ErrorKind.DENIED),
+        (api_error("forbidden"), ErrorKind.DENIED),
+        (api_error("uniqueness_error"), ErrorKind.NAME_IN_USE),
+        (api_error("not_found"), ErrorKind.NOT_FOUND),
+        (api_error("locked"), ErrorKind.BUSY),
+        (api_error("conflict"), ErrorKind.BUSY),
+        (api_error("protected"), ErrorKind.PROTECTED),
+        (api_error("rate_limit_exceeded"), ErrorKind.THROTTLED),
+        (api_error("invalid_input"), ErrorKind.REFUSED),
+        (api_error("json_error"), ErrorKind.REFUSED),
+        (api_error("server_error"), ErrorKind.LOST),
+        (api_error("unavailable"), ErrorKind.LOST),
+        (api_error("timeout"), ErrorKind.LOST),
+        (api_error("bad_gateway"), ErrorKind.LOST),
+        (api_error("service_error"), ErrorKind.LOST),
+        (api_error("an_unknown_code"), ErrorKind.LOST),
+        (api_error(401), ErrorKind.DENIED),
+        (api_error(404), ErrorKind.NOT_FOUND),
+        (api_error(400), ErrorKind.REFUSED),
+        (api_error(408), ErrorKind.LOST),
+        (api_error(429), ErrorKind.THROTTLED),
+        (api_error(502), ErrorKind.LOST),
+        (api_error(200), ErrorKind.LOST),
         (requests.exceptions.ReadTimeout("read"), ErrorKind.LOST),
         (requests.exceptions.ConnectTimeout("connect"), ErrorKind.LOST),
         (requests.exceptions.ConnectionError("refused"), ErrorKind.LOST),
@@ -75,7 +75,7 @@ def test_each_failure_maps_to_one_error_kind(error: Exception, kind: ErrorKind) 
     assert found.kind is kind
     assert str(found)
     if isinstance(error, APIException):
-        assert str(found) == f"the vendor's words ({error.code})"
+        assert str(found) == f"the vendor's message ({error.code})"
 
 
 # ------------------------------------------------------------------------------------------------------------ naming
@@ -182,7 +182,7 @@ def test_prices_are_integer_micros_with_optional_address() -> None:
 def test_incomplete_price_is_unknown() -> None:
     prices = read_prices(PRICING, "net")
     assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=True) == ()
-    assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
+    assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro rounds up
     assert prices.price_parts(Choice("cx99", "nbg1"), has_ipv4=False) == ()
 
 
@@ -225,7 +225,7 @@ def test_requests_wait_in_order_of_arrival() -> None:
 
 
 def test_request_that_would_wait_too_long_fails_at_once() -> None:
-    async def tell() -> None:
+    async def scenario() -> None:
         limiter = HetznerLimiter(rate_per_s=1, burst=1)
         await limiter.wait(0)
         for _ in range(3):
@@ -234,7 +234,7 @@ def test_request_that_would_wait_too_long_fails_at_once() -> None:
             assert caught.value.retry_after_s == pytest.approx(1.0)
         await limiter.wait(1.0)
 
-    run(tell())
+    run(scenario())
 
 
 def test_cancelled_request_returns_its_turn() -> None:
@@ -271,24 +271,24 @@ def test_burst_of_429_responses_pauses_waiting_requests_once(
     limiter: Callable[[], HetznerLimiter | RunpodLimiter],
 ) -> None:
     async def storm() -> tuple[list[float], int, float]:
-        allowance, loop, sent = limiter(), asyncio.get_running_loop(), []
+        shared, loop, sent = limiter(), asyncio.get_running_loop(), []
 
         async def ask() -> None:
-            await allowance.wait(25.0)
+            await shared.wait(25.0)
             sent.append(loop.time())
             await asyncio.sleep(0.1)
-            allowance.record_response(429, {})
+            shared.record_response(429, {})
 
         asking = [asyncio.create_task(ask()) for _ in range(40)]
         await asyncio.sleep(5.0)
-        pause_s = allowance.pause_s + 5.0
-        told = await asyncio.gather(*asking, return_exceptions=True)
-        return sent, sum(isinstance(each, Throttled) for each in told), pause_s
+        pause_s = shared.pause_s + 5.0
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        return sent, sum(isinstance(each, Throttled) for each in results), pause_s
 
     sent, throttled, pause_s = run(storm())
     assert [at for at in sent if 0.2 < at < FIRST_PAUSE_S] == []
     assert pause_s == pytest.approx(FIRST_PAUSE_S + 0.1)
-    # Whoever would have to wait for too long now is told so, and nothing was sent.
+    # A request that would wait too long now is throttled, and was not sent.
     assert throttled > 0
     assert len(sent) + throttled == 40
 
@@ -298,7 +298,7 @@ def test_longer_retry_after_extends_the_pause() -> None:
         limiter = HetznerLimiter()
         limiter.record_response(429, {})
         limiter.record_response(429, {"Retry-After": "33"})
-        limiter.record_response(200, {})  # sent before either
+        limiter.record_response(200, {})  # answers a request sent before the pause
         await asyncio.sleep(33)
         limiter.record_response(429, {})
         return limiter.pause_s
@@ -314,13 +314,13 @@ def test_urgent_requests_go_before_creations() -> None:
             await limiter.wait(60, is_urgent=is_urgent)
             went.append(name)
 
-        launches = [asyncio.create_task(go(f"hiring {n}", is_urgent=False)) for n in range(3)]
+        launches = [asyncio.create_task(go(f"creation {n}", is_urgent=False)) for n in range(3)]
         await asyncio.sleep(0.5)
         deletions = [asyncio.create_task(go(f"deletion {n}", is_urgent=True)) for n in range(2)]
         await asyncio.gather(*launches, *deletions)
         return went
 
-    assert run(order()) == ["hiring 0", "deletion 0", "deletion 1", "hiring 1", "hiring 2"]
+    assert run(order()) == ["creation 0", "deletion 0", "deletion 1", "creation 1", "creation 2"]
 
 
 def test_retry_after_sets_the_pause() -> None:
@@ -358,15 +358,15 @@ def test_rate_is_halved_when_few_requests_remain() -> None:
 
 
 def test_doctor_warns_if_boot_time_is_too_short_for_images() -> None:
-    def remark(**settings: Any) -> str | None:
+    def message(**settings: Any) -> str | None:
         config = FleetConfig.model_validate({"provider": "hetzner", **settings})
         found = check_boot_time("red", config)
         return found and found.message
 
     docker = {"bootstrap": {"has_docker": True, "images": ["postgres:16"]}}
-    assert remark() is None
-    assert remark(**docker, spawn_timeout_s=300) is None
-    assert remark(**docker) == (
+    assert message() is None
+    assert message(**docker, spawn_timeout_s=300) is None
+    assert message(**docker) == (
         "a new server of fleet red has 120 s to install Docker, pull 1 image and start its worker; "
         "after that it is replaced"
     )

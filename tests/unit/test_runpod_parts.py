@@ -1,4 +1,4 @@
-"""Parts of the Runpod provider that need no Runpod: what answers mean, what is looked for, how a worker is started."""
+"""Parts of the Runpod provider without an API: error kinds, stock, tags, pod checks and the launch script."""
 
 import json
 import subprocess
@@ -13,8 +13,7 @@ from support.postgres_servers import wait_until
 from windlass.model.errors import NotPrepared
 from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
-from windlass.providers.runpod import naming
-from windlass.providers.runpod import provisioning as preparing
+from windlass.providers.runpod import naming, provisioning
 from windlass.providers.runpod.catalog import read_offers, read_price
 from windlass.providers.runpod.errors import response_error, transport_error
 from windlass.providers.runpod.provisioning import (
@@ -35,7 +34,7 @@ NO_CAPACITY = (
 )
 
 
-def answer(status: int, detail: object = "said", **headers: str) -> httpx.Response:
+def response(status: int, detail: object = "detail", **headers: str) -> httpx.Response:
     body = json.dumps({"title": "T", "status": status, "detail": detail})
     return httpx.Response(status, headers=headers, content=body)
 
@@ -65,20 +64,20 @@ def answer(status: int, detail: object = "said", **headers: str) -> httpx.Respon
         (408, "no", ErrorKind.LOST),
         (418, "no", ErrorKind.LOST),
         (302, "no", ErrorKind.LOST),
-        # Prose about capacity is only meant where it is published.
+        # Prose about capacity counts only for the documented status.
         (500, NO_CAPACITY, ErrorKind.LOST),
         (503, NO_CAPACITY, ErrorKind.LOST),
     ],
 )
 def test_each_response_maps_to_one_error_kind(status: int, detail: str, kind: ErrorKind) -> None:
-    error = response_error(answer(status, detail))
+    error = response_error(response(status, detail))
     assert (error.kind, str(error)) == (kind, f"{detail} ({status})")
 
 
 def test_response_of_a_proxy_is_classified_by_status() -> None:
     assert str(response_error(httpx.Response(502, content=b"<html>"))) == "Bad Gateway (502)"
     assert response_error(httpx.Response(403, content=b"[1]")).kind is ErrorKind.FORBIDDEN
-    assert len(str(response_error(answer(400, "x" * 5000)))) < MAX_MESSAGE + 10
+    assert len(str(response_error(response(400, "x" * 5000)))) < MAX_MESSAGE + 10
 
 
 def test_retry_after_is_read_if_it_is_a_number() -> None:
@@ -178,11 +177,11 @@ def test_output_is_shortened_to_its_last_lines() -> None:
     assert len(last_lines("x" * 10_000, Mask())) == 2000
 
 
-SAID = (
+OUTPUT = (
     f"join with wlj_{'a' * 64} or a part of it: wlw_{'0' * 20}\n+ export RUNPOD_API_KEY=rpa_ABC\n"
     "cannot reach postgresql://app:pa55word@db.internal/app with hf-secret-4"
 )
-SHOWN = [
+MASKED_LINES = [
     "join with wlj_******** or a part of it: wlw_********",
     "+ export RUNPOD_API_KEY=********",
     "cannot reach postgresql://app:********@db.internal/app with ********",
@@ -194,13 +193,13 @@ async def test_pod_output_is_reported_without_secrets() -> None:
         host_key = "ssh-ed25519 AAAA"
 
         async def run(self, command: str, timeout_s: float) -> CommandResult:
-            return CommandResult(1, SAID)
+            return CommandResult(1, OUTPUT)
 
     @asynccontextmanager
     async def open_shell(_endpoint: Endpoint, _host_key: str | None) -> AsyncIterator[Pod]:
         yield Pod()
 
-    async def where() -> Endpoint:
+    async def find_endpoint() -> Endpoint:
         return Endpoint("10.0.0.1", 22, "root")
 
     async def on_host_key(_host_key: str) -> None:
@@ -208,16 +207,16 @@ async def test_pod_output_is_reported_without_secrets() -> None:
 
     preparer = Preparer(RunpodSettings(), open_shell, mask=mask_of(["hf-secret-4"]))
     with pytest.raises(NotPrepared) as failed:
-        await preparer.prepare("pod p", where, None, on_host_key)
-    assert failed.value.output.splitlines() == SHOWN
-    assert str(failed.value).endswith(SHOWN[-1])
+        await preparer.prepare("pod p", find_endpoint, None, on_host_key)
+    assert failed.value.output.splitlines() == MASKED_LINES
+    assert str(failed.value).endswith(MASKED_LINES[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------- starting
 
 
 class Disk:
-    """A pod's disk in a folder, and its shell."""
+    """A folder as a pod's disk, and a shell on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -272,7 +271,7 @@ def test_missing_join_data_is_reported(disk: Disk) -> None:
     assert "WINDLASS_JOIN is not in the container's environment" in done.stdout
 
 
-def started(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
+def launch(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
     disk.path("windlass").mkdir(exist_ok=True)
     settings = RunpodSettings(ssh={"start_command": command, "start_watch_s": watch_s})  # type: ignore[arg-type]
     return disk.run(launch_script(settings))
@@ -281,48 +280,48 @@ def started(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.Comple
 def test_program_starts_once_with_environment_but_without_token(disk: Disk) -> None:
     disk.path("rp_environment").write_text("export COLOUR='dark red' WINDLASS_JOIN=secret\n")
     command = 'echo "$COLOUR, ${WINDLASS_JOIN-none}, $PWD" >> said # it\'s done'
-    assert started(disk, command).returncode == 0
-    assert started(disk, command).returncode == 0
+    assert launch(disk, command).returncode == 0
+    assert launch(disk, command).returncode == 0
     said = disk.folder / "said"
-    wait_until(said.exists, TIMEOUT_S, "starting")
+    wait_until(said.exists, TIMEOUT_S, "the start")
     assert said.read_text() == f"dark red, none, {disk.folder}\n"
 
 
 def test_running_program_is_not_awaited(disk: Disk) -> None:
-    done = started(disk, "exec sh -c 'echo $$ > pid; exec sleep 600'", watch_s=0.2)
+    done = launch(disk, "exec sh -c 'echo $$ > pid; exec sleep 600'", watch_s=0.2)
     assert (done.returncode, done.stdout) == (0, "")
     pid = disk.folder / "pid"
-    wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit(), TIMEOUT_S, "starting")
+    wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit(), TIMEOUT_S, "the start")
     subprocess.run(["kill", pid.read_text().strip()], check=True)
 
 
 def test_failed_program_is_quoted(disk: Disk) -> None:
-    done = started(disk, "echo it is broken; exit 3")
+    done = launch(disk, "echo no model found; exit 3")
     assert done.returncode == 75
-    assert done.stdout.splitlines() == ["it is broken", "exit status 3"]
-    assert started(disk, "echo another").stdout.splitlines() == ["it is broken", "exit status 3"]
+    assert done.stdout.splitlines() == ["no model found", "exit status 3"]
+    assert launch(disk, "echo another").stdout.splitlines() == ["no model found", "exit status 3"]
 
 
 def test_program_log_is_bounded_and_keeps_its_end(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "MAX_LOG_BYTES", 10_000)
-    monkeypatch.setattr(preparing, "LOG_CHECK_S", 0.05)
+    monkeypatch.setattr(provisioning, "MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr(provisioning, "LOG_CHECK_S", 0.05)
     printed = "".join(f"line {n}\n" for n in range(5_000))
     (disk.folder / "printed").write_text(printed)
     command = "cat printed; while [ ! -e more ]; do sleep 0.05; done; echo bye"
-    assert started(disk, command, watch_s=0.2).returncode == 0
+    assert launch(disk, command, watch_s=0.2).returncode == 0
     log, before = disk.path("windlass/worker.log"), disk.path("windlass/worker.log.1")
 
-    def is_cut() -> bool:
+    def is_rotated() -> bool:
         has_both = before.exists() and log.stat().st_size <= 10_000
         return has_both and printed.endswith(before.read_text() + log.read_text())
 
     try:
-        wait_until(is_cut, TIMEOUT_S, "its cut")
+        wait_until(is_rotated, TIMEOUT_S, "the rotation")
     finally:
         (disk.folder / "more").touch()
     assert 0 < before.stat().st_size <= 10_000
     assert before.stat().st_mode & 0o777 == 0o600
-    wait_until(disk.path("windlass/launch/status").exists, TIMEOUT_S, "its end")
+    wait_until(disk.path("windlass/launch/status").exists, TIMEOUT_S, "the end")
     assert log.read_text().endswith("bye\n")
 
 
