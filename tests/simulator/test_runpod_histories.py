@@ -46,9 +46,9 @@ def test_histories_cover_every_kind_of_fault() -> None:
         *(f"DELETE {kind}" for kind in NOT_DELETED),
     }  # fmt: skip
     trace_lines = {
-        "vanishes with its machine",
-        "is killed",
-        "the database is away",
+        "crashed with its machine",
+        "killed",
+        "database       unavailable",
         "create machine refused",
         "create machine unclear",
         "delete machine failed",
