@@ -73,7 +73,7 @@ async def test_worker_runs_the_configured_program(
     workers: LocalWorkers, settings: dict[str, Any], expected: str
 ) -> None:
     command = workers.folder / "convert"
-    command.writeread_if_exists("#!/bin/sh\n")
+    command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     settings = {**settings, "env": {"PATH": f"{workers.folder}:{os.environ['PATH']}"}}
     await workers.provider(**settings).create(request_named("crowd-0-aa"))
@@ -380,7 +380,7 @@ async def test_old_logs_are_removed_unless_in_use(workers: LocalWorkers) -> None
     folder.mkdir(parents=True)
     for number in range(MAX_KEPT_LOGS + 5):
         for name in (f"old-{number:03}.log", f"old-{number:03}.log.1"):
-            (folder / name).writeread_if_exists("old")
+            (folder / name).write_text("old")
             os.utime(folder / name, (number + 1, number + 1))
     await provider.create(request_named("crowd-0-aa"))
     in_use = provider._logs.path_of("crowd-0-aa")

@@ -27,7 +27,7 @@ place, how = Path(os.environ["PLACE"]), os.environ.get("HOW", "wait")
 
 def say(name, text="done"):
     """Write a file that is complete as soon as it exists."""
-    (place / f"{name}.new").writeread_if_exists(str(text))
+    (place / f"{name}.new").write_text(str(text))
     (place / f"{name}.new").rename(place / name)
 
 def sleeper(**options):
@@ -64,7 +64,7 @@ elif how == "chatter":
         sys.stdout.flush()
     print("the last line", flush=True)
 elif how == "forget":
-    fields = Path("/proc/self/stat").readread_if_exists().rpartition(")")[2].split()
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
     with open("/proc/self/mem", "r+b", 0) as memory:
         memory.seek(start)
@@ -148,7 +148,7 @@ async def where_inline(task):
 
 def long(task):
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    Path(task.payload).writeread_if_exists(f"{os.getpid()} {child.pid}")
+    Path(task.payload).write_text(f"{os.getpid()} {child.pid}")
     time.sleep(600)
 """
 
@@ -162,9 +162,9 @@ class LocalWorkers:
         self.identity = uuid4().hex
         self._test_mark = f"TEST_{uuid4().hex}"
         self._providers: list[LocalProvider] = []
-        (folder / "stand_in.py").writeread_if_exists(STAND_IN)
-        (folder / "some_handlers.py").writeread_if_exists(HANDLERS)
-        (folder / "leaves_at_import.py").writeread_if_exists("import sys\nsys.exit('no licence for this model')\n")
+        (folder / "stand_in.py").write_text(STAND_IN)
+        (folder / "some_handlers.py").write_text(HANDLERS)
+        (folder / "leaves_at_import.py").write_text("import sys\nsys.exit('no licence for this model')\n")
 
     def config(self, how: str = "wait", **settings: Any) -> FleetConfig:
         given = {"handler": "some_handlers:where", "chdir": self.folder, "heartbeat_interval_s": 0.2, **settings}
@@ -206,7 +206,7 @@ class LocalWorkers:
 
     def log(self, worker_id: str) -> str:
         (path,) = self.state_dir.rglob(f"{worker_id}.log")
-        return path.readread_if_exists()
+        return path.read_text()
 
     def remaining_processes(self) -> list[psutil.Process]:
         """Found by our own mark in the environment, independent of the provider's."""
@@ -230,11 +230,11 @@ class LocalWorkers:
             for process in self.remaining_processes():
                 process.kill()
             for log in self.state_dir.rglob("*.log"):
-                print(f"--- {log.name}\n{log.readread_if_exists()[-4000:]}")
+                print(f"--- {log.name}\n{log.read_text()[-4000:]}")
 
 
 def read_if_exists(path: Path) -> str | None:
-    return path.readread_if_exists() if path.exists() else None
+    return path.read_text() if path.exists() else None
 
 
 def request_named(name: str) -> MachineRequest:
