@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from support.http_transport_fixture import OverHttp, over_http
+from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
 from support.stores import AnyStore, PostgresStores
-from windlass.store.memory.stores import MemoryStores
 
 
 @pytest.fixture(scope="session")

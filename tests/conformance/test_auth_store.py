@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from support.http_transport_fixture import URL, worker_api_context
+from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables
 from support.stores import PostgresStores
 from windlass.model.action import Plan
@@ -40,7 +41,6 @@ from windlass.model.task import new_task
 from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
 from windlass.server.app import make_app
 from windlass.server.long_poll import LongPollHub
-from windlass.store.memory.stores import MemoryStores
 from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
 Stores = MemoryStores | PostgresStores

@@ -8,6 +8,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
 from support.stores import PostgresStores
 from windlass.model.fleet import FleetConfig
@@ -15,7 +16,6 @@ from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
-from windlass.store.memory.stores import MemoryStores
 
 FLEET = "many"
 LEASE_S = 30.0

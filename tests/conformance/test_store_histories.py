@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from support.http_transport_fixture import OverHttp, over_http
+from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
 from support.stores import AnyStore, PostgresStores
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event
 from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
-from windlass.store.memory.stores import MemoryStores
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
 HISTORIES = MORE or 60

@@ -2,7 +2,7 @@
 
 The billing invariants are in simulator/invariants.py.
 `WINDLASS_SEEDS=1000 pytest -n 2 tests/simulator/test_billing_hours.py` runs more seeds.
-`python -m windlass.simulator --seed N --billed` replays one.
+`PYTHONPATH=tests python -m support.simulator --seed N --billed` replays one.
 """
 
 import os
@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from support.simulator.cloud import SimulatedCloud
+from support.simulator.crashes import CrashPoint, CrashTiming, record_calls, run_with_crash
+from support.simulator.invariants import InvariantChecker, InvariantViolation
+from support.simulator.loop import EPOCH, to_datetime
+from support.simulator.scenario import FleetScenario, Scenario, draw_billed_scenario, fleet_config
+from support.simulator.simulation import Simulation
+from support.simulator.workers import TaskProfile
 from windlass.model.cost import ChargeKind
 from windlass.policy import billing
-from windlass.simulator.cloud import SimulatedCloud
-from windlass.simulator.crashes import CrashPoint, CrashTiming, record_calls, run_with_crash
-from windlass.simulator.invariants import InvariantChecker, InvariantViolation
-from windlass.simulator.loop import EPOCH, to_datetime
-from windlass.simulator.scenario import FleetScenario, Scenario, draw_billed_scenario, fleet_config
-from windlass.simulator.simulation import Simulation
-from windlass.simulator.workers import TaskProfile
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 40
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))

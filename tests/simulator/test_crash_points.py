@@ -7,12 +7,12 @@ them, the other takes over first.
 
 import pytest
 
+from support.simulator.cloud import MachineRecord
+from support.simulator.crashes import CrashPoint, CrashTiming, record_calls, run_with_crash
+from support.simulator.scenario import FleetScenario, Scenario, fleet_config
+from support.simulator.simulation import Simulation
+from support.simulator.workers import TaskProfile
 from windlass.model.errors import Unavailable
-from windlass.simulator.cloud import MachineRecord
-from windlass.simulator.crashes import CrashPoint, CrashTiming, record_calls, run_with_crash
-from windlass.simulator.scenario import FleetScenario, Scenario, fleet_config
-from windlass.simulator.simulation import Simulation
-from windlass.simulator.workers import TaskProfile
 
 CHUNKS = 4
 

@@ -14,13 +14,13 @@ from dataclasses import replace
 import pytest
 
 from support.hetzner_histories import REFUSALS, HetznerHistory, hetzner_scenario
+from support.simulator import invariants
+from support.simulator.cloud import FaultRates
+from support.simulator.invariants import InvariantViolation
+from support.simulator.scenario import FleetScenario, Scenario, fleet_config
+from support.simulator.workers import TaskProfile
 from windlass.policy import billing
 from windlass.policy.stages import draining
-from windlass.simulator import invariants
-from windlass.simulator.cloud import FaultRates
-from windlass.simulator.invariants import InvariantViolation
-from windlass.simulator.scenario import FleetScenario, Scenario, fleet_config
-from windlass.simulator.workers import TaskProfile
 from windlass_emulators.hetzner.ledger import HetznerBill
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20

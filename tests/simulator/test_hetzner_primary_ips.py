@@ -6,13 +6,13 @@ from datetime import timedelta
 import pytest
 
 from support.hetzner_fixture import EmulatedHetzner, list_and_reconcile, request_for
+from support.simulator.loop import virtual_now
 from support.virtual_time import in_virtual_time
 from windlass.control.cycle import CLOSE_TIMEOUT_S
 from windlass.model.errors import (
     Ambiguous,
 )
 from windlass.providers.hetzner.primary_ips import LABEL_ATTEMPTS
-from windlass.simulator.loop import virtual_now
 
 
 @in_virtual_time

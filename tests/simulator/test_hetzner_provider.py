@@ -8,6 +8,7 @@ import pytest
 from hcloud.networks.domain import NetworkSubnet
 
 from support.hetzner_fixture import EmulatedHetzner, request_for
+from support.simulator.loop import virtual_now
 from support.virtual_time import in_virtual_time
 from windlass.model.cost import PricePart
 from windlass.model.errors import (
@@ -22,7 +23,6 @@ from windlass.model.errors import (
 )
 from windlass.model.machine import Machine, MachineState
 from windlass.providers.hetzner.limiter import HetznerLimiter
-from windlass.simulator.loop import virtual_now
 
 CX23, IPV4 = 5_600, 800
 

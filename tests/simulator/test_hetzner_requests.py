@@ -10,6 +10,9 @@ from hcloud.networks.domain import NetworkSubnet
 
 from support.hetzner_fixture import EmulatedHetzner, list_and_reconcile, request_for
 from support.hetzner_histories import HetznerHistory
+from support.simulator.loop import virtual_now
+from support.simulator.scenario import FleetScenario, Scenario
+from support.simulator.workers import TaskProfile
 from support.virtual_time import in_virtual_time
 from windlass.model.errors import (
     Throttled,
@@ -19,9 +22,6 @@ from windlass.model.hetzner import HetznerSettings
 from windlass.providers.hetzner.doctor_checks import run_checks
 from windlass.providers.hetzner.limiter import BURST
 from windlass.providers.rate_limiter import FIRST_PAUSE_S
-from windlass.simulator.loop import virtual_now
-from windlass.simulator.scenario import FleetScenario, Scenario
-from windlass.simulator.workers import TaskProfile
 
 SUBNET = NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central")
 

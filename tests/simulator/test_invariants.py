@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from support.scripted_simulation import fault_free_simulation, red, script
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.invariants import InvariantViolation
 from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.machine import Machine, MachineRequest, MachineState
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.invariants import InvariantViolation
 
 
 def test_without_faults_no_machine_is_superfluous() -> None:

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from windlass.simulator.scenario import FleetScenario, Scenario, fleet_config
-from windlass.simulator.simulation import Simulation
-from windlass.simulator.workers import TaskProfile
+from support.simulator.scenario import FleetScenario, Scenario, fleet_config
+from support.simulator.simulation import Simulation
+from support.simulator.workers import TaskProfile
 
 TTL_S = 10.0
 CYCLES = 100

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from windlass.simulator.loop import EPOCH, Deadlock, Livelock, run, virtual_now
-from windlass.simulator.processes import SimulatedProcess, start_detached, track_processes
+from support.simulator.loop import EPOCH, Deadlock, Livelock, run, virtual_now
+from support.simulator.processes import SimulatedProcess, start_detached, track_processes
 
 
 def test_hour_of_sleep_takes_no_real_time() -> None:

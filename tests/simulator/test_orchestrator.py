@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from support.memory_store.stores import MemoryStores
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.loop import run, virtual_now
+from support.simulator.processes import SimulatedProcess, track_processes
+from support.simulator.scenario import fleet_config
+from support.simulator.trace import Trace
+from support.simulator.workers import SimulatedWorker, TaskProfile, WorkerFaults
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.control.orchestrator import (
     SHUTDOWN_MARGIN_S,
@@ -23,13 +30,6 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.loop import run, virtual_now
-from windlass.simulator.processes import SimulatedProcess, track_processes
-from windlass.simulator.scenario import fleet_config
-from windlass.simulator.trace import Trace
-from windlass.simulator.workers import SimulatedWorker, TaskProfile, WorkerFaults
-from windlass.store.memory.stores import MemoryStores
 
 TTL_S = 20.0
 STOP_S = 20.0

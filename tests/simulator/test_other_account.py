@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from support import hetzner_fixture, runpod_fixture
+from support.memory_store.stores import MemoryStores
+from support.simulator.loop import run, virtual_now
 from windlass.control.cycle import FleetCycle
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
@@ -14,8 +16,6 @@ from windlass.model.lease import Candidate
 from windlass.model.snapshot import Hold
 from windlass.model.task import new_task
 from windlass.model.worker import WorkerStatus
-from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.stores import MemoryStores
 
 CYCLE_S = 5.0
 SILENCE_S = 120.0

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from support.scripted_simulation import LATE_S, LIST_AGE_S, SLOT_FREED_S, TTL_S, fault_free_simulation, red, script
+from support.simulator.cloud import MachineRecord
+from support.simulator.orchestrators import SimulatedOrchestrator
 from windlass.control.cycle import LIST_SHARE
 from windlass.control.executor import CALL_TIMEOUT_S
 from windlass.model.errors import (
@@ -18,8 +20,6 @@ from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.machine import Machine, MachineRequest
-from windlass.simulator.cloud import MachineRecord
-from windlass.simulator.orchestrators import SimulatedOrchestrator
 
 # --------------------------------------------------------------------------------------------------------------- create
 

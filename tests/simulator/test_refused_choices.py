@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from support import hetzner_fixture, runpod_fixture
+from support.memory_store.stores import MemoryStores
+from support.simulator.loop import run, virtual_now
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.task import new_task
-from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.stores import MemoryStores
 
 
 def hetzner() -> tuple[Any, str, str]:

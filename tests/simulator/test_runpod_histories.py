@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from support.runpod_histories import AFTER, NO_ANSWERS, NOT_DELETED, REFUSALS, RunpodHistory, runpod_scenario
-from windlass.simulator.cloud import FaultRates
-from windlass.simulator.scenario import Scenario
+from support.simulator.cloud import FaultRates
+from support.simulator.scenario import Scenario
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))

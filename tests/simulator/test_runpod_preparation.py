@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 
 from support.runpod_fixture import IMAGE, EmulatedRunpod, request_for
+from support.simulator.loop import virtual_now
 from support.virtual_time import in_virtual_time
 from windlass.model.errors import (
     NotPrepared,
@@ -19,7 +20,6 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod.provider import RunpodProvider
 from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import CommandResult, Endpoint, Unreachable
-from windlass.simulator.loop import virtual_now
 
 BOOTED_S = 10.0
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from support.runpod_fixture import GPU, IMAGE, OTHER_GPU, EmulatedRunpod, request_for
+from support.simulator.loop import virtual_now
 from support.virtual_time import in_virtual_time
 from windlass.model.errors import (
     Ambiguous,
@@ -19,7 +20,6 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod.doctor_checks import run_checks
 from windlass.providers.runpod.limiter import RunpodLimiter
-from windlass.simulator.loop import virtual_now
 
 
 @in_virtual_time

@@ -1,7 +1,7 @@
 """Random scenarios: every invariant holds at every step, and every fleet comes to rest.
 
 `WINDLASS_SEEDS=5000 pytest -n 2 tests/simulator/test_seeds.py` runs more seeds, from `WINDLASS_FIRST_SEED` on.
-A violation prints the trace of its seed. `python -m windlass.simulator --seed N` replays it.
+A violation prints the trace of its seed. `PYTHONPATH=tests python -m support.simulator --seed N` replays it.
 """
 
 import os
@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from windlass.simulator.invariants import InvariantViolation
-from windlass.simulator.scenario import draw_scenario
-from windlass.simulator.simulation import Simulation
+from support.simulator.invariants import InvariantViolation
+from support.simulator.scenario import draw_scenario
+from support.simulator.simulation import Simulation
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 200
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
@@ -68,7 +68,7 @@ def test_forty_seeds_contain_every_kind_of_fault() -> None:
 def test_seed_gives_same_trace_in_every_process() -> None:
     def replay(hash_seed: str) -> str:
         process = subprocess.run(
-            [sys.executable, "-m", "windlass.simulator", "--seed", "9"],
+            [sys.executable, "-m", "support.simulator", "--seed", "9"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
@@ -95,4 +95,4 @@ def test_violation_prints_trace_and_replay_command() -> None:
     text = str(caught.value)
     assert text.startswith("promise 3 broken: a test\n")
     assert "test           causes a violation" in text
-    assert "replay: python -m windlass.simulator --seed 9" in text
+    assert "replay: PYTHONPATH=tests python -m support.simulator --seed 9" in text

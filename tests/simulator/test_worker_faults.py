@@ -3,10 +3,10 @@
 import pytest
 
 from support.scripted_simulation import fault_free_simulation, red, script
+from support.simulator.scenario import WorkerFaultPlan, fleet_config
 from windlass.model.errors import (
     Unavailable,
 )
-from windlass.simulator.scenario import WorkerFaultPlan, fleet_config
 
 # -------------------------------------------------------------------------------------------------- crashes and outages
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import asyncpg
 
+from support.memory_store.stores import MemoryStores
 from support.stores import PostgresStores
 from windlass.model.action import (
     Action,
@@ -29,7 +30,6 @@ from windlass.model.snapshot import (
 )
 from windlass.model.task import Finished, NewTask
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.stores import MemoryStores
 
 HISTORIES = int(os.environ.get("WINDLASS_HISTORIES", "0")) or 15
 STEPS = 60

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from support.fake_control_plane import FakeControlPlane
+from support.memory_store.stores import MemoryStores
 from windlass.model.action import Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
@@ -22,7 +23,6 @@ from windlass.server.app import make_app
 from windlass.server.context import LoopHealth, WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.wheel import Wheel
-from windlass.store.memory.stores import MemoryStores
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
 URL = "http://127.0.0.1:1"

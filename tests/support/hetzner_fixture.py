@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import requests
 
 from support.hetzner_contract import CheckedEmulator, Contract, InProcessTransport, client_of
+from support.simulator.loop import virtual_now
+from support.simulator.processes import start_detached
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineRequest
 from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.limiter import HetznerLimiter
 from windlass.providers.hetzner.provider import HetznerProvider
-from windlass.simulator.loop import virtual_now
-from windlass.simulator.processes import start_detached
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.project import PrimaryIp
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings

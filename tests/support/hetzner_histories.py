@@ -24,17 +24,17 @@ import requests
 
 from support.hetzner_contract import InProcessTransport
 from support.hetzner_fixture import ENDPOINT, TIMEOUT_S, Network
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.invariants import MIN_USED_SHARE
+from support.simulator.loop import EPOCH, to_datetime, virtual_now
+from support.simulator.orchestrators import ProcessProvider, SimulatedOrchestrator
+from support.simulator.scenario import FleetScenario, Scenario, draw_billed_scenario, draw_scenario
+from support.simulator.simulation import Simulation
+from support.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass.model.hetzner import HOUR_S, HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.provider import HetznerProvider
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.invariants import MIN_USED_SHARE
-from windlass.simulator.loop import EPOCH, to_datetime, virtual_now
-from windlass.simulator.orchestrators import ProcessProvider, SimulatedOrchestrator
-from windlass.simulator.scenario import FleetScenario, Scenario, draw_billed_scenario, draw_scenario
-from windlass.simulator.simulation import Simulation
-from windlass.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 
@@ -398,4 +398,8 @@ class HetznerHistory(Simulation):
     def failure_report(self, why: str) -> str:
         test = "tests/simulator/test_hetzner_histories.py"
         replay = f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest {test}"
-        return super().failure_report(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)
+        return (
+            super()
+            .failure_report(why)
+            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed}", replay)
+        )

@@ -7,11 +7,11 @@ from datetime import datetime
 
 import asyncpg
 
+from support.memory_store.fleets import SlotRow
+from support.memory_store.stores import MemoryStores
+from support.memory_store.workers import MemoryWorker
 from windlass.model.config import Retention
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.fleets import SlotRow
-from windlass.store.memory.stores import MemoryStores
-from windlass.store.memory.workers import MemoryWorker
 
 RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800)
 EMPTY_TABLES = """

@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 
 from support.runpod_contract import CheckedEmulator, Contract, InProcessTransport, client_of
+from support.simulator.loop import virtual_now
+from support.simulator.processes import start_detached
 from windlass.model.auth import JOIN_PREFIX
 from windlass.model.machine import MachineRequest
 from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod.account import RunpodAccount
 from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.runpod.provider import RunpodProvider
-from windlass.simulator.loop import virtual_now
-from windlass.simulator.processes import start_detached
 from windlass_emulators.http import Emulator
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import VirtualPodHost

@@ -18,18 +18,18 @@ import httpx
 
 from support.runpod_contract import InProcessTransport
 from support.runpod_fixture import ENDPOINT, IMAGE, TIMEOUT_S, URL, Network
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.loop import to_datetime, virtual_now
+from support.simulator.orchestrators import ProcessProvider, SimulatedOrchestrator
+from support.simulator.scenario import FleetScenario, Scenario, draw_scenario
+from support.simulator.simulation import Simulation
+from support.simulator.workers import SimulatedWorker
 from windlass.model.errors import NotPrepared
 from windlass.model.machine import MachineRequest, Preparation
 from windlass.model.runpod import RunpodSettings
 from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod.account import RunpodAccount
 from windlass.providers.runpod.provider import RunpodProvider
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.loop import to_datetime, virtual_now
-from windlass.simulator.orchestrators import ProcessProvider, SimulatedOrchestrator
-from windlass.simulator.scenario import FleetScenario, Scenario, draw_scenario
-from windlass.simulator.simulation import Simulation
-from windlass.simulator.workers import SimulatedWorker
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.errors import NO_CAPACITY
 from windlass_emulators.runpod.faults import PodFaults
@@ -355,4 +355,8 @@ class RunpodHistory(Simulation):
         replay = (
             f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest tests/simulator/test_runpod_histories.py"
         )
-        return super().failure_report(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)
+        return (
+            super()
+            .failure_report(why)
+            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed}", replay)
+        )

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from support.simulator.cloud import SimulatedCloud
+from support.simulator.scenario import FleetScenario, Scenario, WorkerFaultPlan, fleet_config
+from support.simulator.simulation import Simulation
+from support.simulator.workers import TaskProfile
 from windlass.control.executor import CALL_TIMEOUT_S
-from windlass.simulator.cloud import SimulatedCloud
-from windlass.simulator.scenario import FleetScenario, Scenario, WorkerFaultPlan, fleet_config
-from windlass.simulator.simulation import Simulation
-from windlass.simulator.workers import TaskProfile
 
 TTL_S = 20.0
 LATE_S = 30.0

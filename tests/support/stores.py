@@ -2,6 +2,7 @@
 
 from typing import Any, Self
 
+from support.memory_store.stores import MemoryStores
 from windlass.store.alerts import PostgresAlertStore
 from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
@@ -10,7 +11,6 @@ from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.database import Database
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.log_sink import PostgresLogStore
-from windlass.store.memory.stores import MemoryStores
 from windlass.store.ray import PostgresRayStore
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.transport import PostgresMaintenance, PostgresTransport

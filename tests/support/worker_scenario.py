@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, cast
 
+from support.memory_store.stores import MemoryStores
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.ports.transport import WorkerTransport
-from windlass.store.memory.stores import MemoryStores
 from windlass.worker.executor import Executor
 from windlass.worker.handler import RunningTask
 from windlass.worker.inline import InlineExecutor

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
 from windlass.control.explain import explain, explain_fleet, explain_task, explain_worker
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.config import Retention
@@ -19,7 +20,6 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, RunningView, Snapshot, WorkerView
 from windlass.model.task import NewTask, Task, TaskStatus
 from windlass.model.worker import Registration, Worker, WorkerStatus
-from windlass.store.memory.stores import MemoryStores
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 

@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
+from support.simulator.loop import run, virtual_now
 from windlass.model.config import Retention
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.lease import Candidate
 from windlass.model.node import HEAD_LEASE
 from windlass.ray.head_lease import hold_head_lease
-from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.stores import MemoryStores
 
 LEASE_S = 0.4
 

@@ -8,6 +8,7 @@ import pytest
 import requests
 from hcloud import APIException
 
+from support.simulator.loop import run
 from windlass.model.errors import Refused, Throttled
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice
@@ -21,7 +22,6 @@ from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, HetznerLimiter
 from windlass.providers.rate_limiter import FIRST_PAUSE_S, MAX_PAUSE_S
 from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.vendor_error import ErrorKind
-from windlass.simulator.loop import run
 
 # ---------------------------------------------------------------------------------------------------------- problems
 

@@ -4,6 +4,7 @@ import json
 from random import Random
 from typing import Any
 
+from support.memory_store.stores import MemoryStores
 from windlass.control.cycle import FleetCycle
 from windlass.control.executor import CALL_TIMEOUT_S
 from windlass.model.auth import JOIN_PREFIX, Activation, hash_of, is_token
@@ -11,7 +12,6 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
-from windlass.store.memory.stores import MemoryStores
 
 TOKEN = hash_of("token")
 

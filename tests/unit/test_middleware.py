@@ -7,9 +7,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
+from support.simulator.loop import run
 from windlass.server.connections import MIN_BODY_BYTES_PER_S
 from windlass.server.middleware import BODY_TIMEOUT_S, RequestLimits
-from windlass.simulator.loop import run
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import set_status_in_memory
 from windlass import operations
 from windlass.model.action import Plan, Spawn
@@ -18,7 +19,6 @@ from windlass.model.outcome import Intent
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.operations import OperationOutcome, OperationResult
-from windlass.store.memory.stores import MemoryStores
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 LEADER = Candidate("leader", ttl_s=30.0)

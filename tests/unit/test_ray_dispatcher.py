@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
 from support.ray_builders import make_node
+from support.simulator.loop import run, virtual_now
 from windlass.model.config import Retention
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
@@ -18,8 +20,6 @@ from windlass.ray.node_table import NodeTable
 from windlass.ray.node_watch import NodeWatch
 from windlass.ray.runtime_group import RuntimeGroup
 from windlass.ray.seat_pool import SeatPool
-from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.stores import MemoryStores
 from windlass.worker.lifecycle import ExitReason
 
 CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")

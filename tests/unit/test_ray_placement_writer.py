@@ -3,9 +3,9 @@
 import asyncio
 from uuid import UUID, uuid4
 
+from support.simulator.loop import run
 from windlass.model.node import NodeVerdict, Placement
 from windlass.ray.placement_writer import PlacementWriter
-from windlass.simulator.loop import run
 
 
 class FailingStore:

@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
 from windlass.config_loader import load_config
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config, Retention
@@ -19,7 +20,6 @@ from windlass.model.fleet import FleetConfig
 from windlass.ray.head_lease import hold_head_lease
 from windlass.ray.supervisor import ProgramSupervisor
 from windlass.ray.versions import our_versions
-from windlass.store.memory.stores import MemoryStores
 from windlass.wiring.providers import _with_ray, withheld_from
 from windlass.wiring.ray import RaySupervisor, check_ray, dispatcher_programs
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from support.memory_store.stores import MemoryStores
+from support.simulator.loop import run, virtual_now
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.errors import NotPrepared
 from windlass.model.fleet import FleetConfig
@@ -14,8 +16,6 @@ from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.task import NewTask
 from windlass.ports.provider import OnHostKey
-from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.stores import MemoryStores
 
 FLEET = FleetConfig(queues=("red",), max_workers=2, poll_interval_s=5, heartbeat_interval_s=5, spawn_timeout_s=600)
 

@@ -5,14 +5,14 @@ from random import Random
 
 from structlog.testing import capture_logs
 
+from support.memory_store.stores import MemoryStores
+from support.simulator.loop import run, virtual_now
 from windlass.control.cycle import LISTING_LOG_INTERVAL_S, FleetCycle
 from windlass.model.errors import Unavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
 from windlass.ports.provider import OnHostKey
-from windlass.simulator.loop import run, virtual_now
-from windlass.store.memory.stores import MemoryStores
 
 
 class Away:

@@ -12,6 +12,7 @@ import pynvml
 import pytest
 from structlog.testing import capture_logs
 
+from support.memory_store.stores import MemoryStores
 from support.worker_scenario import (
     TIMEOUT_S,
     UNAVAILABLE,
@@ -23,7 +24,6 @@ from support.worker_scenario import (
     running_worker,
 )
 from windlass.model.task import Finished, TaskStatus
-from windlass.store.memory.stores import MemoryStores
 from windlass.worker import claiming, gpu
 from windlass.worker.handler import RunningTask
 

@@ -1,6 +1,6 @@
 """Tokens, sessions and server addresses over PostgreSQL. Implements ports/auth.py.
 
-store/memory/auth.py has the same contract; tests/conformance/test_auth_store.py runs over both.
+tests/support/memory_store/auth.py has the same contract; tests/conformance/test_auth_store.py runs over both.
 """
 
 from typing import Any

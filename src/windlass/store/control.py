@@ -1,6 +1,7 @@
 """The control loop's store over PostgreSQL: a few calls per cycle, whatever the number of workers.
 
-Implements ports/control.py. store/memory/control.py has the same contract; tests/conformance runs one suite over both.
+Implements ports/control.py. tests/support/memory_store/control.py has the same contract; tests/conformance runs one
+suite over both.
 """
 
 import json

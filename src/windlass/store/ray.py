@@ -1,6 +1,6 @@
 """The Ray dispatcher's store over PostgreSQL. Implements ports/ray.py.
 
-store/memory/ray.py has the same contract; tests/conformance/test_ray_store.py runs over both.
+tests/support/memory_store/ray.py has the same contract; tests/conformance/test_ray_store.py runs over both.
 """
 
 import json

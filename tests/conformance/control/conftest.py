@@ -8,11 +8,11 @@ import asyncpg
 import pytest
 
 from support.control_actions import EMPTY, RETENTION, ControlStores, Leader, SetStatus, VirtualClock, execute
+from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import set_status_in_memory
 from support.stores import PostgresStores
 from windlass.model.errors import BadInput
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.stores import MemoryStores
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from support.control_actions import (
     VirtualClock,
     execute,
 )
+from support.memory_store.stores import MemoryStores
 from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import (
@@ -70,7 +71,6 @@ from windlass.model.snapshot import (
 )
 from windlass.model.task import Finished, NewTask
 from windlass.model.worker import HeldClaim, Registration
-from windlass.store.memory.stores import MemoryStores
 
 
 class Twins:

@@ -7,6 +7,7 @@ from uuid import UUID
 import pytest
 
 from support.control_actions import ANN, FLEET, ControlStores, Leader, VirtualClock, intent
+from support.memory_store import fleet_store as memory_fleets
 from windlass.model.action import (
     Drain,
     Fail,
@@ -25,7 +26,6 @@ from windlass.model.snapshot import (
 from windlass.model.task import NewTask, TaskStatus
 from windlass.model.worker import RecoveredTasks, Registration, WorkerKind, WorkerStatus
 from windlass.store import fleets
-from windlass.store.memory import fleet_store as memory_fleets
 
 
 async def test_restarting_slots_clears_restart_counts_and_failures(store: ControlStores, ann: Leader) -> None:

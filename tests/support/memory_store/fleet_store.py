@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from itertools import islice
 
+from support.memory_store.constraints import check_limit
+from support.memory_store.fleets import SlotRow
+from support.memory_store.observe import queues_with_tasks
+from support.memory_store.tables import TableStore
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import MAX_AHEAD
-from windlass.store.memory.constraints import check_limit
-from windlass.store.memory.fleets import SlotRow
-from windlass.store.memory.observe import queues_with_tasks
-from windlass.store.memory.tables import TableStore
 
 
 class MemoryFleetQueries(TableStore):

@@ -2,6 +2,9 @@
 
 from typing import assert_never
 
+from support.memory_store.ledger import close_bill, open_bill
+from support.memory_store.tables import Tables
+from support.memory_store.workers import MemoryWorker
 from windlass.model.outcome import (
     Created,
     CreationRefused,
@@ -18,9 +21,6 @@ from windlass.model.outcome import (
     VolumeNotGrown,
 )
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.ledger import close_bill, open_bill
-from windlass.store.memory.tables import Tables
-from windlass.store.memory.workers import MemoryWorker
 
 
 def record_outcome(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noqa: PLR0912 - one for each kind

@@ -8,11 +8,11 @@ from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Any
 
+from support.memory_store.interval import interval
 from windlass.model.cost import Bill, Span
 from windlass.model.errors import BadInput
 from windlass.model.node import NodeView
 from windlass.model.worker import Registration, Worker, WorkerKind, WorkerStatus
-from windlass.store.memory.interval import interval
 
 MAX_FAILED_TASKS = 100
 # As windlass_internal.max_heartbeat_gap_s: a longer silence, in leases, is a gap.

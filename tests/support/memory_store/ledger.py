@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from support.memory_store.tasks import MemoryTask
+from support.memory_store.workers import MemoryWorker
 from windlass.model.cost import (
     Bill,
     BillingAccount,
@@ -23,8 +25,6 @@ from windlass.model.cost import (
 )
 from windlass.model.machine import Machine
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.tasks import MemoryTask
-from windlass.store.memory.workers import MemoryWorker
 
 MAX_SPANS = 20_000
 FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
@@ -165,7 +165,7 @@ def to_settle(workers: Iterable[MemoryWorker], fleet: str, now: datetime) -> lis
 
 def account(worker: MemoryWorker, running: Sequence[MemoryTask]) -> BillingAccount:
     bill = worker.spawned.bill
-    assert bill is not None  # noqa: S101
+    assert bill is not None
     ended = sorted(worker.spawned.spans.values(), key=_length, reverse=True)[:MAX_SPANS]
     unfinished = [Span(row.id, row.queue, row.started_at, None) for row in running if row.started_at]
     ready = [moment for moment in (worker.activated_at, worker.first_claimed_at) if moment is not None]

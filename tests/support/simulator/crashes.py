@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.simulator.orchestrators import SimulatedOrchestrator
-from windlass.simulator.simulation import Simulation, SimulationReport
+from support.simulator.orchestrators import SimulatedOrchestrator
+from support.simulator.simulation import Simulation, SimulationReport
 
 CrashTiming = Literal["before", "during", "after"]
 RESTART_DELAY_S = 1.0

@@ -19,13 +19,13 @@ from math import floor
 from random import Random
 from typing import Any, Protocol
 
+from support.simulator.loop import to_datetime
+from support.simulator.processes import start_detached
+from support.simulator.trace import Trace
 from windlass.model.cost import PricePart
 from windlass.model.errors import Ambiguous, NoCapacity, ProviderError, Refused, Throttled, Unavailable
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.ports.provider import OnHostKey
-from windlass.simulator.loop import to_datetime
-from windlass.simulator.processes import start_detached
-from windlass.simulator.trace import Trace
 
 FOREVER = 1e9
 
@@ -230,7 +230,7 @@ class SimulatedCloud:
             # The deletion time is unknown for a machine that was already gone.
             answer.set_result(to_datetime(record.deleted_at) if record is not None and existed else None)
 
-    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
+    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
         return Preparation()
 
     async def close(self) -> None:

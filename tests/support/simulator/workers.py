@@ -13,14 +13,14 @@ from random import Random
 from typing import Any
 from uuid import UUID
 
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.processes import SimulatedProcess
+from support.simulator.trace import Trace
 from windlass.model.errors import DatabaseUnavailable, UnknownWorker
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import Claim, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.processes import SimulatedProcess
-from windlass.simulator.trace import Trace
 
 # An idle worker tries to claim this often even without a notification.
 CLAIM_INTERVAL_S = 30.0

@@ -65,7 +65,7 @@ class MemoryTask:
         return Task(*_TASK_VALUES(self))
 
     def as_claim(self) -> Claim:
-        assert self.token is not None  # noqa: S101
+        assert self.token is not None
         return Claim(
             task_id=self.id,
             token=self.token,
@@ -262,5 +262,5 @@ class TaskTable:
 
 
 def _finish_time(row: MemoryTask) -> datetime:
-    assert row.finished_at is not None  # noqa: S101
+    assert row.finished_at is not None
     return row.finished_at

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from support.simulator.processes import SimulatedProcess, start_detached
+from support.simulator.trace import Trace
 from windlass.model.errors import DatabaseUnavailable
-from windlass.simulator.processes import SimulatedProcess, start_detached
-from windlass.simulator.trace import Trace
 
 # Called when a call took effect: its name, arguments, and its result or error.
 CallObserver = Callable[[str, tuple[Any, ...], Any], None]

@@ -24,6 +24,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.loop import EPOCH, to_datetime
+from support.simulator.workers import SimulatedWorker
 from windlass.model.action import Adopt, Delete, DeleteOrphan, Drain, Fail, Plan, Requeue, Spawn
 from windlass.model.cost import Bill
 from windlass.model.fleet import FleetConfig
@@ -31,9 +34,6 @@ from windlass.model.outcome import Committed, Created, Deleted, Intent, OrphanDe
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.model.task import Claim, ClaimResult, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, WorkerStatus
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.loop import EPOCH, to_datetime
-from windlass.simulator.workers import SimulatedWorker
 
 # The planner decides this long before the store commits the decision.
 DECISION_SLACK_S = 0.001

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
+from support.simulator.processes import SimulatedProcess
+from support.simulator.trace import Trace
 from windlass.control.cycle import FleetCycle
 from windlass.control.fleet_task import FleetTask
 from windlass.control.summary import Summary
@@ -15,8 +17,6 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import ProviderTraits
 from windlass.ports.provider import Provider
-from windlass.simulator.processes import SimulatedProcess
-from windlass.simulator.trace import Trace
 
 # Returns what an orchestrator uses in place of a store or a provider.
 WrapService = Callable[["SimulatedOrchestrator", Any], Any]

@@ -12,21 +12,21 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from support.memory_store.stores import MemoryStores
+from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.invariants import InvariantChecker, InvariantViolation, TaskRecord
+from support.simulator.loop import EPOCH, run, to_datetime, virtual_now
+from support.simulator.network import NetworkFaults, RemoteStore
+from support.simulator.orchestrators import SimulatedOrchestrator, WrapService
+from support.simulator.processes import SimulatedProcess, start_detached, track_processes
+from support.simulator.scenario import FleetScenario, Scenario
+from support.simulator.trace import Trace
+from support.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass.control.executor import CALL_TIMEOUT_S
 from windlass.model.fleet import FleetConfig
 from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
 from windlass.ports.provider import Provider
-from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.invariants import InvariantChecker, InvariantViolation, TaskRecord
-from windlass.simulator.loop import EPOCH, run, to_datetime, virtual_now
-from windlass.simulator.network import NetworkFaults, RemoteStore
-from windlass.simulator.orchestrators import SimulatedOrchestrator, WrapService
-from windlass.simulator.processes import SimulatedProcess, start_detached, track_processes
-from windlass.simulator.scenario import FleetScenario, Scenario
-from windlass.simulator.trace import Trace
-from windlass.simulator.workers import SimulatedWorker, WorkerFaults
-from windlass.store.memory.stores import MemoryStores
 
 CHECK_INTERVAL_S = 5.0
 # From the end of the faults until all tasks are finished and the fleets have their minimum size. A fleet whose machines
@@ -92,7 +92,7 @@ class Simulation:
 
     def failure_report(self, problem: str) -> str:
         seed = f"{self.scenario.seed}{' --billed' if self.scenario.is_billed else ''}"
-        replay = f"replay: python -m windlass.simulator --seed {seed}"
+        replay = f"replay: PYTHONPATH=tests python -m support.simulator --seed {seed}"
         return f"{problem}\n\n{self.trace.text()}\n\n{problem}\n{replay}\n"
 
     def next_worker(self, **faults: Any) -> None:

@@ -2,12 +2,12 @@
 
 from itertools import islice, takewhile
 
+from support.memory_store.interval import interval
+from support.memory_store.ledger import forget_spans
+from support.memory_store.tables import Tables
+from support.memory_store.workers import MemoryWorker
 from windlass.model.config import Retention
 from windlass.model.task import TaskStatus
-from windlass.store.memory.interval import interval
-from windlass.store.memory.ledger import forget_spans
-from windlass.store.memory.tables import Tables
-from windlass.store.memory.workers import MemoryWorker
 
 MAX_SWEPT_PER_KIND = 1000
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from uuid import UUID
 
+from support.memory_store.control import MemoryLeaseStore
+from support.memory_store.tables import Tables
+from support.memory_store.transport import MemoryTransport
+from support.memory_store.workers import MemoryWorker
 from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, NodeView, Placement
 from windlass.model.worker import LIVE, Registration, WorkerKind, WorkerStatus
-from windlass.store.memory.control import MemoryLeaseStore
-from windlass.store.memory.tables import Tables
-from windlass.store.memory.transport import MemoryTransport
-from windlass.store.memory.workers import MemoryWorker
 
 MISSING_NOTE = "no longer in the Ray cluster"
 

@@ -5,14 +5,14 @@ from datetime import datetime
 from random import Random
 from typing import TYPE_CHECKING
 
+from support.memory_store.auth import MemoryAuthStore
+from support.memory_store.control import MemoryControlStore, MemoryCostStore
+from support.memory_store.fleet_store import MemoryFleetQueries, MemoryOperations
+from support.memory_store.ray import MemoryRayStore
+from support.memory_store.tables import Tables
+from support.memory_store.task_store import MemoryTaskStore
+from support.memory_store.transport import MemoryMaintenance, MemoryTransport
 from windlass.model.config import Retention
-from windlass.store.memory.auth import MemoryAuthStore
-from windlass.store.memory.control import MemoryControlStore, MemoryCostStore
-from windlass.store.memory.fleet_store import MemoryFleetQueries, MemoryOperations
-from windlass.store.memory.ray import MemoryRayStore
-from windlass.store.memory.tables import Tables
-from windlass.store.memory.task_store import MemoryTaskStore
-from windlass.store.memory.transport import MemoryMaintenance, MemoryTransport
 
 if TYPE_CHECKING:
     from windlass.ports.auth import AuthStore

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from support.memory_store.actions import apply_action
+from support.memory_store.ledger import account, to_settle
+from support.memory_store.observe import observe
+from support.memory_store.outcomes import record_outcome
+from support.memory_store.tables import TableStore
 from windlass.model.action import Plan
 from windlass.model.cost import BillingAccount, Charge, Cost, Settlement
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
 from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import Snapshot
-from windlass.store.memory.actions import apply_action
-from windlass.store.memory.ledger import account, to_settle
-from windlass.store.memory.observe import observe
-from windlass.store.memory.outcomes import record_outcome
-from windlass.store.memory.tables import TableStore
 
 
 class MemoryLeaseStore(TableStore):

@@ -4,6 +4,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import islice
 
+from support.memory_store.events import EventLog
+from support.memory_store.fleets import FleetRow
+from support.memory_store.interval import interval
+from support.memory_store.ledger import to_settle
+from support.memory_store.tables import Tables
+from support.memory_store.tasks import MemoryTask, TaskTable
+from support.memory_store.workers import MemoryWorker, WorkerTable
 from windlass.model.cost import Bill
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
@@ -21,13 +28,6 @@ from windlass.model.snapshot import (
 )
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, WorkerKind, WorkerStatus
-from windlass.store.memory.events import EventLog
-from windlass.store.memory.fleets import FleetRow
-from windlass.store.memory.interval import interval
-from windlass.store.memory.ledger import to_settle
-from windlass.store.memory.tables import Tables
-from windlass.store.memory.tasks import MemoryTask, TaskTable
-from windlass.store.memory.workers import MemoryWorker, WorkerTable
 
 # The bounds of the SQL function observe().
 MAX_LAUNCHES = 1000

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from support.memory_store.interval import interval
 from windlass.model.cycle import Fleet
 from windlass.model.fleet import MAX_RESTARTS
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.snapshot import PlannerState
-from windlass.store.memory.interval import interval
 
 
 @dataclass(slots=True)

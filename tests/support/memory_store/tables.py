@@ -12,6 +12,14 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter
 
+from support.memory_store.cycles import Cycles
+from support.memory_store.events import EventLog, failed_attempts, failed_attempts_text, shortened
+from support.memory_store.fleets import FleetRow, LeaseTable, SlotRow
+from support.memory_store.interval import interval
+from support.memory_store.ledger import ChargeLedger, record_span
+from support.memory_store.notifications import NotificationHub
+from support.memory_store.tasks import MemoryTask, TaskTable
+from support.memory_store.workers import Credentials, MemoryWorker, WorkerTable
 from windlass.model.action import AttemptRefund
 from windlass.model.auth import ApiToken, ServerAddress, Session
 from windlass.model.config import Retention
@@ -21,14 +29,6 @@ from windlass.model.outcome import Intent
 from windlass.model.snapshot import FailureStreak
 from windlass.model.task import TaskStatus
 from windlass.model.worker import LIVE, RecoveredTasks, WorkerKind, WorkerStatus
-from windlass.store.memory.cycles import Cycles
-from windlass.store.memory.events import EventLog, failed_attempts, failed_attempts_text, shortened
-from windlass.store.memory.fleets import FleetRow, LeaseTable, SlotRow
-from windlass.store.memory.interval import interval
-from windlass.store.memory.ledger import ChargeLedger, record_span
-from windlass.store.memory.notifications import NotificationHub
-from windlass.store.memory.tasks import MemoryTask, TaskTable
-from windlass.store.memory.workers import Credentials, MemoryWorker, WorkerTable
 
 MAX_REFUNDED_EVENTS = 10_000
 

@@ -7,10 +7,10 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
+from support.memory_store.workers import MemoryWorker
 from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Spawn
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.snapshot import Snapshot
-from windlass.store.memory.workers import MemoryWorker
 
 MAX_CYCLES_SEARCHED = 5
 # A cycle that repeats the last one is stored again after this time, so that `explain` has a recent snapshot.

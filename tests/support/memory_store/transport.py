@@ -5,6 +5,11 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from support.memory_store.constraints import check_json, check_limit, check_registration, real
+from support.memory_store.interval import whole_seconds
+from support.memory_store.retention import sweep
+from support.memory_store.tables import Tables, TableStore
+from support.memory_store.workers import MemoryWorker, lost
 from windlass.model.errors import UnknownWorker
 from windlass.model.task import (
     MAX_NOTE_CHARACTERS,
@@ -25,11 +30,6 @@ from windlass.model.worker import (
     WorkerStatus,
 )
 from windlass.policy.backoff import retry_delay_s
-from windlass.store.memory.constraints import check_json, check_limit, check_registration, real
-from windlass.store.memory.interval import whole_seconds
-from windlass.store.memory.retention import sweep
-from windlass.store.memory.tables import Tables, TableStore
-from windlass.store.memory.workers import MemoryWorker, lost
 
 # The bound of the SQL function recover_lost_workers.
 MAX_RECOVERED_PER_CALL = 100

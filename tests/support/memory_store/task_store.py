@@ -4,11 +4,11 @@ from collections.abc import AsyncIterable, Iterable, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
 
+from support.memory_store.constraints import check_limit, check_new
+from support.memory_store.interval import interval
+from support.memory_store.tables import TableStore
 from windlass.model.event import QueueDepth
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
-from windlass.store.memory.constraints import check_limit, check_new
-from windlass.store.memory.interval import interval
-from windlass.store.memory.tables import TableStore
 
 
 class MemoryTaskStore(TableStore):

@@ -6,9 +6,9 @@ from datetime import datetime
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
+from support.memory_store.tasks import MemoryTask
+from support.memory_store.workers import WorkerTable
 from windlass.model.event import Event
-from windlass.store.memory.tasks import MemoryTask
-from windlass.store.memory.workers import WorkerTable
 
 MAX_ATTEMPTS_LISTED = 20
 MAX_WORKERS_NAMED = 5

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from support.simulator.cloud import FaultRates
+from support.simulator.network import NetworkFaults
+from support.simulator.workers import TaskProfile, WorkerFaults
 from windlass.model.fleet import FleetConfig
-from windlass.simulator.cloud import FaultRates
-from windlass.simulator.network import NetworkFaults
-from windlass.simulator.workers import TaskProfile, WorkerFaults
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from typing import assert_never
 
+from support.memory_store.ledger import open_bill
+from support.memory_store.tables import Tables
 from windlass.model.action import (
     Action,
     Adopt,
@@ -21,8 +23,6 @@ from windlass.model.action import (
 from windlass.model.machine import Machine
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
-from windlass.store.memory.ledger import open_bill
-from windlass.store.memory.tables import Tables
 
 
 def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:

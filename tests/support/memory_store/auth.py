@@ -3,6 +3,10 @@
 from dataclasses import replace
 from datetime import timedelta
 
+from support.memory_store.interval import interval
+from support.memory_store.tables import Tables, TableStore
+from support.memory_store.transport import MemoryTransport
+from support.memory_store.workers import Credentials
 from windlass.model.auth import (
     SERVER_TTL_S,
     Activation,
@@ -19,10 +23,6 @@ from windlass.model.auth import (
 from windlass.model.errors import BadInput
 from windlass.model.task import check_queue_name, storable
 from windlass.model.worker import LIVE, Registration, WorkerStatus
-from windlass.store.memory.interval import interval
-from windlass.store.memory.tables import Tables, TableStore
-from windlass.store.memory.transport import MemoryTransport
-from windlass.store.memory.workers import Credentials
 
 # The last use of an API token is recorded at most once per minute.
 LAST_USE_INTERVAL = timedelta(minutes=1)

@@ -1,15 +1,15 @@
-"""Replay the simulation of a seed and print its trace: `python -m windlass.simulator --seed 7`."""
+"""Replay the simulation of a seed and print its trace: `PYTHONPATH=tests python -m support.simulator --seed 7`."""
 
 import argparse
 import sys
 
-from windlass.simulator.invariants import InvariantViolation
-from windlass.simulator.scenario import draw_billed_scenario, draw_scenario
-from windlass.simulator.simulation import Simulation
+from support.simulator.invariants import InvariantViolation
+from support.simulator.scenario import draw_billed_scenario, draw_scenario
+from support.simulator.simulation import Simulation
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m windlass.simulator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m support.simulator", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--billed", action="store_true", help="bill machines by started periods of 5 to 60 minutes")
     arguments = parser.parse_args()

@@ -10,6 +10,6 @@ scenario.py draws all settings and fault rates of a run from its seed. simulatio
 none, until the fleets are at rest. invariants.py checks the promises of docs/architecture.md at every step.
 crashes.py kills an orchestrator before, during or after any of its calls.
 
-A seed always gives the same run. Replay one with its trace: `python -m windlass.simulator --seed 7`; add `--billed` for
-the scenarios with billing periods.
+A seed always gives the same run. Replay one with its trace:
+`PYTHONPATH=tests python -m support.simulator --seed 7`; add `--billed` for the scenarios with billing periods.
 """
