@@ -17,24 +17,23 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import asyncpg
 
 from bench.control import FILL_QUEUE, FINISHED, FLEET, QUEUED, StaticProvider, fill
 from bench.figures import percentile, table
+from bench.static_control_plane import StaticControlPlane
 from windlass.cli.logs import configure_logs
 from windlass.control.alerting import AlertManager
 from windlass.control.cycle import FleetCycle
-from windlass.control.explain import explain
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.server.app import make_app
-from windlass.server.context import AppContext, DashboardContext
+from windlass.server.context import AppContext
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
@@ -44,7 +43,7 @@ from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
-from windlass.wiring.http_server import face_stores, take_samples
+from windlass.wiring.http_server import server_stores, take_samples
 from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
 WORKERS = 1_000
@@ -83,18 +82,18 @@ async def serve(dsn: str) -> None:
     )
     token = new_token(API_PREFIX, random.SystemRandom())
     async with (
-        face_stores(dsn) as (machines, people),
+        server_stores(dsn) as (worker_store, user_store),
         Database(dsn) as own,
         Database(dsn, max_connections=2) as alert_database,
     ):
-        await people.create_token("bench", Role.VIEWER, hash_of(token))
+        await user_store.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
-        live = OverviewFeed(people, lambda: frozenset({FLEET}))
+        feed = OverviewFeed(user_store, lambda: frozenset({FLEET}))
         alerts = AlertManager(PostgresAlertStore(alert_database), [], dead_letters_allowed=0, leader_grace_s=60.0)
         control = PostgresControlStore(own)
         cycle = FleetCycle(FLEET, config, control, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
-        background = [asyncio.create_task(work) for work in (take_samples(people, live), alerts.run())]
-        async with serving(make_app(_face(machines, people, live, config)), listener):
+        background = [asyncio.create_task(work) for work in (take_samples(user_store, feed), alerts.run())]
+        async with serving(make_app(_context(worker_store, user_store, feed, config)), listener):
             print(json.dumps({"port": listener.getsockname()[1], "token": token}), flush=True)
             while not any(task.done() for task in background):
                 started = time.perf_counter()
@@ -104,39 +103,22 @@ async def serve(dsn: str) -> None:
                 await asyncio.sleep(max(0.0, CYCLE_INTERVAL_S - took_s))
 
 
-def _face(
-    machines: WorkerProtocolStores, people: DashboardStores, live: OverviewFeed, config: FleetConfig
+def _context(
+    worker_store: WorkerProtocolStores, user_store: DashboardStores, feed: OverviewFeed, config: FleetConfig
 ) -> AppContext:
-    async def no_cycle() -> list[dict[str, Any]]:
-        return []
-
     return AppContext(
-        store=machines,
-        access=machines,
-        long_poll_hub=LongPollHub(machines.wait_for_work),
-        fleet={FLEET: config}.get,
+        worker_store=worker_store,
+        auth_store=worker_store,
+        long_poll_hub=LongPollHub(worker_store.wait_for_work),
+        control=StaticControlPlane(config, user_store),
         worker_defaults=WorkerConfig(),
         max_payload_bytes=1 << 20,
         version="bench",
-        ask_database=machines.now,
-        pulses=dict,
-        run_cycle=no_cycle,
-        wheel=lambda: None,
-        shown=DashboardContext(
-            store=people,
-            live=live,
-            explain=lambda name: explain(people, name),
-            worker_log=lambda *_: _nothing(),
-            last_actions=dict,
-            metrics=Metrics(live.overview, people.fleet_metrics).read,
-            rate_limit=1e6,
-        ),
+        store=user_store,
+        overview_feed=feed,
+        metrics=Metrics(feed, user_store),
+        rate_limit=1e6,
     )
-
-
-async def _nothing() -> AsyncIterator[str]:
-    for line in list[str]():
-        yield line
 
 
 # ---------------------------------------------------------------------------------------------------------- the client

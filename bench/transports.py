@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.static_control_plane import StaticControlPlane
 from windlass.cli.logs import configure_logs
 from windlass.model.action import Plan
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, hash_of, new_token
@@ -24,7 +25,7 @@ from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, Finished, NewTask
 from windlass.model.worker import Registration
 from windlass.server.app import make_app
-from windlass.server.context import AppContext
+from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
 from windlass.store.auth import PostgresAuthStore
@@ -33,7 +34,7 @@ from windlass.store.database import Database
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.transport import open_postgres_transport
 from windlass.wiring import stores
-from windlass.wiring.http_server import MACHINES_CONNECTIONS
+from windlass.wiring.http_server import WORKER_CONNECTIONS
 from windlass.wiring.store_roles import WorkerProtocolStores
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
@@ -43,22 +44,17 @@ ROUND_TRIPS = 3_000
 WORKER_COUNTS = (1, 8)
 
 
-async def _no_cycle() -> list[dict[str, Any]]:
-    return []
-
-
 async def serve(dsn: str) -> None:
     configure_logs("json")
-    async with Database(dsn, max_connections=MACHINES_CONNECTIONS) as database:
+    async with Database(dsn, max_connections=WORKER_CONNECTIONS) as database:
         store = WorkerProtocolStores(database)
         long_poll_hub, listener = LongPollHub(store.wait_for_work), listen("127.0.0.1", 0)
-        face = AppContext(
-            store=store, access=store,
-            long_poll_hub=long_poll_hub, fleet=lambda _: FLEET, worker_defaults=WorkerConfig(),
-            max_payload_bytes=MAX_PAYLOAD_BYTES, version="bench", ask_database=store.now, pulses=dict,
-            run_cycle=_no_cycle, wheel=lambda: None,
+        context = WorkerApiContext(
+            worker_store=store, auth_store=store, long_poll_hub=long_poll_hub,
+            control=StaticControlPlane(FLEET), worker_defaults=WorkerConfig(),
+            max_payload_bytes=MAX_PAYLOAD_BYTES, version="bench",
         )  # fmt: skip
-        async with serving(make_app(face), listener):
+        async with serving(make_app(context), listener):
             print(listener.getsockname()[1], flush=True)
             await asyncio.Event().wait()
 

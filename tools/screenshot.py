@@ -26,7 +26,7 @@ SETTLE_MS = 1_000
 TIMEOUT_S = 300.0
 QUEUED = "Number(document.querySelector('.tile dd').textContent)"
 DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
-PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "decisions": "/decisions", "cost": "/cost?days=1"}
+PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "cycles": "/cycles", "cost": "/cost?days=1"}
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def take_all(browser: Browser, operator: Page, folder: Path) -> None:
             page.locator("#link", has_text="live").wait_for()
             page.wait_for_timeout(300)
             page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
-        for listed, title in (("/workers", "worker"), ("/tasks", "task"), ("/decisions", "decision")):
+        for listed, title in (("/workers", "worker"), ("/tasks", "task"), ("/cycles", "cycle")):
             page.goto(listed)
             page.locator("tbody th a").first.click()
             page.wait_for_timeout(300)

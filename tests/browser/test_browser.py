@@ -66,9 +66,9 @@ def everything(house: House) -> dict[str, str]:
         "nothing found": "/tasks?search=nowhere",
         "task": f"/tasks/{running}",
         "dead task": f"/tasks/{dead}",
-        "decisions": "/decisions",
-        "decision": f"/decisions/{cycle.id}",
-        "replay": f"/decisions/{cycle.id}?replay=yes&max_workers=3",
+        "cycles": "/cycles",
+        "cycle": f"/cycles/{cycle.id}",
+        "replay": f"/cycles/{cycle.id}?replay=yes&max_workers=3",
         "cost": "/cost",
         "not found": "/tasks/999999",
     }
@@ -96,7 +96,7 @@ def test_the_overview_tells_what_is_happening_why_and_what_it_costs(house: House
     expect(card.locator(".decision")).to_contain_text(re.compile(r"\w+: .*\d"))
     expect(card.locator("canvas")).to_have_count(3)
     page.locator("#chart-renders-tasks").hover()
-    expect(card.locator(".readout:visible")).to_contain_text("waiting")
+    expect(card.locator(".readout:visible")).to_contain_text("queued")
     expect(page.locator("#fleet-cloud .fleet-facts")).to_contain_text("EUR 0.0270 / h")
     expect(page.locator(".tile", has_text="Cost now")).to_contain_text("3 machines")
 
@@ -172,16 +172,16 @@ def test_a_dead_letter_shows_its_history_and_attempts(house: House, new_page: Ne
 def test_a_cycle_can_be_decided_again_with_other_settings(house: House, new_page: NewPage) -> None:
     house.held_task()
     hiring = next(c for c in house.ask(lambda store: store.cycles("renders", 200)) if c.decision.startswith("spawn"))
-    page = new_page("/decisions?fleet=renders")
-    page.goto(f"/decisions/{hiring.id}")
-    expect(page.locator(".plan")).to_contain_text("Spawn")
-    page.get_by_role("button", name="Decide again").click()
-    expect(page.get_by_text("It would have decided the same.")).to_be_visible()
+    page = new_page("/cycles?fleet=renders")
+    page.goto(f"/cycles/{hiring.id}")
+    expect(page.locator(".plan")).to_contain_text("spawn")
+    page.get_by_role("button", name="Replay").click()
+    expect(page.get_by_text("Same decision.")).to_be_visible()
     page.get_by_label("min_workers").fill("4")
-    page.get_by_role("button", name="Decide again").click()
+    page.get_by_role("button", name="Replay").click()
     expect(page.locator("#again li[data-change=new]").first).to_be_visible()
     page.get_by_label("min_workers").fill("99")
-    page.get_by_role("button", name="Decide again").click()
+    page.get_by_role("button", name="Replay").click()
     expect(page.get_by_role("alert").filter(has_text="min must not exceed max")).to_be_visible()
 
 
@@ -242,7 +242,7 @@ def test_pausing_in_one_browser_is_seen_in_another(house: House, new_page: NewPa
     expect(one.locator("#fleet-idle .chip")).to_have_text("paused")
     # So that who cannot see it hears it; what the next cycle says of it comes after and does not write over it.
     expect(other.locator("#news")).to_contain_text("Fleet idle: paused.")
-    expect(other.locator("#news")).to_contain_text("Fleet idle is paused: its workers claim nothing")
+    expect(other.locator("#news")).to_contain_text("Fleet idle is paused: its workers claim no tasks")
     confirm_in(one, "#fleet-idle", "Resume")
     expect(chip).not_to_have_text("paused")
     assert other.evaluate("window.wasNotLoadedAgain") is True
@@ -310,14 +310,14 @@ def test_a_worker_is_paused_resumed_restarted_let_go_and_ended(house: House, new
 
     leaving = house.active_worker()
     page.goto(f"/workers/{leaving.id}")
-    confirm(page, "Let go")
+    confirm(page, "Drain")
     until(lambda: state(leaving.id).status == WorkerStatus.TERMINATED, "its leave")
 
     busy = house.held_task()
     ended = house.task(busy).worker_id
     assert ended is not None
     page.goto(f"/workers/{ended}")
-    confirm(page, "End at once")
+    confirm(page, "Terminate now")
     until(lambda: state(ended).status in (WorkerStatus.ERROR, WorkerStatus.TERMINATED), "its end")
     assert state(ended).code == "MANUAL"
 
@@ -327,10 +327,10 @@ def test_a_fleet_is_paused_resumed_grown_and_restarted(house: House, new_page: N
     page = live(new_page("/"))
     confirm_in(page, "#fleet-idle", "Pause")
     expect(page.locator("#fleet-idle .chip")).to_have_text("paused")
-    expect(page.locator("#matter-paused-idle")).to_be_visible()
+    expect(page.locator("#item-paused-idle")).to_be_visible()
     confirm_in(page, "#fleet-idle", "Resume")
-    expect(page.locator("#matter-paused-idle")).to_have_count(0)
-    confirm_in(page, "#fleet-idle", "Hire one", "Hire")
+    expect(page.locator("#item-paused-idle")).to_have_count(0)
+    confirm_in(page, "#fleet-idle", "Spawn one", "Spawn")
     until(lambda: len(house.workers("idle")) == 2, "one more")
     confirm_in(page, "#fleet-idle", "Restart")
     until(lambda: old not in [worker.id for worker in house.workers("idle")], "its replacement")
@@ -342,8 +342,8 @@ def test_tasks_are_retried_and_cancelled(house: House, new_page: NewPage) -> Non
     row = page.locator(f"#task-{dead}")
     row.get_by_role("button", name="Retry").click()
     page.get_by_role("dialog").get_by_role("button", name="Retry").click()
-    expect(page.locator("#toast")).to_have_text(f"Task {dead} is back in its queue.")
-    expect(page.locator("#news")).to_contain_text(f"Task {dead} is back in its queue.")
+    expect(page.locator("#toast")).to_have_text(f"Task {dead} requeued.")
+    expect(page.locator("#news")).to_contain_text(f"Task {dead} requeued.")
     events = house.ask(lambda store: store.events(task_id=dead))
     assert "TASK_RETRIED" in [event.code for event in events]
 
@@ -366,7 +366,9 @@ def test_what_could_not_be_done_is_said_in_the_dialog(house: House, new_page: Ne
     page.route("**/pause", lambda route: route.continue_(post_data="csrf=of-somebody-else&is_confirmed=yes"))
     page.get_by_role("button", name="Pause").click()
     page.get_by_role("dialog").get_by_role("button", name="Pause").click()
-    expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("Not done: the page that sent this")
+    expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text(
+        "Not done: X-CSRF-Token is missing or wrong"
+    )
     assert not next(w for w in house.workers() if w.id == worker.id).is_paused
 
 
@@ -376,10 +378,10 @@ def test_without_a_script_everything_can_still_be_read_and_done(house: House, ne
     page.locator("#fleet-idle").get_by_role("button", name="Pause").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Pause fleet idle?")
     page.get_by_role("button", name="Pause").click()
-    expect(page.locator(".done")).to_have_text(re.compile("Fleet idle is paused, with 1 worker"))
+    expect(page.locator(".done")).to_have_text(re.compile("Fleet idle paused, with 1 worker"))
     page.locator("#fleet-idle").get_by_role("button", name="Resume").click()
     page.get_by_role("button", name="Resume").click()
-    expect(page.locator(".done")).to_have_text(re.compile("Fleet idle goes on"))
+    expect(page.locator(".done")).to_have_text(re.compile("Fleet idle resumed"))
     page.reload()
     expect(page.locator(".done")).to_have_count(0)
 
@@ -398,7 +400,7 @@ def test_a_link_lets_one_browser_in_once_and_signing_out_ends_it(
     house: House, new_page: NewPage, chromium: Browser
 ) -> None:
     page = new_page(house.new_link(), is_operator=False, may_complain=True)
-    expect(page.get_by_role("heading", name="This link is over")).to_be_visible()
+    expect(page.get_by_role("heading", name="Link expired")).to_be_visible()
     context = chromium.new_context(base_url=house.url)
     try:
         inside = context.new_page()
@@ -477,12 +479,12 @@ def test_a_database_that_goes_away_is_said_and_its_return_is_noticed(
     house: House, new_page: NewPage, embedded_server: Server
 ) -> None:
     page = live(new_page("/workers", may_complain=True))
-    other = new_page("/decisions", may_complain=True)
+    other = new_page("/cycles", may_complain=True)
     embedded_server.crash()
     try:
         expect(page.locator("#away")).to_contain_text("the database does not answer")
         other.reload()
-        expect(other.get_by_role("heading", level=1)).to_have_text("The database is away")
+        expect(other.get_by_role("heading", level=1)).to_have_text("Database unavailable")
     finally:
         embedded_server.start()
     live(page)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.http_transport_fixture import URL, face_over
+from support.http_transport_fixture import URL, worker_api_context
 from support.provider_fixtures import RETENTION, empty_tables
 from support.stores import PostgresStores
 from windlass.model.action import Plan
@@ -87,7 +87,7 @@ def test_a_token_has_256_bits_of_chance_behind_its_prefix() -> None:
         assert not is_token(text, JOIN_PREFIX)
 
 
-async def test_a_hired_machine_is_known_by_its_join_token_until_that_expires(store: Stores, clock: Any) -> None:
+async def test_join_token_identifies_machine_until_it_expires(store: Stores, clock: Any) -> None:
     await hire(store)
     expected = JoinCaller("w0", "gpus", ("a", "b"), has_ended=False, is_expired=False)
     assert await store.authenticate(JOIN) == expected
@@ -116,7 +116,7 @@ async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> No
     assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_SPAWNED", "WORKER_JOINED"]
 
 
-async def test_a_machine_that_cannot_start_its_worker_says_why_and_the_next_cycle_knows(store: Stores) -> None:
+async def test_start_failure_of_machine_reaches_next_cycle(store: Stores) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     for reason in ("no module app", "said again"):
@@ -129,7 +129,7 @@ async def test_a_machine_that_cannot_start_its_worker_says_why_and_the_next_cycl
     assert (event.reason, event.detail) == ("no module app", {"code": "HANDLER_NOT_FOUND"})
 
 
-async def test_whoever_has_been_heard_of_or_was_not_hired_has_started(store: Stores) -> None:
+async def test_start_failure_is_ignored_after_heartbeat(store: Stores) -> None:
     await hire(store)
     await store.heartbeat("w0")
     await store.register(Registration(worker_id="by-hand", queues=("a",), fleet="gpus", concurrency=1, lease_s=30.0))
@@ -141,7 +141,7 @@ async def test_whoever_has_been_heard_of_or_was_not_hired_has_started(store: Sto
     assert "WORKER_NOT_STARTED" not in [event.code for event in await store.events(limit=1000)]
 
 
-async def test_repeating_the_exchange_is_accepted_for_as_long_as_the_worker_lives(store: Stores, clock: Any) -> None:
+async def test_join_token_exchange_is_repeatable_while_worker_lives(store: Stores, clock: Any) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     clock.advance(10 * TTL_S)
@@ -173,7 +173,7 @@ async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
     assert await store.authenticate(TOKEN) is None
 
 
-async def test_a_token_ends_with_its_worker_and_nobody_has_to_revoke_it(store: Stores) -> None:
+async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     await store.terminate_worker("w0", "by hand")
@@ -248,7 +248,7 @@ API = f"{API_PREFIX}{'a' * 64}"
 MINE = Registration("mine", ("a", "b"), lease_s=30.0)
 
 
-async def test_a_worker_that_nobody_hired_enlists_and_is_known_by_its_token(store: Stores) -> None:
+async def test_self_registered_worker_is_known_by_its_token(store: Stores) -> None:
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     for _ in range(2):  # the first answer may be lost
         assert await store.self_register(hash_of(API), TOKEN, MINE) is WorkerStatus.ACTIVE
@@ -272,7 +272,7 @@ async def test_revoking_an_api_token_ends_the_tokens_of_those_it_let_in(store: S
     assert await store.self_register(hash_of(API), TOKEN, MINE) is None
 
 
-async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: Stores) -> None:
+async def test_self_registration_needs_worker_role_and_free_name(store: Stores) -> None:
     await store.create_token("ops", Role.OPERATOR, OTHER_TOKEN)
     assert await store.self_register(OTHER_TOKEN, TOKEN, MINE) is None
     assert await store.worker("mine") is None
@@ -288,7 +288,7 @@ async def test_nobody_enlists_with_another_role_or_under_anothers_name(store: St
 async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     long_poll_hub = LongPollHub(store.wait_for_work)
-    app = make_app(face_over(store, store, long_poll_hub))
+    app = make_app(worker_api_context(store, store, long_poll_hub))
     enlistments = [new_self_registration(URL, API, False, httpx.ASGITransport(app)) for _ in range(2)]
     async with SelfRegisteredTransport(enlistments[0]) as one, SelfRegisteredTransport(enlistments[1]) as other:
         await one.register(MINE)
@@ -357,7 +357,7 @@ async def test_sessions_and_unused_links_are_listed_and_revoked_by_their_id(stor
     assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
 
 
-async def test_where_people_are_served_is_known_while_it_is_said_again(store: Stores, clock: Any) -> None:
+async def test_server_address_is_listed_while_it_is_renewed(store: Stores, clock: Any) -> None:
     here, there = ServerAddress("http://127.0.0.1:8080", "here"), ServerAddress("http://127.0.0.1:8080", "there")
     assert await store.servers() == []
     await store.record_server(here)

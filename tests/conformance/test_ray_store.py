@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres
+from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
 from support.stores import PostgresStores
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
@@ -33,7 +33,7 @@ class World:
 
     async def hire(self, worker_id: str, slot: int, **registration: Any) -> None:
         if self._dsn is None:
-            self.store.hire(worker_id, FLEET, slot)
+            spawn_in_memory(self.store, worker_id, FLEET, slot)
         else:
             await hire_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
         await self.store.register(
@@ -91,7 +91,7 @@ async def _furnish(world: World) -> None:
 # ----------------------------------------------------------------------------------------------------- placing
 
 
-async def test_a_placed_task_belongs_to_its_node_and_its_time_counts_from_there(world: World) -> None:
+async def test_placed_task_belongs_to_node_from_placement(world: World) -> None:
     (claim,) = await world.claim()
     assert (await world.store.task(claim.task_id)).worker_id == "d"
     world.clock.advance(7)
@@ -186,7 +186,7 @@ async def test_what_a_dispatcher_holds_without_a_place_for_it_waits_still(world:
 # --------------------------------------------------------------------------------------------------- taking over
 
 
-async def test_who_takes_over_requeues_what_ran_and_gives_back_what_waited(world: World) -> None:
+async def test_new_dispatcher_requeues_placed_and_claimed_tasks(world: World) -> None:
     ran, waited = await world.claim(2)
     await world.place(ran, "n1")
     world.clock.advance(LEASE_S + 1)
@@ -202,7 +202,7 @@ async def test_who_takes_over_requeues_what_ran_and_gives_back_what_waited(world
     assert late.lost == [ran.token]
 
 
-async def test_one_that_lost_its_lease_neither_takes_over_nor_reports(world: World) -> None:
+async def test_former_dispatcher_cannot_take_over_or_report(world: World) -> None:
     (claim,) = await world.claim()
     await world.place(claim, "n1")
     world.clock.advance(LEASE_S + 1)
@@ -300,7 +300,7 @@ async def test_what_is_known_already_is_written_again_only_after_a_while(world: 
     assert (await world.store.worker("ray-1234")).last_heartbeat == world.clock()
 
 
-async def test_a_node_that_nobody_hired_begins_anew_when_it_is_told_of_after_its_end(world: World) -> None:
+async def test_unmanaged_node_starts_again_after_its_end(world: World) -> None:
     """Its dispatcher was away, and somebody gave it up for its silence."""
     foreign = alive("ray-1234", is_managed=False)
     await world.report(foreign)

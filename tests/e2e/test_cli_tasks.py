@@ -101,7 +101,7 @@ async def test_enqueue_warns_about_a_queue_without_workers(windlass: CommandLine
     assert "q (not served)" in windlass("status").out
     asked = windlass("explain", "q")
     assert asked.code == 2
-    assert "q is a queue: no fleet serves it; `windlass tasks list --queue q` shows its tasks" in asked.err
+    assert "q is a queue: no fleet serves it; `windlass tasks list --queue q` lists its tasks" in asked.err
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
     assert windlass("enqueue", "q", "1").err == ""
     assert "not served" not in windlass("status").out

@@ -1,4 +1,4 @@
-"""Hetzner over real connections to the emulator: the doctor's questions, and a provider whose API falls silent."""
+"""Hetzner over real connections to the emulator: checks of `windlass doctor`, and an API that stops responding."""
 
 import json
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 from windlass_emulators.serve import serving
 
 TOKEN = "a-good-token"
-# Nobody listens there: the database is another matter.
-NOWHERE = "postgresql://u@127.0.0.1:1/d"
+# A port without a server: these tests need no database.
+NO_DATABASE = "postgresql://u@127.0.0.1:1/d"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def endpoint(emulator: HetznerEmulator) -> Iterator[str]:
 
 @pytest.fixture
 def windlass(tmp_path: Path, endpoint: str) -> CommandLine:
-    env = {"DATABASE_URL": NOWHERE, "HCLOUD_ENDPOINT": endpoint, "HETZNER_API_TOKEN": TOKEN}
+    env = {"DATABASE_URL": NO_DATABASE, "HCLOUD_ENDPOINT": endpoint, "HETZNER_API_TOKEN": TOKEN}
     return CommandLine(tmp_path, env)
 
 
@@ -49,7 +49,7 @@ def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 
-def test_the_doctor_asks_for_everything_a_hetzner_fleet_needs(windlass: CommandLine, emulator: HetznerEmulator) -> None:
+def test_doctor_checks_token_server_type_and_image(windlass: CommandLine, emulator: HetznerEmulator) -> None:
     configure(windlass)
     found = findings(windlass("doctor", "--json"))
     assert found["hetzner"] == ("ok", "the token is good; 0 servers are ours")
@@ -64,7 +64,7 @@ def test_the_doctor_asks_for_everything_a_hetzner_fleet_needs(windlass: CommandL
 
 
 @pytest.mark.parametrize(
-    ("text", "env", "check", "verdict", "words"),
+    ("text", "env", "check", "verdict", "expected"),
     [
         ("", {"HETZNER_API_TOKEN": ""}, "hetzner", "fail", "the Hetzner API token is missing. Set HETZNER_API_TOKEN"),
         ("", {"HETZNER_API_TOKEN": "wrong"}, "hetzner", "fail", "unable to authenticate (unauthorized)"),
@@ -75,15 +75,15 @@ def test_the_doctor_asks_for_everything_a_hetzner_fleet_needs(windlass: CommandL
         ('[fleets.crunch.hetzner]\nchoices = ["cx23@ash"]', {}, "server type", "fail", "cx23 is not offered in ash"),
     ],
 )
-def test_the_doctor_says_what_stands_in_the_way(
-    windlass: CommandLine, text: str, env: dict[str, str], check: str, verdict: str, words: str
+def test_doctor_reports_each_problem(
+    windlass: CommandLine, text: str, env: dict[str, str], check: str, verdict: str, expected: str
 ) -> None:
     configure(windlass, text)
     done = windlass.with_env(**env)("doctor", "--json")
     assert done.code == 1
     found = findings(done)[check]
     assert found[0] == verdict
-    assert words in found[1]
+    assert expected in found[1]
     assert TOKEN not in done.out
 
 
@@ -98,22 +98,22 @@ LOCAL = '[fleets.near]\nprovider = "local"\nhandler = "a:b"\n'
         ({"HETZNER_API_TOKEN": "wrong"}, ("warn", "unable to authenticate (unauthorized)")),
     ],
 )
-def test_the_doctor_asks_a_vendor_whose_key_is_there_also_when_no_fleet_rents_from_it_any_more(
+def test_doctor_checks_a_vendor_with_a_key_but_without_fleets(
     windlass: CommandLine, env: dict[str, str], found: tuple[str, str] | None
 ) -> None:
     (windlass.folder / "windlass.toml").write_text(LOCAL)
-    told = findings(windlass.with_env(**env)("doctor", "--json"))
-    assert told.get("hetzner") == found
-    assert not told.keys() & {"server type", "image", "network"}
+    all_findings = findings(windlass.with_env(**env)("doctor", "--json"))
+    assert all_findings.get("hetzner") == found
+    assert not all_findings.keys() & {"server type", "image", "network"}
 
 
-def test_the_doctor_warns_of_what_is_out(windlass: CommandLine, emulator: HetznerEmulator) -> None:
+def test_doctor_warns_about_server_types_without_capacity(windlass: CommandLine, emulator: HetznerEmulator) -> None:
     configure(windlass)
     emulator.faults.no_capacity("cx23", "*")
     assert findings(windlass("doctor", "--json"))["server type"] == ("warn", "cx23 is out in fsn1, hel1, nbg1 now")
 
 
-async def test_an_api_that_falls_silent_is_given_up_in_time(emulator: HetznerEmulator, endpoint: str) -> None:
+async def test_calls_to_a_silent_api_time_out(emulator: HetznerEmulator, endpoint: str) -> None:
     account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=0.5)
     provider = HetznerProvider(
         "red",
@@ -136,13 +136,13 @@ async def test_an_api_that_falls_silent_is_given_up_in_time(emulator: HetznerEmu
         await provider.delete(machine)
         assert await provider.list_machines() == ()
         posts = [path for _, method, path in emulator.requests if method == "POST"]
-        assert posts == ["/v1/servers"] * 2  # the second to find that it is there
+        assert posts == ["/v1/servers"] * 2  # the second one finds the existing server
     finally:
         account.close()
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1/v1", "http://nowhere.invalid/v1"])
-async def test_where_nobody_could_be_asked_no_server_can_have_been_made(endpoint: str) -> None:
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1/v1", "http://unknown.invalid/v1"])
+async def test_create_without_connection_is_not_ambiguous(endpoint: str) -> None:
     account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=5.0)
     provider = HetznerProvider(
         "red", HetznerSettings(), account, identity="this", render_user_data=lambda _: "#cloud-config\n"

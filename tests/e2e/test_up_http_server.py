@@ -54,7 +54,7 @@ max_workers = 1
 """
 
 
-DELIVERED = 'windlass_alert_messages_total{outcome="delivered",receiver="webhook"}'
+DELIVERED = 'windlass_alert_messages_total{notifier="webhook",outcome="delivered"}'
 
 
 class Outside:
@@ -200,13 +200,16 @@ async def _ask_in_vain(windlass: CommandLine, store: PostgresStores) -> None:
     refused = await asyncio.to_thread(windlass, "tokens", "link")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == (
-        "windlass: no `windlass up --port` is running that would say where the dashboard is: start one, or give --url "
-        "http://127.0.0.1:8080, or set api.port or api.url.\n"
+        "windlass: no running `windlass up --port` was found: start one, or give --url http://127.0.0.1:8080, or set "
+        "api.port or api.url.\n"
     )
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "elsewhere"))
     refused = await asyncio.to_thread(windlass, "tokens", "link")
     assert (refused.code, refused.out) == (2, "")
-    assert "the dashboard is at http://127.0.0.1:8080 of elsewhere: make the link there, or give --url" in refused.err
+    assert (
+        "the dashboard runs at http://127.0.0.1:8080 on host elsewhere: create the link there, or give --url"
+        in refused.err
+    )
     given = await asyncio.to_thread(windlass, "tokens", "link", "--url", "http://127.0.0.1:1")
     assert given.out.startswith("http://127.0.0.1:1/login?key=wll_")
     await store.record_server(ServerAddress("http://10.0.0.2:8080", "elsewhere"))

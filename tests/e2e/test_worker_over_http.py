@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.command_line import CommandLine
+from support.fake_control_plane import FakeControlPlane
 from support.postgres_servers import reachable_temp_dir
 from support.stores import PostgresStores
 from support.worker_harness import HERE, PROGRAM, QUEUE, KillableServer, WorkerHarness, WorkerProcess, until
@@ -26,7 +27,7 @@ from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 from windlass.server import auth as gate
 from windlass.server.app import make_app
-from windlass.server.context import AppContext
+from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.server import listen, serving
 
@@ -48,35 +49,29 @@ class Plane:
     def __init__(self, harness: WorkerHarness) -> None:
         self.harness = harness
         self.store = PostgresStores(harness.dsn)
-        self.fleet = FleetConfig(**SETTINGS)
+        self.control = FakeControlPlane()
+        self.configure()
         self.port = 0
         self._open = AsyncExitStack()
 
     def configure(self, **settings: Any) -> None:
-        self.fleet = FleetConfig(**{**SETTINGS, **settings})
+        self.fleet = self.control.default_fleet = FleetConfig(**{**SETTINGS, **settings})
 
     async def open(self) -> None:
         listener = listen("127.0.0.1", self.port)
         self.port = listener.getsockname()[1]
         long_poll_hub = LongPollHub(self.store.wait_for_work)
-        face = AppContext(
-            store=self.store,
-            access=self.store,
+        context = WorkerApiContext(
+            worker_store=self.store,
+            auth_store=self.store,
             long_poll_hub=long_poll_hub,
-            fleet=lambda _: self.fleet,
+            control=self.control,
             worker_defaults=WorkerConfig(),
             max_payload_bytes=MAX_PAYLOAD_BYTES,
             version="test",
-            ask_database=self.store.now,
-            pulses=dict,
-            run_cycle=self._no_cycle,
-            wheel=lambda: None,
         )
-        await self._open.enter_async_context(serving(make_app(face), listener))
+        await self._open.enter_async_context(serving(make_app(context), listener))
         self._open.push_async_callback(long_poll_hub.close)
-
-    async def _no_cycle(self) -> list[dict[str, Any]]:
-        raise TimeoutError
 
     async def close(self) -> None:
         await self._open.aclose()
@@ -217,7 +212,7 @@ async def test_attempt_of_killed_worker_counts_after_service_restart(plane: Plan
 
 async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     # Terminated, so that the token is refused and not only the worker.
-    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
     process, task_id = await started(plane)
     await plane.end("far-0")
     assert await process.exit_code() == 3
@@ -226,7 +221,7 @@ async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane, monk
     # A restarted service exits with 3 too.
     again = plane.start(plane.harness.folder / "far-0.json")
     assert await again.exit_code() == 3
-    assert "windlass: reading the work order: worker far-0 has ended" in again.log()
+    assert "windlass: reading the work order: worker far-0 has terminated" in again.log()
 
 
 async def test_used_join_token_is_refused_elsewhere(plane: Plane) -> None:
@@ -237,7 +232,7 @@ async def test_used_join_token_is_refused_elsewhere(plane: Plane) -> None:
     await until(lambda: plane.has_heartbeat("far-0"), "a heartbeat")
     thief = plane.start(copy)
     assert await thief.exit_code() == 3
-    assert "windlass: joining as far-0: the join token of worker far-0 was used already." in thief.log()
+    assert "windlass: joining as far-0: the join token of worker far-0 was already used." in thief.log()
 
 
 @pytest.mark.parametrize(
@@ -304,13 +299,13 @@ async def test_self_registered_worker_works_over_http(plane: Plane) -> None:
 
 
 async def test_revoked_api_token_terminates_its_workers(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BELIEVED_S", 0.0)
+    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
     process = await self_register(plane)
     await plane.harness.enqueue(files(plane.harness))
     await until((plane.harness.folder / "running-1").exists, f"the handler runs\n{process.last_lines()}")
     await plane.store.revoke_token("anywhere")
     assert await process.exit_code() == 3
-    assert "windlass: registering the worker: this token is not known, or was revoked." in process.log()
+    assert "windlass: registering the worker: unknown or revoked token." in process.log()
 
 
 # -------------------------------------------------------------------------------------------------------- databases

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from support.api_fixture import bed_of
+from support.api_fixture import open_api
 from support.postgres_servers import do_without
 from windlass.model.alert import ADVICE
 
@@ -37,9 +37,9 @@ def test_promtool_takes_the_alerts_and_they_fire_when_they_should() -> None:
 
 
 async def test_every_metric_that_is_asked_for_is_there(dsn: str) -> None:
-    async with bed_of(dsn) as bed:
-        await bed.run_cycle()
-        text = (await bed.here.get("/metrics")).text
+    async with open_api(dsn) as api:
+        await api.run_cycle()
+        text = (await api.localhost.get("/metrics")).text
     served = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
     asked = set()
     for file in (DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "grafana" / "windlass.json"):

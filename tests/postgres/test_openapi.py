@@ -1,5 +1,4 @@
-"""Requests of every kind that the OpenAPI description allows, and many it does not: none may break the server, and
-every answer must be as the description says."""
+"""Generated requests, valid and invalid: no request may cause a server error, and every response matches the schema."""
 
 import asyncio
 import contextlib
@@ -20,14 +19,14 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from support.api_fixture import Bed, bed_of
+from support.api_fixture import ApiFixture, open_api
 from windlass.model.auth import Role
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
 from windlass.server.server import listen, serving
 
-EXAMPLES_OF_EACH = 6
-EXAMPLES_OF_WHO_MAY = 2
+REQUESTS_PER_OPERATION = 6
+REQUESTS_PER_ROLE = 2
 CHECKS: list[CheckFunction] = [
     not_a_server_error,
     status_code_conformance,
@@ -37,77 +36,77 @@ CHECKS: list[CheckFunction] = [
 ]
 
 
-class Plane:
-    """The application on a port, in a loop of its own: the requests come from this thread."""
+class ServerThread:
+    """The application on a port, in a thread with its own event loop. Requests come from the test's thread."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._ending = asyncio.Event()
+        self._stop = asyncio.Event()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
         self.url = ""
-        # Of somebody with each role, and of somebody without a token.
+        # By role. None: without a token.
         self.headers: dict[Role | None, dict[str, str]] = {None: {}}
         self.description: dict[str, Any] = {}
 
-    def __enter__(self) -> "Plane":
+    def __enter__(self) -> "ServerThread":
         self._thread.start()
         assert self._started.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._ending.set)
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(60)
         self._loop.close()
 
     async def _serve(self) -> None:
         listener = listen("127.0.0.1", 0)
-        async with bed_of(self._dsn, rate_limit=1e6) as bed, serving(bed.app, listener):
-            await self._fill(bed)
+        async with open_api(self._dsn, rate_limit=1e6) as api, serving(api.app, listener):
+            await self._fill(api)
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             for role in Role:
-                self.headers[role] = await bed.token(role)
-            self.description = bed.app.openapi()
+                self.headers[role] = await api.auth_headers(role)
+            self.description = api.app.openapi()
             self._started.set()
-            await self._ending.wait()
-            await bed.live.close()
+            await self._stop.wait()
+            await api.feed.close()
 
-    async def _fill(self, bed: Bed) -> None:
-        """Something of everything, so that answers have something to say."""
+    async def _fill(self, api: ApiFixture) -> None:
+        """Some rows of everything, so that responses are not empty."""
         for number in range(5):
-            await bed.store.enqueue(new_task("a", {"n": number}, unique_key=f"k{number}"))
-        await bed.run_cycle()
-        await bed.store.register(Registration("hand", ("a",)))
-        first, second = await bed.store.claim("hand", ["a"], 2)
-        await bed.store.fail("hand", first.task_id, first.token, "ValueError: no", retry=False)
-        await bed.store.fail("hand", second.task_id, second.token, "ValueError: not yet")
-        await bed.store.take_samples(await bed.store.overview())
+            await api.store.enqueue(new_task("a", {"n": number}, unique_key=f"k{number}"))
+        await api.run_cycle()
+        await api.store.register(Registration("manual", ("a",)))
+        first, second = await api.store.claim("manual", ["a"], 2)
+        await api.store.fail("manual", first.task_id, first.token, "ValueError: no", retry=False)
+        await api.store.fail("manual", second.task_id, second.token, "ValueError: not yet")
+        await api.store.take_samples(await api.store.overview())
 
 
 @pytest.fixture(scope="module")
-def plane(embedded_server: Any) -> Iterator[Plane]:
-    with embedded_server.migrated_database() as dsn, Plane(dsn) as plane:
-        yield plane
+def server(embedded_server: Any) -> Iterator[ServerThread]:
+    with embedded_server.migrated_database() as dsn, ServerThread(dsn) as server:
+        yield server
 
 
-@pytest.mark.parametrize("mode", list(GenerationMode), ids=["as it is described", "as it is not"])
-def test_nothing_that_is_asked_breaks_it(plane: Plane, mode: GenerationMode) -> None:
-    schema = schemathesis.openapi.from_dict(plane.description)
-    schema.config.update(base_url=plane.url)
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=["valid requests", "invalid requests"])
+def test_no_request_causes_a_server_error(server: ServerThread, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_dict(server.description)
+    schema.config.update(base_url=server.url)
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) > 45
     for operation in operations:
-        # It goes on until the listener leaves; tests/postgres/test_people.py listens.
+        # The stream never ends; test_http_event_stream.py covers it.
         if not operation.path.endswith("/stream"):
-            ask(plane, operation, mode)
+            send_requests(server, operation, mode)
 
 
 RANKS = [None, Role.VIEWER, Role.PRODUCER, Role.OPERATOR]
 
 
-def needed(method: str, path: str) -> Role | None:
-    """Who may ask this. Whatever machines ask needs their own tokens: no role of people is enough."""
+def needed_role(method: str, path: str) -> Role | None:
+    """WORKER stands for the tokens of machines, which no role of users replaces."""
     if path in ("/healthz", "/readyz"):
         return None
     if path.startswith("/internal/") and path != "/internal/cycle":
@@ -118,35 +117,38 @@ def needed(method: str, path: str) -> Role | None:
 
 
 @pytest.mark.parametrize("role", [None, Role.VIEWER, Role.PRODUCER])
-def test_whoever_may_not_is_told_so_and_whoever_may_is_not(plane: Plane, role: Role | None) -> None:
-    schema = schemathesis.openapi.from_dict(plane.description)
-    schema.config.update(base_url=plane.url)
-    # Whoever has no token sends none: what wrong ones are told is tried elsewhere.
+def test_each_route_needs_its_role(server: ServerThread, role: Role | None) -> None:
+    schema = schemathesis.openapi.from_dict(server.description)
+    schema.config.update(base_url=server.url)
+    # Otherwise schemathesis would send made-up tokens.
     schema.config.generation.update(with_security_parameters=False)
     refused = 0
     for operation in (result.ok() for result in schema.get_all_operations()):
-        least = needed(operation.method, operation.path)
-        may = least in RANKS and RANKS.index(role) >= RANKS.index(least)
-        if operation.path.endswith("/stream") and may:
+        needed = needed_role(operation.method, operation.path)
+        is_allowed = needed in RANKS and RANKS.index(role) >= RANKS.index(needed)
+        if operation.path.endswith("/stream") and is_allowed:
             continue
-        for status in ask(plane, operation, GenerationMode.POSITIVE, role, EXAMPLES_OF_WHO_MAY):
-            assert (status not in (401, 403)) if may else status == (401 if role is None else 403), operation.label
-            refused += not may
+        for status in send_requests(server, operation, GenerationMode.POSITIVE, role, REQUESTS_PER_ROLE):
+            if is_allowed:
+                assert status not in (401, 403), operation.label
+            else:
+                assert status == (401 if role is None else 403), operation.label
+            refused += not is_allowed
     assert refused > 15
 
 
-def ask(
-    plane: Plane,
+def send_requests(
+    server: ServerThread,
     operation: Any,
     mode: GenerationMode,
     role: Role | None = Role.OPERATOR,
-    examples: int = EXAMPLES_OF_EACH,
+    count: int = REQUESTS_PER_OPERATION,
 ) -> list[int]:
-    """The statuses of the answers."""
+    """Send generated requests and return the statuses of the responses."""
     statuses = []
 
     @settings(
-        max_examples=examples,
+        max_examples=count,
         phases=[Phase.generate],
         deadline=None,
         database=None,
@@ -155,10 +157,10 @@ def ask(
     )
     @given(case=operation.as_strategy(mode))
     def call(case: Any) -> None:
-        answer = case.call_and_validate(headers=plane.headers[role], checks=CHECKS, timeout=30)
-        statuses.append(answer.status_code)
+        response = case.call_and_validate(headers=server.headers[role], checks=CHECKS, timeout=30)
+        statuses.append(response.status_code)
 
-    # What takes no input cannot be asked wrongly.
+    # There are no invalid requests to an operation without input.
     with contextlib.suppress(Unsatisfiable):
         call()
     return statuses

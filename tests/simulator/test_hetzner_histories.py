@@ -74,7 +74,7 @@ def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their
     history = HetznerHistory(calm())
     history.on_ready = lambda _: history.project.emulator.faults.next_create("invalid_input", times=9)
     history.run()
-    alerts = {event.detail["code"] for event in history.store.tables.journal.events if event.code == "ALERT"}
+    alerts = {event.detail["code"] for event in history.store.tables.event_log.events if event.code == "ALERT"}
     assert "INVALID_REQUEST" in alerts
     assert "FAILURE_RATE" not in alerts
 

@@ -88,7 +88,7 @@ class Shop:
         await self.store.set_terminating(workers, "restarted by hand")
 
     def told(self, code: str) -> list[Event]:
-        alerts = [event for event in self.store.tables.journal.events if event.code == "ALERT"]
+        alerts = [event for event in self.store.tables.event_log.events if event.code == "ALERT"]
         return [event for event in alerts if event.detail["code"] == code]
 
     async def left_behind(self) -> dict[str, str]:

@@ -142,7 +142,7 @@ def test_a_refusal_has_a_code_like_those_of_events(problem: Exception, code: str
     world = quiet_world(max_workers=1, lasts_s=900.0)
     script(world, (0, lambda: red(world).next_create(raises=problem)))
     world.run()
-    refusals = [event.detail for event in world.store.tables.journal.events if event.code == "MACHINE_REFUSED"]
+    refusals = [event.detail for event in world.store.tables.event_log.events if event.code == "MACHINE_REFUSED"]
     assert {"code": code} in refusals
     assert {detail["code"] for detail in refusals if detail} <= {code, "LEASE_LOST"}
 
@@ -178,7 +178,7 @@ def test_a_long_pause_stops_hiring_for_as_long_as_it_lasts_and_is_said_aloud() -
     assert 1200.0 < entry.began_at < 1520.0
     assert red(world).created_calls == 2
     assert "PROVIDER_PAUSE" in {
-        event.detail["code"] for event in world.store.tables.journal.events if event.code == "ALERT"
+        event.detail["code"] for event in world.store.tables.event_log.events if event.code == "ALERT"
     }
 
 
@@ -826,7 +826,7 @@ def test_a_machine_without_a_gpu_takes_no_task_and_is_replaced() -> None:
     script(world, (0, lambda: world.next_worker(boots_s=2.0, has_no_gpu=True)))
     world.run()
     assert all(task.accepted is not None for task in world.watch.tasks.values())
-    errors = [event.detail for event in world.store.tables.journal.events if event.code == "WORKER_ERROR"]
+    errors = [event.detail for event in world.store.tables.event_log.events if event.code == "WORKER_ERROR"]
     assert errors == [{"code": "GPU_NOT_DETECTED"}]
 
 

@@ -1,32 +1,39 @@
-"""The control plane's HTTP face over a real PostgreSQL, with a fleet that a provider of the tests' own serves."""
+"""The whole HTTP application over a real PostgreSQL, with one fleet `gpus` on a provider without delays."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from random import Random, SystemRandom
 from typing import Any
 
 import httpx
 
+from support.fake_control_plane import FakeControlPlane
 from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
 from windlass.control.explain import explain
-from windlass.control.summary import Summary
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
-from windlass.model.errors import BadInput
+from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 from windlass.model.task import new_task
+from windlass.model.worker import Registration
 from windlass.server.app import make_app
-from windlass.server.context import AppContext, DashboardContext, LoopHealth
+from windlass.server.auth import session_cookie
+from windlass.server.context import AppContext, LoopHealth
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
-from windlass.wiring.http_server import MACHINES_CONNECTIONS, PEOPLES_CONNECTIONS, PEOPLES_STATEMENT_TIMEOUT_S
+from windlass.server.routes.login import create_login_link
+from windlass.store.connect import connected
+from windlass.wiring import http_server
 
+API = "/api/v1"
 URL = "http://127.0.0.1:1"
+COOKIE = session_cookie(httpx.URL(URL).netloc.decode())
 SECRET = "hunter2"
 FLEET = FleetConfig(
     queues=("a",),
@@ -35,11 +42,11 @@ FLEET = FleetConfig(
     env={"API_KEY": SECRET},
     bootstrap=BootstrapSettings(requirements=(f"--extra-index-url https://app:{SECRET}@pypi.example/simple",)),
 )
-CHANCE = SystemRandom()
+RNG = SystemRandom()
 
 
-class Shed:
-    """A provider that does everything at once, for EUR 0.36 an hour."""
+class InstantProvider:
+    """Creates and deletes machines without delay, for EUR 0.36 an hour."""
 
     def __init__(self, traits: ProviderTraits) -> None:
         self.traits = traits
@@ -61,115 +68,139 @@ class Shed:
     async def close(self) -> None: ...
 
 
-class Bed:
-    def __init__(self, machines: PostgresStores, store: PostgresStores, **other: Any) -> None:
+class CyclingControlPlane(FakeControlPlane):
+    """Runs real cycles of the fleet `gpus`, and explains from the store."""
+
+    def __init__(self, store: PostgresStores, feed: OverviewFeed, metrics: Metrics) -> None:
+        super().__init__({"gpus": FLEET})
+        self.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)
+        self._store = store
+        self._feed = feed
+        self._metrics = metrics
+        provider = InstantProvider(ProviderTraits())
+        self._cycle = FleetCycle("gpus", FLEET, store, provider, Candidate("leader", 3600.0), Random(4))  # noqa: S311
+
+    async def run_cycle(self) -> list[dict[str, Any]]:
+        summary = await self._cycle.run()
+        self.actions["gpus"] = summary.actions or {}
+        self._metrics.record_cycle(summary)
+        self._feed.mark_changed()
+        return [summary.to_plain()]
+
+    async def explain(self, subject: str) -> Explanation:
+        return await explain(self._store, subject)
+
+
+class ApiFixture:
+    def __init__(self, dsn: str, worker_store: PostgresStores, store: PostgresStores, **settings: Any) -> None:
+        self.dsn = dsn
         self.store = store
-        # The settings of those that are run here, as they are now.
-        self.fleets = {"gpus": FLEET}
-        self.live = OverviewFeed(store, lambda: frozenset({"gpus"}))
-        self.metrics = Metrics(self.live.overview, store.fleet_metrics)
-        self.summaries: dict[str, Summary] = {}
-        self.shown = DashboardContext(
-            store=store,
-            live=self.live,
-            explain=lambda what: explain(store, what),
-            worker_log=self._worker_log,
-            last_actions=self._last_actions,
-            metrics=self.metrics.read,
-            **{"is_open_here": True, **other},
-        )
-        self.long_poll_hub = LongPollHub(machines.wait_for_work)
+        self.feed = OverviewFeed(store, lambda: frozenset({"gpus"}))
+        self.metrics = Metrics(self.feed, store)
+        self.control = CyclingControlPlane(store, self.feed, self.metrics)
+        self.long_poll_hub = LongPollHub(worker_store.wait_for_work)
         self.app = make_app(
             AppContext(
-                store=machines,
-                access=machines,
+                worker_store=worker_store,
+                auth_store=worker_store,
                 long_poll_hub=self.long_poll_hub,
-                fleet=self.fleets.get,
+                control=self.control,
                 worker_defaults=WorkerConfig(),
                 max_payload_bytes=10_000,
                 version="1.0",
-                ask_database=machines.now,
-                pulses=lambda: {"gpus": LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)},
-                run_cycle=self.run_cycle,
-                wheel=lambda: None,
-                shown=self.shown,
+                store=store,
+                overview_feed=self.feed,
+                metrics=self.metrics,
+                **{"is_open_to_localhost": True, **settings},
             )
         )
-        shed = Shed(ProviderTraits())
-        self.cycle = FleetCycle("gpus", FLEET, store, shed, Candidate("ann", 3600.0), Random(4))  # noqa: S311
-        # Somebody on this host, and somebody elsewhere.
-        self.here = self.client("127.0.0.1")
-        self.elsewhere = self.client("192.0.2.7")
+        self._clients: list[httpx.AsyncClient] = []
+        # Without a token, from this host and from another one.
+        self.localhost = self.client("127.0.0.1")
+        self.remote = self.client("192.0.2.7")
 
     def client(self, address: str, **headers: str) -> httpx.AsyncClient:
-        carrier = httpx.ASGITransport(self.app, client=(address, 4711))
-        return httpx.AsyncClient(transport=carrier, base_url=URL, headers=headers, timeout=30)
+        transport = httpx.ASGITransport(self.app, client=(address, 4711))
+        client = httpx.AsyncClient(transport=transport, base_url=URL, headers=headers, timeout=30)
+        self._clients.append(client)
+        return client
 
-    async def run_cycle(self) -> list[dict[str, Any]]:
-        summary = await self.cycle.run()
-        self.summaries["gpus"] = summary
-        self.metrics.record_cycle(
-            "gpus",
-            is_leader=summary.is_leader,
-            duration_s=summary.duration_s,
-            actions=summary.actions or {},
-            provider_calls=summary.provider_calls,
-        )
-        self.live.poke()
-        return [summary.to_plain()]
+    async def client_as(self, role: Role) -> httpx.AsyncClient:
+        """A client on another host with a token of this role."""
+        return self.client("192.0.2.7", **await self.auth_headers(role))
 
-    async def token(self, role: Role) -> dict[str, str]:
-        """Headers of somebody with this role."""
-        token = new_token(API_PREFIX, CHANCE)
+    async def browser(self, address: str = "192.0.2.7", role: Role = Role.OPERATOR) -> httpx.AsyncClient:
+        """A client with a dashboard session."""
+        browser = self.client(address)
+        (await browser.get(await create_login_link(self.store, "", role))).raise_for_status()
+        return browser
+
+    async def auth_headers(self, role: Role) -> dict[str, str]:
+        token = new_token(API_PREFIX, RNG)
         await self.store.create_token(f"a-{role}-{token[-6:]}", role, hash_of(token))
         return {"Authorization": f"Bearer {token}"}
 
-    async def join(self) -> httpx.AsyncClient:
-        """A worker that the fleet hires for a task, and that has joined over HTTP."""
+    async def run_cycle(self) -> None:
+        await self.control.run_cycle()
+
+    async def spawn_active_workers(self, tasks: int = 2) -> list[str]:
+        """Enqueue this many tasks and run cycles until their workers are active. Returns the workers' ids."""
+        for number in range(tasks):
+            await self.store.enqueue(new_task("a", {"number": number}))
+        await self.run_cycle()
+        ids = [worker.id for worker in await self.store.workers()]
+        for worker_id in ids:
+            await self.store.register(Registration(worker_id, ("a",), fleet="gpus"))
+            await self.store.heartbeat(worker_id, (), {"vram_total_mb": 100, "vram_used_mb": 25})
+        await self.run_cycle()
+        return ids
+
+    async def join_worker(self) -> httpx.AsyncClient:
+        """The client of a worker that the fleet spawned and that joined over HTTP."""
         await self.store.enqueue(new_task("a"))
         await self.run_cycle()
         worker_id = (await self.store.workers())[-1].id
-        join_token, token = new_token(JOIN_PREFIX, CHANCE), new_token(WORKER_PREFIX, CHANCE)
-        async with self.store.database.connection("giving a worker its token") as connection:
+        join_token, token = new_token(JOIN_PREFIX, RNG), new_token(WORKER_PREFIX, RNG)
+        async with connected(self.dsn, "setting a join token") as connection:
             await connection.execute(
-                "update windlass.workers set join_token_hash = $2, join_expires_at = windlass.now() + interval '1 hour'"
-                " where id = $1",
+                "update windlass.workers set join_token_hash = $2, join_expires_at = $3 where id = $1",
                 worker_id,
                 hash_of(join_token),
+                await self.store.now() + timedelta(hours=1),
             )
         worker = self.client("192.0.2.9", Authorization=f"Bearer {join_token}")
         (await worker.post(f"/internal/workers/{worker_id}/activate", json={"token": token})).raise_for_status()
         worker.headers["Authorization"] = f"Bearer {token}"
         return worker
 
-    def _last_actions(self) -> Mapping[str, Mapping[str, int]]:
-        return {name: summary.actions or {} for name, summary in self.summaries.items()}
-
-    async def _worker_log(self, fleet: str, worker_id: str, _lines: int) -> AsyncIterator[str]:
-        if fleet != "gpus":
-            raise BadInput(f"there is no log of worker {worker_id} on this host.")
-        yield f"{worker_id} says hello"
-
     async def close(self) -> None:
-        await self.live.close()
+        await self.feed.close()
         await self.long_poll_hub.close()
-        for client in (self.here, self.elsewhere):
+        for client in self._clients:
             await client.aclose()
 
 
 @asynccontextmanager
-async def bed_of(dsn: str, clock: Any = None, **other: Any) -> AsyncIterator[Bed]:
+async def open_api(dsn: str, clock: Any = None, **settings: Any) -> AsyncIterator[ApiFixture]:
     async with (
-        PostgresStores(dsn, max_connections=MACHINES_CONNECTIONS, virtual_now=clock) as machines,
+        PostgresStores(dsn, max_connections=http_server.WORKER_CONNECTIONS, virtual_now=clock) as worker_store,
         PostgresStores(
             dsn,
-            max_connections=PEOPLES_CONNECTIONS,
-            statement_timeout_s=PEOPLES_STATEMENT_TIMEOUT_S,
+            max_connections=http_server.USER_CONNECTIONS,
+            statement_timeout_s=http_server.USER_STATEMENT_TIMEOUT_S,
             virtual_now=clock,
-        ) as people,
+        ) as store,
     ):
-        bed = Bed(machines, people, **other)
+        api = ApiFixture(dsn, worker_store, store, **settings)
         try:
-            yield bed
+            yield api
         finally:
-            await bed.close()
+            await api.close()
+
+
+def problem_of(response: httpx.Response) -> tuple[int, str]:
+    """Status and code of an error response."""
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["detail"].endswith(".")
+    return response.status_code, problem["code"]

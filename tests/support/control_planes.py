@@ -3,11 +3,13 @@
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import httpx
 
+from support.fake_control_plane import FakeControlPlane
 from windlass.model.action import Plan
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.config import WorkerConfig
@@ -17,7 +19,7 @@ from windlass.model.lease import Candidate
 from windlass.model.outcome import Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.server.app import make_app
-from windlass.server.context import AppContext, LoopHealth
+from windlass.server.context import LoopHealth, WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.server.wheel import Wheel
 from windlass.store.memory.stores import MemoryStores
@@ -55,6 +57,11 @@ class Flaky(MemoryStores):
         self._check()
         return await super().claim(*args)
 
+    async def now(self) -> Any:
+        if isinstance(self.trouble, DatabaseUnavailable):
+            raise self.trouble
+        return await super().now()
+
     async def authenticate(self, token_hash: bytes) -> Any:
         if isinstance(self.trouble, DatabaseUnavailable):
             self.refusals += 1
@@ -63,34 +70,24 @@ class Flaky(MemoryStores):
 
 
 class Plane:
-    def __init__(self, clock: Any, **other: Any) -> None:
+    def __init__(self, clock: Any, **changed: Any) -> None:
         self.store = Flaky(clock, None, Random(1))  # noqa: S311
         self.long_poll_hub = LongPollHub(self.store.wait_for_work)
-        self.fleets = {"gpus": FLEET}
-        self.pulses = {"gpus": LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)}
-        plain: dict[str, Any] = {
-            "fleet": self.fleets.get,
-            "worker_defaults": WorkerConfig(timeout_s=99, memory_limit_mb=512),
-            "max_payload_bytes": 10_000,
-            "version": "1.0",
-            "ask_database": self.ask_database,
-            "pulses": lambda: self.pulses,
-            "run_cycle": self.run_cycle,
-            "wheel": lambda: WHEEL,
-        }
-        self.app = make_app(
-            AppContext(store=self.store, access=self.store, long_poll_hub=self.long_poll_hub, **{**plain, **other})
+        self.control = FakeControlPlane({"gpus": FLEET})
+        self.control.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)
+        self.control.cycle_summaries = [{"fleet": "gpus", "decision": "nothing to do"}]
+        context = WorkerApiContext(
+            worker_store=self.store,
+            auth_store=self.store,
+            long_poll_hub=self.long_poll_hub,
+            control=self.control,
+            worker_defaults=WorkerConfig(timeout_s=99, memory_limit_mb=512),
+            max_payload_bytes=10_000,
+            version="1.0",
+            wheel=WHEEL,
         )
+        self.app = make_app(replace(context, **changed))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=URL)
-        self.cycles = 0
-
-    async def ask_database(self) -> None:
-        if isinstance(self.store.trouble, DatabaseUnavailable):
-            raise self.store.trouble
-
-    async def run_cycle(self) -> list[dict[str, Any]]:
-        self.cycles += 1
-        return [{"fleet": "gpus", "decision": "nothing to do"}]
 
     async def hire(self, worker_id: str = "w0", slot: int = 0) -> str:
         """Spawn a machine and return its join token."""

@@ -12,13 +12,14 @@ from uuid import UUID
 
 import httpx
 
+from support.fake_control_plane import FakeControlPlane
 from support.stores import AnyStore
 from windlass.model.auth import WORKER_PREFIX, Activation, ApiToken, Caller, Role, WorkerCaller, hash_of
 from windlass.model.config import WorkerConfig
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.server.app import make_app
-from windlass.server.context import AppContext
+from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
@@ -57,23 +58,16 @@ class OpenAccess:
         raise NotImplementedError
 
 
-async def no_cycle() -> list[dict[str, Any]]:
-    raise TimeoutError
-
-
-def face_over(store: Any, access: Any, long_poll_hub: LongPollHub, **other: Any) -> AppContext:
-    """`other`: what is not as plain as can be."""
-    plain: dict[str, Any] = {
-        "fleet": lambda _: None,
-        "worker_defaults": WorkerConfig(),
-        "max_payload_bytes": MAX_PAYLOAD_BYTES,
-        "version": "test",
-        "ask_database": store.now,
-        "pulses": dict,
-        "run_cycle": no_cycle,
-        "wheel": lambda: None,
-    }
-    return AppContext(store=store, access=access, long_poll_hub=long_poll_hub, **{**plain, **other})
+def worker_api_context(store: Any, auth_store: Any, long_poll_hub: LongPollHub) -> WorkerApiContext:
+    return WorkerApiContext(
+        worker_store=store,
+        auth_store=auth_store,
+        long_poll_hub=long_poll_hub,
+        control=FakeControlPlane(),
+        worker_defaults=WorkerConfig(),
+        max_payload_bytes=MAX_PAYLOAD_BYTES,
+        version="test",
+    )
 
 
 class OverHttp:
@@ -139,7 +133,7 @@ class OverHttp:
 @asynccontextmanager
 async def over_http(store: AnyStore) -> AsyncIterator[OverHttp]:
     access, long_poll_hub = OpenAccess(), LongPollHub(store.wait_for_work)
-    seen = OverHttp(store, access, make_app(face_over(store, access, long_poll_hub)))
+    seen = OverHttp(store, access, make_app(worker_api_context(store, access, long_poll_hub)))
     try:
         yield seen
     finally:

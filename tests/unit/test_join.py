@@ -133,7 +133,7 @@ async def test_join_of_terminated_worker_is_refused_without_retry(plane: Plane, 
     async with served(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url, join_token=join_token)
-        with pytest.raises(TokenRefused, match="worker w0 has ended"):
+        with pytest.raises(TokenRefused, match="worker w0 has terminated"):
             await join(path)
         path = write_join_file(tmp_path, worker_id="w1", url=url, join_token=join_token)
         with pytest.raises(TokenRefused):

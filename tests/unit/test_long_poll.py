@@ -1,4 +1,4 @@
-"""One call to the store waits for many workers, and none of them misses anything."""
+"""One store call waits for many polls, and no poll misses a signal."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,8 +13,8 @@ LIMIT_S = 20.0
 FOREVER_S = 3600.0
 
 
-class Street:
-    """A store of which only the waiting is seen."""
+class WaitingStore:
+    """A store whose wait_for_work returns when the test says so."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
@@ -26,101 +26,99 @@ class Street:
         if answer is not None:
             raise answer
 
-    def arrive(self) -> None:
+    def signal_work(self) -> None:
         self.answers.put_nowait(None)
 
 
 @pytest.fixture
-async def street() -> Street:
-    return Street()
+async def store() -> WaitingStore:
+    return WaitingStore()
 
 
 @pytest.fixture
-async def long_poll_hub(street: Street) -> AsyncIterator[LongPollHub]:
-    bell = LongPollHub(street.wait_for_work)
-    yield bell
-    await bell.close()
+async def hub(store: WaitingStore) -> AsyncIterator[LongPollHub]:
+    hub = LongPollHub(store.wait_for_work)
+    yield hub
+    await hub.close()
 
 
-async def rest() -> None:
-    """Until everybody who can go on has done so."""
+async def run_tasks() -> None:
+    """Let all runnable tasks run."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def test_whoever_comes_first_is_told_to_look_at_once(long_poll_hub: LongPollHub) -> None:
-    assert await asyncio.wait_for(long_poll_hub.wait(("a",), FOREVER_S, None), LIMIT_S)
-    assert await asyncio.wait_for(long_poll_hub.wait(("a",), FOREVER_S, "of another time.3"), LIMIT_S)
+async def test_first_poll_is_answered_at_once(hub: LongPollHub) -> None:
+    assert await asyncio.wait_for(hub.wait(("a",), FOREVER_S, None), LIMIT_S)
+    assert await asyncio.wait_for(hub.wait(("a",), FOREVER_S, "of-another-process.3"), LIMIT_S)
 
 
-async def test_all_who_wait_are_told_and_the_store_is_asked_once(long_poll_hub: LongPollHub, street: Street) -> None:
-    cursor = await long_poll_hub.wait(("b", "a"), 0, None)
-    waiting = [asyncio.create_task(long_poll_hub.wait(("a", "b"), FOREVER_S, cursor)) for _ in range(50)]
-    await rest()
-    assert street.calls == [("a", "b")]
+async def test_polls_of_the_same_queues_share_one_store_call(hub: LongPollHub, store: WaitingStore) -> None:
+    cursor = await hub.wait(("b", "a"), 0, None)
+    waiting = [asyncio.create_task(hub.wait(("a", "b"), FOREVER_S, cursor)) for _ in range(50)]
+    await run_tasks()
+    assert store.calls == [("a", "b")]
     assert not any(task.done() for task in waiting)
-    street.arrive()
+    store.signal_work()
     assert len({await asyncio.wait_for(task, LIMIT_S) for task in waiting}) == 1
 
 
-async def test_what_arrives_between_two_waits_is_not_missed_by_anybody(
-    long_poll_hub: LongPollHub, street: Street
-) -> None:
-    cursor = await long_poll_hub.wait(("a",), 0, None)
-    street.arrive()
-    await rest()
-    first = await asyncio.wait_for(long_poll_hub.wait(("a",), FOREVER_S, cursor), LIMIT_S)
-    # One whose answer was lost comes with the old cursor again.
-    assert await asyncio.wait_for(long_poll_hub.wait(("a",), FOREVER_S, cursor), LIMIT_S) == first
+async def test_signal_between_two_polls_is_not_missed(hub: LongPollHub, store: WaitingStore) -> None:
+    cursor = await hub.wait(("a",), 0, None)
+    store.signal_work()
+    await run_tasks()
+    first = await asyncio.wait_for(hub.wait(("a",), FOREVER_S, cursor), LIMIT_S)
+    # A worker whose response was lost polls with the old cursor again.
+    assert await asyncio.wait_for(hub.wait(("a",), FOREVER_S, cursor), LIMIT_S) == first
     assert first != cursor
 
 
-async def test_waiting_ends_when_the_time_is_up(long_poll_hub: LongPollHub) -> None:
-    cursor = await long_poll_hub.wait(("a",), 0, None)
-    assert await asyncio.wait_for(long_poll_hub.wait(("a",), 0.01, cursor), LIMIT_S) == cursor
+async def test_poll_ends_at_its_timeout(hub: LongPollHub) -> None:
+    cursor = await hub.wait(("a",), 0, None)
+    assert await asyncio.wait_for(hub.wait(("a",), 0.01, cursor), LIMIT_S) == cursor
 
 
-async def test_each_set_of_queues_has_its_own_bell(long_poll_hub: LongPollHub, street: Street) -> None:
-    await long_poll_hub.wait(("a",), 0, None)
-    await long_poll_hub.wait(("b",), 0, None)
-    await rest()
-    assert street.calls == [("a",), ("b",)]
+async def test_each_set_of_queues_has_its_own_signal(hub: LongPollHub, store: WaitingStore) -> None:
+    await hub.wait(("a",), 0, None)
+    await hub.wait(("b",), 0, None)
+    await run_tasks()
+    assert store.calls == [("a",), ("b",)]
 
 
-async def test_a_bell_survives_a_database_that_is_away(
-    long_poll_hub: LongPollHub, street: Street, monkeypatch: pytest.MonkeyPatch
+async def test_signal_survives_an_unavailable_database(
+    hub: LongPollHub, store: WaitingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PAUSE_S", 0.0)
-    cursor = await long_poll_hub.wait(("a",), 0, None)
-    street.answers.put_nowait(DatabaseUnavailable("away"))
-    await asyncio.wait_for(long_poll_hub.wait(("a",), FOREVER_S, cursor), LIMIT_S)
-    await rest()
-    assert street.calls == [("a",), ("a",)]
+    monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.0)
+    cursor = await hub.wait(("a",), 0, None)
+    store.answers.put_nowait(DatabaseUnavailable("unavailable"))
+    await asyncio.wait_for(hub.wait(("a",), FOREVER_S, cursor), LIMIT_S)
+    await run_tasks()
+    assert store.calls == [("a",), ("a",)]
 
 
-async def test_a_bell_nobody_listens_to_is_taken_down(
-    long_poll_hub: LongPollHub, street: Street, monkeypatch: pytest.MonkeyPatch
+async def test_signal_without_polls_is_removed(
+    hub: LongPollHub, store: WaitingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cursor = await long_poll_hub.wait(("a",), 0, None)
-    await rest()
-    monkeypatch.setattr(module, "LINGER_S", -1.0)
-    street.arrive()
-    await rest()
-    assert street.calls == [("a",)]
-    # The next one hangs a new bell, and is told to look.
-    assert await asyncio.wait_for(long_poll_hub.wait(("a",), FOREVER_S, cursor), LIMIT_S) != cursor
+    cursor = await hub.wait(("a",), 0, None)
+    await run_tasks()
+    monkeypatch.setattr(module, "SIGNAL_LINGER_S", -1.0)
+    store.signal_work()
+    await run_tasks()
+    assert store.calls == [("a",)]
+    # The next poll creates a new signal and is answered at once.
+    assert await asyncio.wait_for(hub.wait(("a",), FOREVER_S, cursor), LIMIT_S) != cursor
 
 
-async def test_closing_tells_everybody(long_poll_hub: LongPollHub) -> None:
-    cursor = await long_poll_hub.wait(("a",), 0, None)
-    waiting = asyncio.create_task(long_poll_hub.wait(("a",), FOREVER_S, cursor))
-    await rest()
-    await long_poll_hub.close()
+async def test_closing_answers_all_polls(hub: LongPollHub) -> None:
+    cursor = await hub.wait(("a",), 0, None)
+    waiting = asyncio.create_task(hub.wait(("a",), FOREVER_S, cursor))
+    await run_tasks()
+    await hub.close()
     await asyncio.wait_for(waiting, LIMIT_S)
-    await asyncio.wait_for(long_poll_hub.wait(("a",), 0.01, cursor), LIMIT_S)
+    await asyncio.wait_for(hub.wait(("a",), 0.01, cursor), LIMIT_S)
 
 
-async def test_there_are_only_so_many_bells(long_poll_hub: LongPollHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BELLS", 1)
-    await long_poll_hub.wait(("a",), 0, None)
-    assert await asyncio.wait_for(long_poll_hub.wait(("b",), 0.01, None), LIMIT_S) == ""
+async def test_number_of_signals_is_limited(hub: LongPollHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SIGNALS", 1)
+    await hub.wait(("a",), 0, None)
+    assert await asyncio.wait_for(hub.wait(("b",), 0.01, None), LIMIT_S) == ""

@@ -1,4 +1,4 @@
-"""What stands before every handler, in virtual time."""
+"""Body timeouts of the outermost middleware, in virtual time."""
 
 import asyncio
 from typing import Any
@@ -7,20 +7,20 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from windlass.server.connections import BODY_BYTES_PER_S
+from windlass.server.connections import MIN_BODY_BYTES_PER_S
 from windlass.server.middleware import BODY_TIMEOUT_S, RequestLimits
 from windlass.simulator.loop import run
 
 SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
 
 
-async def take(scope: Any, receive: Any, send: Any) -> None:
+async def count_bytes(scope: Any, receive: Any, send: Any) -> None:
     body = await Request(scope, receive).body()
     await PlainTextResponse(f"{len(body)} bytes")(scope, receive, send)
 
 
-def test_a_body_that_comes_in_pieces_has_one_time_limit_and_more_at_a_fair_pace() -> None:
-    async def answered(piece_every_s: float, pieces: int, piece: bytes = b"x") -> tuple[int, float]:
+def test_body_timeout_is_extended_by_bytes_at_the_minimum_rate() -> None:
+    async def send_body(piece_every_s: float, pieces: int, piece: bytes = b"x") -> tuple[int, float]:
         left, status = pieces, 0
 
         async def receive() -> dict[str, Any]:
@@ -34,16 +34,16 @@ def test_a_body_that_comes_in_pieces_has_one_time_limit_and_more_at_a_fair_pace(
             status = message.get("status", status)
 
         began = asyncio.get_running_loop().time()
-        await RequestLimits(take, max_body_bytes=100 << 20)(SCOPE, receive, send)
+        await RequestLimits(count_bytes, max_body_bytes=100 << 20)(SCOPE, receive, send)
         return status, asyncio.get_running_loop().time() - began
 
-    async def both() -> None:
-        assert await answered(BODY_TIMEOUT_S / 10, 9) == (200, BODY_TIMEOUT_S * 0.9)
-        status, took_s = await answered(BODY_TIMEOUT_S / 10, 900)
+    async def check() -> None:
+        assert await send_body(BODY_TIMEOUT_S / 10, 9) == (200, BODY_TIMEOUT_S * 0.9)
+        status, took_s = await send_body(BODY_TIMEOUT_S / 10, 900)
         assert (status, took_s) == (408, pytest.approx(BODY_TIMEOUT_S, abs=0.1))
-        # Ten minutes at its pace, and at half of it.
-        assert (await answered(1.0, 600, b"x" * BODY_BYTES_PER_S))[0] == 200
-        status, took_s = await answered(1.0, 600, b"x" * (BODY_BYTES_PER_S // 2))
+        # Ten minutes at the minimum rate, and at half of it.
+        assert (await send_body(1.0, 600, b"x" * MIN_BODY_BYTES_PER_S))[0] == 200
+        status, took_s = await send_body(1.0, 600, b"x" * (MIN_BODY_BYTES_PER_S // 2))
         assert (status, took_s) == (408, pytest.approx(2 * BODY_TIMEOUT_S, abs=1.0))
 
-    run(both())
+    run(check())

@@ -54,7 +54,7 @@ class ErrorStreak:
 
 
 class AlertManager:
-    """`on_message` receives the notifier and the outcome of every message: delivered, failed or given_up; and refused
+    """`on_message` receives the notifier and the outcome of every message: delivered, retrying or failed; and refused
     once per recipient that a partly delivered message did not reach. `settling_s` is 0 for a process whose cycles have
     run before it evaluates."""
 
@@ -211,7 +211,7 @@ class AlertManager:
 
     async def _schedule_retry(self, message: Message, problem: str) -> None:
         is_last = message.attempts >= MAX_ATTEMPTS
-        self._on_message(message.notifier, "given_up" if is_last else "failed")
+        self._on_message(message.notifier, "failed" if is_last else "retrying")
         retry_in_s = None if is_last else retry_delay_s(message.attempts, self._rng.random())
         log.warning(
             "send message failed",

@@ -1,4 +1,4 @@
-"""How times, numbers and money read. static/windlass.js counts ages on in the same words."""
+"""Jinja filters for times, numbers, money and JSON. static/windlass.js updates ages in the same format."""
 
 import re
 from datetime import datetime
@@ -6,11 +6,10 @@ from datetime import datetime
 from windlass.model.money import amount
 from windlass.model.overview import COUNT_LIMIT
 
-# What is not known, or was not.
 UNKNOWN = "\N{EN DASH}"
-# As much of a payload or a result as a page shows: more than anybody reads, little enough to be shown again and again.
+# Part of a payload or result that a page shows. Pages are reloaded often, so it is bounded.
 MAX_JSON_CHARACTERS = 64_000
-# And as much as is worth setting in lines.
+# Longer or deeper JSON is not indented: it would be mostly spaces.
 MAX_INDENTED_CHARACTERS = 16_000
 MAX_INDENTED_DEPTH = 8
 _JSON_WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
@@ -19,7 +18,7 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3_600, 86_400
 
 
 def duration(seconds: float | None) -> str:
-    """12 s, 3 min 5 s, 5 h 2 min, 2 d 3 h. Nothing known: a dash."""
+    """12 s, 3 min 5 s, 5 h 2 min, 2 d 3 h. A dash for None."""
     if seconds is None:
         return UNKNOWN
     whole = max(0, int(seconds))
@@ -35,7 +34,7 @@ def duration(seconds: float | None) -> str:
 
 
 def brief(seconds: float | None) -> str:
-    """For figures in a row: 0.42 s, 8.1 s, 42 s, 3.5 min, 2.1 h."""
+    """Two significant digits: 0.42 s, 8.1 s, 42 s, 3.5 min, 2.1 h."""
     if seconds is None:
         return UNKNOWN
     for limit, unit_s, unit in ((90.0, 1, "s"), (5_400.0, 60, "min"), (172_800.0, 3_600, "h")):
@@ -47,7 +46,7 @@ def brief(seconds: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """1,204. As many as are ever counted, or more: 100,000+."""
+    """1,204. Counting stops at COUNT_LIMIT: 100,000+."""
     return f"{number:,.0f}" + ("+" if number >= COUNT_LIMIT else "")
 
 
@@ -65,7 +64,7 @@ def money(micros: int | None, currency: str | None) -> str:
 
 
 def moment(at: datetime | None) -> str:
-    """In full, by UTC: 2026-11-15 18:24:05."""
+    """2026-11-15 18:24:05, in UTC."""
     return UNKNOWN if at is None else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
@@ -74,24 +73,24 @@ def gigabytes(megabytes: int | None) -> str:
 
 
 def last_line(text: str | None) -> str:
-    """Where a traceback names its cause."""
+    """The last line of a traceback, which names its cause."""
     lines = (text or "").strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def gist(text: str) -> str:
-    """A reason that brings a traceback along, without it: what was tried, and the line that names the cause."""
+    """A reason without its traceback: the text before it, and its last line."""
     begin, found, _ = text.partition("Traceback (most recent call last)")
     return f"{begin}{last_line(text)}" if found else text
 
 
 def action_label(code: str) -> str:
-    """What an event's code says that happened: WORKER_ACTIVATED is activated, SLOT_FAILED is slot failed."""
+    """An event code as words: WORKER_ACTIVATED is activated, SLOT_FAILED is slot failed."""
     return code.removeprefix("WORKER_").removeprefix("TASK_").replace("_", " ").lower()
 
 
 def indented_json(text: str) -> str:
-    """JSON text as people read it, and every value as it was written; of a long one the beginning, as it is."""
+    """JSON text with indentation and every value unchanged. Of a long text the beginning, as it is."""
     if len(text) > MAX_INDENTED_CHARACTERS:
         return text[:MAX_JSON_CHARACTERS]
     parts, depth, is_opened = [], 0, False
@@ -109,14 +108,14 @@ def indented_json(text: str) -> str:
 
 
 def _line_end(depth: int, otherwise: str, *, is_closing: bool = False) -> str:
-    """A new line, except in the depths: what is nested deeply would be mostly spaces."""
     return "\n" + "  " * depth if depth + is_closing <= MAX_INDENTED_DEPTH else otherwise
 
 
 def plain(text: str) -> str:
-    """The text with every control character but the line's end written out: a log may hold anything."""
-    return _UNUSUAL.sub(lambda found: _written_out(found[0]), text)
+    """The text with control characters other than line ends and tabs escaped, for logs with arbitrary content."""
 
+    def escape(found: re.Match[str]) -> str:
+        run = found[0]
+        return run if run.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in run)
 
-def _written_out(text: str) -> str:
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return _UNUSUAL.sub(escape, text)

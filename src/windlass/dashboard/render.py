@@ -1,6 +1,5 @@
-"""Templates and what they are given; the files that browsers keep."""
+"""Jinja environment, the context that every page gets, and addresses of static files."""
 
-import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,78 +13,58 @@ from urllib.parse import urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from windlass.dashboard import filters as words
-from windlass.dashboard import ray_nodes as nodes
+from windlass.dashboard import filters, ray_nodes
+from windlass.model.listing import Page
 from windlass.model.money import amount
 
-# A browser keeps a file for this long; its address changes with its content.
-KEPT_S = 31_536_000
-ASSETS = {
-    "windlass.css": "text/css; charset=utf-8",
-    "windlass.js": "text/javascript; charset=utf-8",
-    "uplot.js": "text/javascript; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-}
-# Events that are marked among others.
-BAD_NEWS = ("WORKER_ERROR", "TASK_ERROR", "TASK_FAILED", "TASK_REQUEUED", "SLOT_FAILED", "MACHINE_REFUSED", "ALERT")
+# Event codes that are highlighted in lists.
+FAILURE_CODES = (
+    *("WORKER_ERROR", "TASK_ERROR", "TASK_FAILED", "TASK_REQUEUED"),
+    *("SLOT_FAILED", "MACHINE_REFUSED", "ALERT"),
+)
 _CODE = pattern(r"`([^`]+)`")
 
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Who looks. Only one who may act is shown what acts."""
+    """The user of a page. Buttons are shown only to operators."""
 
-    may_act: bool = False
+    is_operator: bool = False
     csrf: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PageContext:
-    """Where a page is shown, and to whom."""
-
     now: datetime
     version: str
     viewer: Viewer = field(default_factory=Viewer)
-    # "light" or "dark" where the reader has chosen; otherwise what the system says.
+    # "light" or "dark". None: as the system is set.
     theme: str | None = None
-    # Where changes are told. None: the page does not change.
+    # Address of the event stream. None: the page never changes.
     stream: str | None = None
-    # However much changes, the page is fetched again no more often than this; None: as soon as may be.
+    # Minimum time between two reloads of the page. None: reload with every change.
     refresh_s: float | None = None
-    # Its own address, to come back to.
+    # Address of this page, to return to after a form.
     back: str = "/"
-    # What became of what the reader has just done.
-    said: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Asset:
-    content: bytes
-    compressed: bytes
-    media_type: str
-    address: str
+    # Result of the form that was just submitted.
+    notice: str | None = None
 
 
 @cache
-def assets() -> Mapping[str, Asset]:
-    """By address, which names their content."""
-    found = {}
-    for name, media_type in ASSETS.items():
-        content = resources.files("windlass.dashboard").joinpath("static", name).read_bytes()
-        stem, _, suffix = name.rpartition(".")
-        address = f"/static/{stem}-{hashlib.sha256(content).hexdigest()[:10]}.{suffix}"
-        found[address] = Asset(content, gzip.compress(content, 9, mtime=0), media_type, address)
-    return found
+def asset_version(name: str) -> str:
+    """Hash of a static file, part of its address, so that browsers may cache it without end."""
+    content = resources.files("windlass.dashboard").joinpath("static", name).read_bytes()
+    return hashlib.sha256(content).hexdigest()[:10]
 
 
-@cache
-def _addresses() -> Mapping[str, str]:
-    return dict(zip(ASSETS, assets(), strict=True))
+def asset(name: str) -> str:
+    return f"/static/{name}?v={asset_version(name)}"
 
 
-def render(template: str, setting: PageContext, *, here: str = "", **shown: Any) -> str:
-    context = {name: getattr(setting, name) for name in PageContext.__dataclass_fields__}
-    return _environment().get_template(template).render(here=here, **context, **shown)
+def render(template: str, page_context: PageContext, *, here: str = "", **variables: Any) -> str:
+    """`here`: the entry of the navigation to highlight."""
+    context = {name: getattr(page_context, name) for name in PageContext.__dataclass_fields__}
+    return _environment().get_template(template).render(here=here, **context, **variables)
 
 
 @cache
@@ -97,25 +76,41 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["BAD_NEWS"] = BAD_NEWS
-    environment.globals["asset"] = lambda name: _addresses()[name]
+    environment.globals["FAILURE_CODES"] = FAILURE_CODES
+    environment.globals["asset"] = asset
     for function in (
-        *(words.duration, words.brief, words.count, words.counted, words.percent, words.money, words.moment),
-        *(nodes.node_state, nodes.node_uses),
-        *(words.gigabytes, words.last_line, words.gist, words.action_label, words.plain, query, in_code, amount),
+        *(filters.duration, filters.brief, filters.count, filters.counted, filters.percent, filters.money),
+        *(filters.moment, filters.gigabytes, filters.last_line, filters.gist, filters.action_label, filters.plain),
+        *(ray_nodes.node_state, ray_nodes.node_uses, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function
     return environment
 
 
 def query(parameters: Mapping[str, Any], path: str) -> str:
-    """An address with those parameters that have a value."""
+    """A path with those query parameters that have a value."""
     given = {name: value for name, value in parameters.items() if value not in (None, "", False)}
     return f"{path}?{urlencode(given)}" if given else path
 
 
+def next_page_url(path: str, page: Page[Any], **parameters: Any) -> str | None:
+    return query({**parameters, "cursor": page.next_cursor}, path) if page.next_cursor is not None else None
+
+
 def in_code(sentence: str) -> Markup:
-    """What stands between backticks, as code."""
+    """Text between backticks as <code>; everything else escaped."""
     parts = _CODE.split(sentence)
-    shown = [Markup("<code>{}</code>").format(part) if odd % 2 else escape(part) for odd, part in enumerate(parts)]
-    return Markup().join(shown)
+    rendered = [Markup("<code>{}</code>").format(part) if odd % 2 else escape(part) for odd, part in enumerate(parts)]
+    return Markup().join(rendered)
+
+
+def confirm_page(
+    page_context: PageContext, *, path: str, ask: str, words: str, verb: str, back_to: str, fields: Mapping[str, str]
+) -> str:
+    return render(
+        "confirm.html", page_context, path=path, ask=ask, words=words, verb=verb, back_to=back_to, fields=fields
+    )
+
+
+def error_page(page_context: PageContext, title: str, message: str) -> str:
+    return render("error.html", page_context, title=title, message=message)

@@ -1,7 +1,7 @@
-"""Who is calling, and what a token is worth.
+"""Callers of the HTTP server, their tokens and sessions.
 
-A token is a secret of 256 random bits behind a prefix that says what it is for. Its holder has it, everybody else its
-hash. Plain SHA-256 is enough for that: nobody guesses 256 bits, so nothing has to be slow.
+A token is a prefix that names its purpose, followed by 256 random bits. Only its holder has the token; the database has
+its hash. Plain SHA-256 is enough: 256 random bits cannot be guessed, so the hash need not be slow.
 """
 
 import hashlib
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-# Shown in what leaked, so that whoever finds one knows what to revoke.
+# Visible in a leaked token, so that the finder knows what to revoke.
 JOIN_PREFIX = "wlj_"
 WORKER_PREFIX = "wlw_"
 API_PREFIX = "wlt_"
-# A person's browser, and the link that lets it in.
+# A browser session, and the link that opens one.
 SESSION_PREFIX = "wls_"
 LINK_PREFIX = "wll_"
 _TOKEN = re.compile(r"wl[jwtsl]_[0-9a-f]{64}")
-# What was cut off does not make the rest of it harmless.
+# A truncated token may still be most of a secret.
 _ANY_TOKEN = re.compile(r"\b(wl[jwtsl]_)[0-9a-f]{8,}")
 
 
 def new_token(prefix: str, rng: random.Random) -> str:
-    """`rng` is the system's source of chance everywhere but in simulations."""
+    """`rng` is the system random source, except in simulations."""
     return f"{prefix}{rng.getrandbits(256):064x}"
 
 
@@ -33,12 +33,12 @@ def is_token(text: str, prefix: str) -> bool:
 
 
 def without_tokens(text: str) -> str:
-    """The text with every token in it made useless; what kind it was can still be seen."""
+    """The text with every token masked after its prefix."""
     return _ANY_TOKEN.sub(r"\1********", text)
 
 
 def csrf_token(session_token: str) -> str:
-    """What a page of this session sends along to prove that it is one: others cannot read the cookie it is made of."""
+    """Sent by forms of this session. Other sites cannot compute it, because they cannot read the session cookie."""
     return hashlib.sha256(f"csrf {session_token}".encode()).hexdigest()
 
 
@@ -47,17 +47,17 @@ def hash_of(token: str) -> bytes:
 
 
 class Role(StrEnum):
-    """What the holder of an API token may do; each of the first three may do what those before it may."""
+    """What the holder of an API token may do. Each of the first three includes the ones before it."""
 
-    VIEWER = "viewer"  # look
+    VIEWER = "viewer"  # read
     PRODUCER = "producer"  # enqueue
-    OPERATOR = "operator"  # everything a person does by hand
-    WORKER = "worker"  # run workers that nobody hired, and nothing else
+    OPERATOR = "operator"  # all operations
+    WORKER = "worker"  # run self-registered workers, and nothing else
 
 
 @dataclass(frozen=True, slots=True)
 class ApiToken:
-    """An API token as the store knows it: without the token."""
+    """An API token as the database stores it: without the token itself."""
 
     id: int
     name: str
@@ -67,13 +67,13 @@ class ApiToken:
     revoked_at: datetime | None
 
 
-# What a browser may be let in as.
+# Roles that a browser session can have.
 SESSION_ROLES = (Role.VIEWER, Role.OPERATOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A browser that was let in, or a link that will let one in. `id` is the beginning of its hash."""
+    """A browser session, or an unused link. `id` is the beginning of its hash."""
 
     id: str
     role: Role
@@ -86,13 +86,13 @@ def session_id(session_hash: bytes) -> str:
     return session_hash.hex()[:12]
 
 
-# A running orchestrator says where it is again and again. One that has not for so long is not there any more.
+# A running HTTP server records its address repeatedly. A record older than this is ignored.
 SERVER_TTL_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a running orchestrator serves people. `host`: on which host it runs, whose loopback a URL may name."""
+    """Address of a running HTTP server. `host`: the host it runs on, to which a loopback URL refers."""
 
     url: str
     host: str
@@ -100,18 +100,18 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCaller:
-    """A worker, by its own token. It acts in its own name and serves the queues it was hired or enlisted for."""
+    """A worker, by its worker token. It acts only for itself, on the queues it was spawned or registered for."""
 
     worker_id: str
     fleet: str
     queues: tuple[str, ...]
-    # Its token is worth nothing any more.
+    # The worker has ended, and its token with it.
     has_ended: bool
 
 
 @dataclass(frozen=True, slots=True)
 class JoinCaller:
-    """A machine that has not joined yet, by the token it was made with."""
+    """A machine that has not joined yet, by its join token."""
 
     worker_id: str
     fleet: str
@@ -122,7 +122,7 @@ class JoinCaller:
 
 @dataclass(frozen=True, slots=True)
 class TokenCaller:
-    """Somebody with an API token."""
+    """The holder of an API token."""
 
     name: str
     role: Role
@@ -132,10 +132,10 @@ Caller = WorkerCaller | JoinCaller | TokenCaller
 
 
 class Activation(StrEnum):
-    """What became of the wish to exchange a join token for a worker token."""
+    """Result of exchanging a join token for a worker token."""
 
-    ACTIVATED = "activated"  # now, or before with the same two tokens
-    UNKNOWN = "unknown"  # there is no such worker, or it has another join token
+    ACTIVATED = "activated"  # now, or earlier with the same two tokens
+    UNKNOWN = "unknown"  # no such worker, or it has another join token
     ENDED = "ended"
     USED = "used"  # for another worker token
     EXPIRED = "expired"

@@ -9,10 +9,10 @@ from windlass.model.action import Action
 from windlass.model.snapshot import Hold, Snapshot
 from windlass.model.worker import WorkerStatus
 
-# A cycle may be late by so much where nobody leads, and by so much where somebody does.
+# How late a cycle may be without a leader, and with one.
 LATE_CYCLE_S = 5.0
 SLOW_CYCLE_S = 60.0
-# While a fleet is wound down its cycles come thick and fast.
+# During a shutdown, cycles follow each other closely.
 WINDING_DOWN_S = 15.0
 # Keys of a cycle summary and of the status routes: what a cycle did, and what it observed.
 ACTION_COUNTS = ("workers_promoted", "workers_failed", "workers_spawned", "workers_terminated", "tasks_reset")
@@ -27,7 +27,7 @@ STATUS_COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """A fleet as its last cycle left it. The configuration itself stands in windlass.toml."""
+    """A fleet as of its last cycle. Its configuration is in windlass.toml."""
 
     name: str
     provider: str
@@ -35,23 +35,23 @@ class Fleet:
     min_workers: int
     max_workers: int
     is_paused: bool
-    # Workers a person asked for and nobody has hired yet.
+    # Workers that a person requested and that are not spawned yet.
     requested_workers: int
     hold: Hold | None
-    # Slots whose restarts are used up; `windlass restart` frees them.
+    # Slots that exceeded their restarts; `windlass restart` clears them.
     failed_slots: tuple[int, ...]
     created_at: datetime
-    # When its last cycle was, and how long after it the next one was due. None: there was none, or it was the last.
+    # When its last cycle ran, and the delay to the next one. None: no cycle yet; no next cycle.
     planned_at: datetime | None = None
     next_plan_in_s: float | None = None
-    # Whether some orchestrator leads this database now.
+    # Whether an orchestrator holds the lease now.
     is_led: bool = False
 
     def without_orchestrator_s(self, now: datetime) -> float | None:
-        """For how long there has been no cycle, if there should have been one. None if all is well, or never was any.
+        """Seconds since the last cycle if the next one is overdue. None if it is not, or if there was none.
 
-        Where nobody leads, a cycle that is half an interval late is not going to come. Where somebody does, it may be
-        slow, or about to be replaced.
+        Without a leader, a cycle that is half an interval late will not come. With one, it may be slow, or another
+        orchestrator may be about to take over.
         """
         if self.planned_at is None:
             return None
@@ -65,13 +65,13 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """What one cycle decided and did. Cycles that decided the same and did nothing are counted, not stored again."""
+    """What one cycle decided and did. Cycles that repeat the last decision without actions are only counted."""
 
     id: int
     fleet: str
     term: int
     started_at: datetime
-    # When its last outcome was written down. None: it is under way, or its orchestrator died in it.
+    # When its last outcome was recorded. None: it is still running, or its orchestrator died.
     finished_at: datetime | None
     decision: str
     actions: tuple[Action, ...]
@@ -82,7 +82,7 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True)
 class CycleDetail:
-    """A cycle with all it knew: planning again from this snapshot gives these actions."""
+    """A cycle with its snapshot: planning again from the snapshot gives the same actions."""
 
     cycle: Cycle
     snapshot: Snapshot
@@ -90,7 +90,7 @@ class CycleDetail:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why something is as it is: the answer in a sentence or two, and what led to it, oldest first."""
+    """The answer of `windlass explain` in a sentence or two, and the events behind it, oldest first."""
 
     answer: list[str]
     history: list[tuple[datetime, str]]

@@ -1,10 +1,10 @@
-"""What can go wrong, one type per meaning.
+"""Errors that a user may see, one type per meaning.
 
-Every message is one sentence (or two) for the person who reads it: what was being done, what is wrong, what to
-do next. The command line prints it as it is and exits with code 2; no traceback reaches a user.
+Every message is one or two sentences: what was being done, what is wrong, what to do. The command line prints it as it
+is and exits with code 2, without a traceback.
 """
 
-# What pydantic calls by the names of its own types, in ours.
+# Plain messages for pydantic's error types.
 WORDS_OF_TYPES = {
     "int_parsing": "this is not a whole number",
     "int_type": "this is not a whole number",
@@ -29,15 +29,15 @@ class BadInput(WindlassError):
 
 
 class DatabaseUnavailable(WindlassError):
-    """The database cannot be reached, refused us, or the connection broke. What was asked may have happened."""
+    """The database is unreachable, refused the call, or the connection broke. The call may have taken effect."""
 
 
 class TooSlow(DatabaseUnavailable):
-    """The database was given a time for the answer, and broke off when it was over. Nothing was changed."""
+    """The database cancelled a statement that exceeded its time limit. Nothing was changed."""
 
 
 class ControlPlaneUnavailable(DatabaseUnavailable):
-    """The same over HTTP: the control plane, or the database behind it, did not answer."""
+    """The control plane, or the database behind it, did not answer over HTTP."""
 
 
 class SchemaMismatch(WindlassError):
@@ -45,11 +45,11 @@ class SchemaMismatch(WindlassError):
 
 
 class UnknownWorker(WindlassError):
-    """A worker acted that was never registered, or that has ended."""
+    """The worker is not registered, or has ended."""
 
 
 class TokenRefused(UnknownWorker):
-    """The control plane does not take our token, or not any more: for us this worker is over."""
+    """The control plane rejected the worker token. The worker must exit."""
 
 
 class HandlerNotFound(WindlassError):
@@ -57,50 +57,50 @@ class HandlerNotFound(WindlassError):
 
 
 class ProviderError(WindlassError):
-    """A provider did not do what was asked."""
+    """A provider call failed."""
 
 
 class Unavailable(ProviderError):
-    """The provider did not answer, or not with something whole. Nothing is known."""
+    """The provider did not answer, or only in part. The state of its machines is unknown."""
 
 
 class Ambiguous(ProviderError):
-    """A machine may have been made, or may still be. Only a complete list can settle it."""
+    """A machine may have been created, or may still be. Only a complete machine list can tell."""
 
 
 class Refused(ProviderError):
-    """The provider said no, and asking again will not help: a limit, a bad request, a missing right."""
+    """The provider rejected the request: a limit, an invalid request, a missing right. Repeating it will not help."""
 
-    # As what a creation that was refused is written down: with the worker, in its event, in the log.
+    # Recorded for a refused creation: on the worker, in its event, in the log.
     code = "REFUSED"
 
 
 class LimitReached(Refused):
-    """The account may have no more of something. Asking again will not help until a person has had the limit raised."""
+    """An account limit is reached. Only a higher limit helps."""
 
     code = "LIMIT_REACHED"
 
 
 class InvalidRequest(Refused):
-    """What is asked for breaks the provider's rules. It would be refused in every way it can be asked for."""
+    """The request violates the provider's rules, for every choice of type and place."""
 
     code = "INVALID_REQUEST"
 
 
 class Denied(Refused):
-    """The provider does not let us: a wrong token, a missing right. Only a person can change that."""
+    """The provider denied access: a wrong token or a missing right. Only a person can change that."""
 
     code = "DENIED"
 
 
 class NoCapacity(ProviderError):
-    """There is no machine of this type in this place now."""
+    """No machine of this type is available in this place now."""
 
     code = "NO_CAPACITY"
 
 
 class NotPrepared(ProviderError):
-    """A machine cannot become a worker. `code` says which of its checks failed, `output` what was said last."""
+    """A machine cannot run its worker. `code` names the failed check; `output` is the last output."""
 
     def __init__(self, code: str, message: str, output: str = "", host_key: str | None = None) -> None:
         super().__init__(message)
@@ -109,13 +109,13 @@ class NotPrepared(ProviderError):
         self.host_key = host_key
 
 
-# A pause that a provider asks for, and that is longer than this, is a matter for a person; nobody is hired while it
-# lasts. What ends machines, or looks at them, asks again after this time whatever was said: what stays is paid for.
+# A back-off that a provider requests for longer than this needs a person, and the fleet spawns no workers meanwhile.
+# Deletions and listings are retried after this time in any case, because existing machines are billed.
 LONG_PAUSE_S = 300.0
 
 
 class Throttled(ProviderError):
-    """Too many requests. Nothing was done; ask again after `retry_after_s`."""
+    """Too many requests. Nothing was done; retry after `retry_after_s`."""
 
     code = "THROTTLED"
 

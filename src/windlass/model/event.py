@@ -1,4 +1,4 @@
-"""Events: every transition out of the plain path, with a code for machines and a reason in words."""
+"""Events: every transition except the normal path of a task, with a code for programs and a reason for people."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Event:
 
 
 def check_reason(reason: str, name: str) -> None:
-    """Raise BadInput for a reason that says nothing. `name`: what whoever gave it calls it."""
+    """Raise BadInput for an empty reason. `name`: the option or field that held it."""
     if not reason.strip():
-        raise BadInput(f"{name} is empty: say why in a few words, for whoever asks later, or leave it out.")
+        raise BadInput(f"{name} is empty: give a reason in a few words, or leave it out.")
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """What one queue holds that is not finished."""
+    """Unfinished tasks of one queue."""
 
     queue: str
     queued: int

@@ -1,4 +1,4 @@
-"""Nodes: workers that claim nothing, and run what a dispatcher places on them through an engine."""
+"""Ray nodes: workers that claim no tasks and run what a dispatcher places on them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,20 +6,22 @@ from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
-# Amounts by the engine's names: CPU, GPU, memory (bytes), and whatever else nodes were started with.
+# Amounts by Ray's names: CPU, GPU, memory (bytes), and custom resources.
 Resources = Mapping[str, float]
 
 
 class NodeState(StrEnum):
-    ABSENT = "absent"  # its engine has never seen it
+    ABSENT = "absent"  # Ray has never seen it
     ALIVE = "alive"
-    DEAD = "dead"  # its engine saw it, and has given it up
+    DEAD = "dead"  # Ray saw it and declared it dead
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What its engine said of a node, when, and since when it has said so. What is said again is not written down each
-    time: `at` may be behind by a sixth of the time after which silence counts."""
+    """Ray's last report about a node, and since when the state has been the same.
+
+    Unchanged reports are not written each time: `at` may lag by a sixth of the lease.
+    """
 
     state: NodeState
     since: datetime
@@ -27,13 +29,13 @@ class NodeView:
     node_id: str | None = None
     total: Resources = field(default_factory=dict)
     used: Resources = field(default_factory=dict)
-    # How it died.
+    # Cause of death.
     note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AliveNode:
-    """`places`: tasks of its fleet that it can run at the same time."""
+    """`places`: how many tasks of its fleet it can run at the same time."""
 
     worker_id: str
     node_id: str
@@ -41,7 +43,7 @@ class AliveNode:
     used: Resources
     places: int = 1
     host: str | None = None
-    # False: a node of a cluster that is not ours.
+    # False: a node of a cluster that Windlass does not manage.
     is_managed: bool = True
 
 
@@ -54,7 +56,7 @@ class DeadNode:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """That a claimed task is about to start on a node."""
+    """A claimed task that is about to start on a node."""
 
     task_id: int
     token: UUID
@@ -62,17 +64,17 @@ class Placement:
 
 
 class NodeVerdict(StrEnum):
-    """What becomes of a placement."""
+    """Result of a placement."""
 
     PLACED = "placed"
     LOST = "lost"  # the claim is no longer valid
-    BARRED = "barred"  # that node gets no more tasks
+    BARRED = "barred"  # the node accepts no more tasks
 
 
-# Its holder keeps a head for the database. No fleet has an empty name.
+# Lease of the process that runs the Ray head of this database. Fleet names are never empty, so it is unique.
 HEAD_LEASE = "ray:"
 
 
 def dispatcher_lease(fleet: str) -> str:
-    """Its holder acts for the fleet's engine. The same name: migrations/0008_ray.sql."""
+    """Lease of the fleet's dispatcher. The SQL functions for Ray use the same name."""
     return f"ray:{fleet}"

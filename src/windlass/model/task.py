@@ -11,18 +11,18 @@ from uuid import UUID
 
 from windlass.model.errors import BadInput
 
-# Payloads and results above this belong into object storage; the task carries the address.
+# Larger payloads and results belong into object storage, with their address in the task.
 MAX_PAYLOAD_BYTES = 1024 * 1024
 # The same rule as windlass_internal.is_name() in the database.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
-# An even number of backslashes before it are backslashes of the text itself.
+# Preceded by an even number of backslashes, which are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200
-# As much as the database keeps of either.
+# The database truncates both to these lengths.
 MAX_NOTE_CHARACTERS = 500
 MAX_ERROR_CHARACTERS = 8_000
 _LEFT_OUT = " ... "
-# The same bounds as windlass.due_time in the database: what a calendar can hold, whatever its time zone.
+# The same bounds as windlass.due_time in the database: valid in every time zone.
 FIRST_RUN_AFTER, RUN_AFTER_BEFORE = datetime(2, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 # PostgreSQL's bigint.
 MAX_TASK_ID = 2**63 - 1
@@ -34,19 +34,19 @@ class TaskStatus(StrEnum):
     QUEUED = "queued"
     RUNNING = "running"
     COMPLETE = "complete"
-    ERROR = "error"  # failed once, waits for its retry
+    ERROR = "error"  # an attempt failed; waits for its retry
     FAILED = "failed"  # the dead letter
 
 
 class Retried(NamedTuple):
-    """Dead letters that were put back, and when the latest of them had failed; None if there were none."""
+    """Failed tasks that were requeued, and when the latest of them had failed; None if there were none."""
 
     ids: list[int]
     failed_to: datetime | None
 
 
 class NewTask(NamedTuple):
-    """What a producer hands in. `payload` is JSON text, already checked by `new_task`. A row to be copied as it is."""
+    """A task to enqueue. `payload` is JSON text, checked by `new_task`. COPY writes it as one row."""
 
     queue: str
     payload: str = "null"
@@ -59,7 +59,7 @@ class NewTask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One attempt of one task. Whoever finishes it must name `token`."""
+    """One attempt of one task. `token` must be given to finish, fail or release it."""
 
     task_id: int
     token: UUID
@@ -83,7 +83,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class ClaimResult:
-    """The answer to one finish-and-claim: what to do next, and which finishes came too late."""
+    """The reply to finish_and_claim: new claims, and the tokens of results whose claim was lost."""
 
     claims: list[Claim]
     lost: list[UUID]
@@ -91,7 +91,7 @@ class ClaimResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskSummary:
-    """A task as lists show it: without what may be large."""
+    """A task without payload and result, which may be large."""
 
     id: int
     queue: str
@@ -114,7 +114,7 @@ class TaskSummary:
 
 @dataclass(frozen=True, slots=True)
 class Task(TaskSummary):
-    """A task as the store knows it. Payload and result are JSON text."""
+    """A task as the database stores it. Payload and result are JSON text."""
 
     payload: str
     result: str | None
@@ -185,12 +185,12 @@ def truncate_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> st
 
 
 def storable(text: str) -> str:
-    """What PostgreSQL cannot store (NUL, half a surrogate pair) written out: no error is lost for containing it."""
+    """Escape what PostgreSQL cannot store (NUL, half a surrogate pair), so that no error text is lost."""
     return text.replace("\x00", "\\0").encode(errors="backslashreplace").decode()
 
 
 def _is_storable(text: str) -> bool:
-    """Whether PostgreSQL can hold it as text."""
+    """Whether PostgreSQL can store it as text."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -215,8 +215,8 @@ def to_json(value: Any, what: str, max_bytes: int) -> str:
 
 
 def check_payload_size(task: NewTask, max_bytes: int) -> NewTask:
-    """For tasks that were made with another limit, or none."""
-    # A character takes at most four bytes; most payloads need not be encoded to see that they are small.
+    """For tasks that were created with another limit, or none."""
+    # A character takes at most four bytes, so most payloads need not be encoded to be measured.
     if len(task.payload) * 4 > max_bytes:
         size_bytes = len(task.payload.encode(errors="replace"))
         if size_bytes > max_bytes:
@@ -227,5 +227,5 @@ def check_payload_size(task: NewTask, max_bytes: int) -> NewTask:
 def _too_large(what: str, size_bytes: int, max_bytes: int) -> BadInput:
     return BadInput(
         f"{what} has {size_bytes:,} bytes and at most {max_bytes:,} are accepted: "
-        "keep large data elsewhere and put its address into the task."
+        "store large data elsewhere and put its address into the task."
     )

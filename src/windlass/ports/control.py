@@ -2,7 +2,7 @@
 
 The contract:
 - `observe` acquires or renews the lease. A plan or intent of a holder whose lease is gone raises LeaseLost and changes
-  nothing. Outcomes are facts about machines: they are recorded whoever reports them, also when the intents that came
+  nothing. Outcomes are facts about machines: they are recorded for any reporter, also when the intents that came
   with them are refused.
 - The number of round trips does not depend on the number of workers, tasks or actions.
 - An intent is granted only for a free slot within max_workers, so no slot is filled twice, by one leader or by two.

@@ -18,7 +18,7 @@ from windlass.model.task import Claim, Finished, TaskStatus
 from windlass.model.worker import HeldClaim, RecoveredTasks, WorkerKind, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
-# By those whom nobody hired, with an API token of role worker.
+# Self-registration, with an API token of role worker.
 SELF_REGISTER = "/internal/workers"
 ORDER = "/internal/worker/order"
 REGISTER = "/internal/worker/register"

@@ -1,4 +1,4 @@
-"""What we need from whoever rents us machines.
+"""Providers of machines.
 
 The contract:
 - `create` is called once per name. It returns the machine, or raises: Refused, NoCapacity and Throttled mean that no
@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
 
-# Told the host key that a machine shows when it is first spoken to.
+# Receives the SSH host key that a machine presents first.
 OnHostKey = Callable[[str], Awaitable[None]]
 
 

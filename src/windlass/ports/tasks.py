@@ -93,4 +93,4 @@ class MaintenanceStore(DatabaseClock, Protocol):
         """
 
     async def sweep(self) -> int:
-        """Apply retention until nothing is left or a bounded time is over. Returns the number of deleted rows."""
+        """Apply retention until nothing is left or a time limit is reached. Returns the number of deleted rows."""

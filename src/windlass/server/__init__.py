@@ -1,1 +1,1 @@
-"""The control plane's HTTP face: thin handlers over ports. Who is behind the ports, wire says."""
+"""The HTTP server: routes over ports. Only wiring/ knows the adapters behind the ports."""

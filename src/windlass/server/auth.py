@@ -1,15 +1,14 @@
-"""Who is calling. It is found out before the request's body is read.
+"""Authenticates each request, before its body is read, and checks what its caller may do.
 
-Nobody gets to `/internal/` without a token. Elsewhere a browser's session does as well, and on a host of which no token
-was ever made, whoever is on it may look. What a caller may do is said at each route, by one of the functions below.
-A session is a cookie, which browsers send along whoever asks them to: so whatever changes something must bring the
-session's CSRF token too.
+Paths under `/internal/` need a token. Other paths also accept a dashboard session, and requests from this host may read
+as long as no token exists (`is_open_to_localhost`). Each route names the role it needs by one of the dependencies
+below. Browsers send the session cookie with every request, also with requests that other sites caused, so a session
+that changes something must also send its CSRF token.
 
-Who was checked is believed for a few seconds. Workers call many times a second, and it takes nothing from revocation:
-what an ended worker may still do is for the store to say, call by call. People are believed as long for looking;
-whatever changes something is checked each time. What is no token of ours by its looks is not looked up. Whoever keeps
-coming with wrong ones is told to wait; a good one is never refused for what others at the same address (a proxy's, a
-network's) do.
+Identities are cached for a few seconds, because workers call many times a second. The store still checks every call of
+a worker, so a terminated worker gains nothing. People are cached for reads only: every write is looked up. Strings that
+do not look like our tokens are not looked up. Addresses that keep sending wrong tokens get 429; a valid token is never
+refused because of others at the same address (a proxy, a network).
 """
 
 import asyncio
@@ -45,247 +44,188 @@ from windlass.model.errors import DatabaseUnavailable
 from windlass.ports import http
 from windlass.ports.auth import AuthStore
 from windlass.server.errors import ApiError, forbidden, gone, unauthorized
+from windlass.server.rate_limit import FailedLoginLimiter, RequestRateLimiter
 
-GUARDED = "/internal/"
-# Asked for by whoever watches, at any time: nobody asks who they are.
-OPEN = ("/healthz", "/readyz", "/static/")
+TOKEN_PATHS = "/internal/"  # noqa: S105
+# Health probes and static files need no authentication.
+OPEN_PATHS = ("/healthz", "/readyz", "/static/")
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# What proxies add. Behind one on this host everybody comes from this host.
+# Headers that proxies add. A request that came through a proxy on this host is not from this host.
 FORWARDING_HEADERS = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
-# For this long it is believed that there is no token, or that there is one.
-TOKENS_BELIEVED_S = 5.0
-# Who was checked is believed for this long.
-BELIEVED_S = 5.0
-MAX_BELIEVED = 10_000
-# Sessions of one address that are looked up in a second. A browser's is, once in the time for which it is believed.
+IDENTITY_TTL_S = 5.0
+# How long the answer to "does any token exist?" is cached.
+HAS_TOKENS_TTL_S = 5.0
+MAX_CACHED_IDENTITIES = 10_000
+# Sessions of one address that are looked up per second. A browser's session is looked up once per IDENTITY_TTL_S.
 MAX_SESSION_LOOKUPS_PER_S = 50.0
-# Unknown tokens looked up at the same time: a flood of them leaves most of the database's connections to workers.
+# Concurrent lookups of unknown tokens. A flood of them leaves most database connections to workers.
 MAX_LOOKUPS = 2
-# Wrong tokens and links from one address: this many at once, and one more in each such time.
-MAX_FAILURES = 20
-FAILURE_FORGOTTEN_S = 3.0
-MAX_ADDRESSES = 10_000
 
-ON_THIS_HOST = TokenCaller("somebody on this host", Role.VIEWER)
+LOCALHOST_CALLER = TokenCaller("localhost", Role.VIEWER)
 
 _RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
-_Kind = TypeVar("_Kind", WorkerCaller, JoinCaller)
+_Machine = TypeVar("_Machine", WorkerCaller, JoinCaller)
 
 
 class AuthMiddleware:
-    """Puts the caller of each request into its scope (None: nobody we know), or answers 400, 401 or 429.
+    """Puts the caller of each request into `request.state` (None: unknown), or answers 400, 401 or 429.
 
-    `is_open_here`: whoever is on this host may look for as long as no token was made. `people`: where their tokens and
-    sessions are looked up, so that no crowd of them keeps a worker waiting; without it, where machines' are.
+    `user_store` looks up API tokens and sessions. It has connections of its own, so that a crowd of users never delays
+    a worker. Without it `worker_store` is used for everything.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        access: AuthStore,
-        people: AuthStore | None = None,
-        is_open_here: bool = False,
+        worker_store: AuthStore,
+        user_store: AuthStore | None = None,
+        is_open_to_localhost: bool = False,
         rate_limit: float = 500.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
-        self._access = access
-        self._people = people or access
-        self._is_open_here = is_open_here
+        self._worker_store = worker_store
+        self._user_store = user_store or worker_store
+        self._is_open_to_localhost = is_open_to_localhost
         self._clock = clock
-        self._believed = _IdentityCache(clock)
-        # Apart: no flood of made-up sessions makes us forget workers.
-        self._believed_people = _IdentityCache(clock)
+        self._machines = _IdentityCache(clock)
+        # A cache of its own: a flood of made-up sessions must not evict workers.
+        self._users = _IdentityCache(clock)
         self._failures = FailedLoginLimiter(clock)
-        self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
-        self._lookups_of_people = asyncio.Semaphore(MAX_LOOKUPS)
-        self._rates = RequestRateLimiter(rate_limit, clock)
+        self._machine_lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._user_lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._requests = RequestRateLimiter(rate_limit, clock)
         self._session_lookups = RequestRateLimiter(MAX_SESSION_LOOKUPS_PER_S, clock)
-        # Whether there are tokens, and until when we believe it.
+        # Whether tokens exist, and until when that is cached.
         self._has_tokens = (True, float("-inf"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            _check_address(scope)
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN):
-            is_guarded = scope["path"].startswith(GUARDED)
-            state = await (self._admit(scope) if is_guarded else self._recognise(scope))
-            state["may_look"] = functools.partial(self._is_still, state["caller"], scope)
-            state["note_failure"] = functools.partial(self._failures.add, _address(scope))
+        if scope["type"] == "http" and ("\0" in scope["path"] or b"%00" in scope["query_string"]):
+            # PostgreSQL accepts no NUL in text. Without this check every route would fail in its own way.
+            raise ApiError(400, http.BAD_INPUT, "the address contains a NUL character (%00)")
+        if scope["type"] == "http" and not scope["path"].startswith(OPEN_PATHS):
+            needs_token = scope["path"].startswith(TOKEN_PATHS)
+            state = await (self._authenticate_token(scope) if needs_token else self._authenticate(scope))
+            state["is_still_allowed"] = functools.partial(self._is_still_allowed, state["caller"], scope)
+            state["count_failure"] = functools.partial(self._failures.add, _address(scope))
             scope.setdefault("state", {}).update(state)
             if not isinstance(state["caller"], WorkerCaller | JoinCaller):
-                self._rates.check(state["caller_name"] or _address(scope))
+                self._requests.check(state["caller_name"] or _address(scope))
         await self._app(scope, receive, send)
 
-    async def _recognise(self, scope: Scope) -> dict[str, Any]:
-        """By token, by session, or as somebody on this host."""
-        session = _session_of(scope)
-        if _bearer(scope) is not None:
-            return await self._admit(scope)
+    async def _authenticate(self, scope: Scope) -> dict[str, Any]:
+        """By token, by session, or as a request from this host."""
+        if _bearer_token(scope) is not None:
+            return await self._authenticate_token(scope)
+        session = _session(scope)
         caller = await self._session_caller(hash_of(session), scope) if session is not None else None
         if session is not None and caller is not None:
             return {"caller": caller, "caller_name": f"session {session_id(hash_of(session))}", "session": session}
-        if await self._is_open_to(scope):
-            return {"caller": ON_THIS_HOST, "caller_name": None, "session": None}
-        return {"caller": None, "caller_name": None, "session": None}
+        is_local = await self._is_open_to(scope)
+        return {"caller": LOCALHOST_CALLER if is_local else None, "caller_name": None, "session": None}
 
     async def _session_caller(self, session_hash: bytes, scope: Scope) -> Caller | None:
-        known = self._believed_people.about(session_hash) if _is_looking(scope) else None
-        if known is not None:
-            return known.caller
+        cached = self._users.get(session_hash) if _is_read(scope) else None
+        if cached is not None:
+            return cached.caller
         self._session_lookups.check(_address(scope))
-        async with self._lookups_of_people:
-            role = await self._people.session_role(session_hash)
-        caller = TokenCaller("the dashboard", role) if role is not None else None
-        self._believe_person(session_hash, caller, scope)
+        async with self._user_lookups:
+            role = await self._user_store.session_role(session_hash)
+        caller = TokenCaller("dashboard", role) if role is not None else None
+        self._cache_user(session_hash, caller, scope)
         return caller
 
-    async def _is_still(self, caller: Caller | None, scope: Scope) -> bool:
-        """Whether a request that lasts would be let in again as whom it was: tokens are revoked, sessions end."""
+    async def _is_still_allowed(self, caller: Caller | None, scope: Scope) -> bool:
+        """Whether a long-lived request would be authenticated again as the same caller."""
         try:
-            return bool((await self._recognise(scope))["caller"] == caller)
+            return bool((await self._authenticate(scope))["caller"] == caller)
         except ApiError:
             return False
         except DatabaseUnavailable:
-            return True  # nobody knows; whoever was let in may wait until somebody does
+            return True  # cannot be checked now; the next check decides
 
     async def _is_open_to(self, scope: Scope) -> bool:
-        if not self._is_open_here or not _is_on_this_host(scope) or _is_passed_on(scope):
+        if not self._is_open_to_localhost or not _is_from_localhost(scope):
             return False
-        has_tokens, believed_until = self._has_tokens
-        if self._clock() >= believed_until:
-            has_tokens = await self._people.has_tokens()
-            self._has_tokens = (has_tokens, self._clock() + TOKENS_BELIEVED_S)
+        has_tokens, cached_until = self._has_tokens
+        if self._clock() >= cached_until:
+            has_tokens = await self._user_store.has_tokens()
+            self._has_tokens = (has_tokens, self._clock() + HAS_TOKENS_TTL_S)
         return not has_tokens
 
-    async def _admit(self, scope: Scope) -> dict[str, Any]:
-        token = _bearer(scope)
+    async def _authenticate_token(self, scope: Scope) -> dict[str, Any]:
+        token = _bearer_token(scope)
         if token is None:
-            raise unauthorized("this address needs a token: send it as `Authorization: Bearer <token>`.")
+            raise unauthorized("this path needs a token: send `Authorization: Bearer <token>`")
         token_hash = hash_of(token)
-        caller = await self._caller(token, token_hash, scope)
-        return {"token_hash": token_hash, "caller": caller, "caller_name": _name(caller), "session": None}
+        caller = await self._token_caller(token, token_hash, scope)
+        kind = "token" if isinstance(caller, TokenCaller) else "worker"
+        name = caller.name if isinstance(caller, TokenCaller) else caller.worker_id
+        return {"token_hash": token_hash, "caller": caller, "caller_name": f"{kind} {name}", "session": None}
 
-    async def _caller(self, token: str, token_hash: bytes, scope: Scope) -> Caller:
-        known = self._believed.about(token_hash)
-        if known is None and _is_looking(scope):
-            known = self._believed_people.about(token_hash)
-        if known is not None and known.caller is not None:
-            return known.caller
-        caller = await self._look_up(token, token_hash)
+    async def _token_caller(self, token: str, token_hash: bytes, scope: Scope) -> Caller:
+        cached = self._machines.get(token_hash)
+        if cached is None and _is_read(scope):
+            cached = self._users.get(token_hash)
+        if cached is not None and cached.caller is not None:
+            return cached.caller
+        caller = None
+        if is_token(token, API_PREFIX):
+            async with self._user_lookups:
+                caller = await self._user_store.authenticate(token_hash)
+        elif is_token(token, WORKER_PREFIX) or is_token(token, JOIN_PREFIX):
+            async with self._machine_lookups:
+                caller = await self._worker_store.authenticate(token_hash)
         match caller:
             case None:
-                self._believed_people.forget(token_hash)
+                self._users.remove(token_hash)
                 self._failures.add(_address(scope))
-                raise unauthorized("this token is not known, or was revoked.")
+                raise unauthorized("unknown or revoked token")
             case WorkerCaller(has_ended=False):
-                self._believed.add(token_hash, caller)
+                self._machines.add(token_hash, caller)
             case TokenCaller():
-                self._believe_person(token_hash, caller, scope)
+                self._cache_user(token_hash, caller, scope)
         return caller
 
-    def _believe_person(self, key: bytes, caller: Caller | None, scope: Scope) -> None:
-        if _is_looking(scope):
-            self._believed_people.add(key, caller)
+    def _cache_user(self, key: bytes, caller: Caller | None, scope: Scope) -> None:
+        if _is_read(scope):
+            self._users.add(key, caller)
         else:
-            # What it changes may be this: who logs out is gone at once.
-            self._believed_people.forget(key)
-
-    async def _look_up(self, token: str, token_hash: bytes) -> Caller | None:
-        if not any(is_token(token, prefix) for prefix in (WORKER_PREFIX, JOIN_PREFIX, API_PREFIX)):
-            return None
-        is_persons = is_token(token, API_PREFIX)
-        async with self._lookups_of_people if is_persons else self._lookups:
-            return await (self._people if is_persons else self._access).authenticate(token_hash)
+            # The request may revoke this very identity, for example by logging out.
+            self._users.remove(key)
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedIdentity:
-    # None: nobody's, as was found.
+    # None: looked up, and unknown.
     caller: Caller | None
-    until: float
+    expires_at: float
 
 
 class _IdentityCache:
-    """By the hash of what they brought: who was there a moment ago. Of too many the first are forgotten."""
+    """Callers by the hash of their token or session. The oldest entries are evicted above MAX_CACHED_IDENTITIES."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._held: OrderedDict[bytes, _CachedIdentity] = OrderedDict()
+        self._entries: OrderedDict[bytes, _CachedIdentity] = OrderedDict()
 
-    def about(self, key: bytes) -> _CachedIdentity | None:
-        held = self._held.get(key)
-        return held if held is not None and self._clock() < held.until else None
+    def get(self, key: bytes) -> _CachedIdentity | None:
+        entry = self._entries.get(key)
+        return entry if entry is not None and self._clock() < entry.expires_at else None
 
-    def forget(self, key: bytes) -> None:
-        self._held.pop(key, None)
+    def remove(self, key: bytes) -> None:
+        self._entries.pop(key, None)
 
     def add(self, key: bytes, caller: Caller | None) -> None:
-        self._held[key] = _CachedIdentity(caller, self._clock() + BELIEVED_S)
-        self._held.move_to_end(key)
-        while len(self._held) > MAX_BELIEVED:
-            self._held.popitem(last=False)
+        self._entries[key] = _CachedIdentity(caller, self._clock() + IDENTITY_TTL_S)
+        self._entries.move_to_end(key)
+        while len(self._entries) > MAX_CACHED_IDENTITIES:
+            self._entries.popitem(last=False)
 
 
-class FailedLoginLimiter:
-    """Wrong tokens and links by address, each forgotten after its time."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        # When all of an address's failures will be forgotten; how many there are follows from it.
-        self._until: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, address: str) -> None:
-        now = self._clock()
-        # Never further ahead than the limit: whoever stops is forgiven in that time.
-        most = now + MAX_FAILURES * FAILURE_FORGOTTEN_S
-        until = max(self._until.get(address, 0.0), now) + FAILURE_FORGOTTEN_S
-        self._until[address] = min(until, most)
-        self._until.move_to_end(address)
-        while len(self._until) > MAX_ADDRESSES:
-            self._until.popitem(last=False)
-        if until > most:
-            raise ApiError(
-                429,
-                http.TOO_MANY,
-                "too many wrong tokens or links came from this address: wait before the next.",
-                retry_after_s=int(FAILURE_FORGOTTEN_S),
-            )
-
-
-class RequestRateLimiter:
-    """How often each caller calls: a bucket of one second's worth, filled at the limit."""
-
-    def __init__(self, limit: float, clock: Callable[[], float]) -> None:
-        self._limit = limit
-        self._clock = clock
-        # When each one's bucket will be full again; how much is in it follows from that.
-        self._full_at: OrderedDict[str, float] = OrderedDict()
-
-    def check(self, name: str) -> None:
-        now = self._clock()
-        full_at = max(self._full_at.get(name, now), now) + 1.0 / self._limit
-        if full_at > now + max(1.0, 1.0 / self._limit):
-            raise ApiError(
-                429, http.TOO_MANY, f"more than {self._limit:g} requests a second: slow down.", retry_after_s=1
-            )
-        self._full_at[name] = full_at
-        self._full_at.move_to_end(name)
-        while len(self._full_at) > MAX_ADDRESSES:
-            self._full_at.popitem(last=False)
-
-
-def _check_address(scope: Scope) -> None:
-    """Nothing is named so, PostgreSQL takes it for no text, and each route would find its own words for that."""
-    if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-        raise ApiError(
-            400, http.BAD_INPUT, "the address has a NUL (%00) in it, which no name here can have: leave it out."
-        )
-
-
-def _is_looking(scope: Scope) -> bool:
+def _is_read(scope: Scope) -> bool:
     return scope["method"] in SAFE_METHODS
 
 
@@ -293,17 +233,22 @@ def _address(scope: Scope) -> str:
     return scope["client"][0] if scope.get("client") else ""
 
 
-def _is_on_this_host(scope: Scope) -> bool:
-    """It, and the name it calls us by: a page from elsewhere may have got its own name to mean this host."""
-    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+def _header(scope: Scope, name: bytes) -> str:
+    value: bytes = dict(scope["headers"]).get(name, b"")
+    return value.decode("latin-1")
+
+
+def _is_from_localhost(scope: Scope) -> bool:
+    """Both ends are this host, and no other site or proxy is behind the request.
+
+    The Host header must name this host too: with DNS rebinding, a page of another site reaches us under its own name.
+    """
+    host = _header(scope, b"host")
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    return _is_loopback(_address(scope)) and (name == "localhost" or _is_loopback(name))
-
-
-def _is_passed_on(scope: Scope) -> bool:
-    """Whether somebody else had it sent: a page of elsewhere in a browser here, or whoever is behind a proxy here."""
+    if not _is_loopback(_address(scope)) or not (name == "localhost" or _is_loopback(name)):
+        return False
     headers = dict(scope["headers"])
-    return headers.get(b"sec-fetch-site") == b"cross-site" or any(name in headers for name in FORWARDING_HEADERS)
+    return headers.get(b"sec-fetch-site") != b"cross-site" and not any(name in headers for name in FORWARDING_HEADERS)
 
 
 def _is_loopback(address: str) -> bool:
@@ -314,87 +259,78 @@ def _is_loopback(address: str) -> bool:
 
 
 def session_cookie(host: str) -> str:
-    """What the cookie of a session is called where we are called by this name.
+    """Name of the session cookie for this Host header.
 
-    Cookies know no ports: without it, two of us on one host would log each other's people out.
+    Cookies ignore ports. Without the port in the name, two dashboards on one host would log each other's users out.
     """
     port = host.rpartition("]")[2].rpartition(":")[2]
     return f"windlass_session_{port}" if port.isascii() and port.isdigit() and ":" in host else "windlass_session"
 
 
-def _session_of(scope: Scope) -> str | None:
+def _session(scope: Scope) -> str | None:
     try:
-        cookies = SimpleCookie(dict(scope["headers"]).get(b"cookie", b"").decode("latin-1"))
+        cookies = SimpleCookie(_header(scope, b"cookie"))
     except CookieError:
         return None
-    found = cookies.get(session_cookie(dict(scope["headers"]).get(b"host", b"").decode("latin-1")))
+    found = cookies.get(session_cookie(_header(scope, b"host")))
     return found.value if found is not None and is_token(found.value, SESSION_PREFIX) else None
 
 
-def _bearer(scope: Scope) -> str | None:
-    header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-    scheme, _, token = header.decode("latin-1").partition(" ")
+def _bearer_token(scope: Scope) -> str | None:
+    scheme, _, token = _header(scope, b"authorization").partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
 
 
-def _name(caller: Caller) -> str:
-    match caller:
-        case WorkerCaller(worker_id) | JoinCaller(worker_id):
-            return f"worker {worker_id}"
-        case TokenCaller(name):
-            return f"token {name}"
-
-
-# ------------------------------------------------------------------------------------------------- who may, in handlers
-# Async, though none of them waits: others would be run in a thread, for every request.
+# ------------------------------------------------------------------------------------------ dependencies of the routes
+# Async although they never wait: FastAPI runs synchronous dependencies in a thread, for every request.
 
 
 async def worker_caller(request: Request) -> WorkerCaller:
     caller = request.state.caller
     if not isinstance(caller, WorkerCaller):
-        raise forbidden("only a worker's own token opens this: join first.")
-    return _living(caller)
+        raise forbidden("this path needs a worker token: join first")
+    return _check_not_terminated(caller)
 
 
 async def joining_caller(request: Request) -> JoinCaller:
     caller = request.state.caller
     if not isinstance(caller, JoinCaller):
-        raise forbidden("only a join token opens this.")
-    return _living(caller)
+        raise forbidden("this path needs a join token")
+    return _check_not_terminated(caller)
 
 
 async def machine_caller(request: Request) -> WorkerCaller | JoinCaller:
-    """A machine of ours, before or after it joined."""
+    """A machine of a fleet, before or after it joined."""
     caller = request.state.caller
     if isinstance(caller, WorkerCaller):
-        return _living(caller)
+        return _check_not_terminated(caller)
     if isinstance(caller, JoinCaller):
         if caller.is_expired:
-            raise gone(f"the join token of worker {caller.worker_id} has expired.")
-        return _living(caller)
-    raise forbidden("only a machine's join token or worker token opens this.")
+            raise gone(f"the join token of worker {caller.worker_id} has expired")
+        return _check_not_terminated(caller)
+    raise forbidden("this path needs a join token or a worker token")
 
 
-async def enlisting_caller(request: Request) -> TokenCaller:
+async def self_registering_caller(request: Request) -> TokenCaller:
     caller = request.state.caller
     if not isinstance(caller, TokenCaller) or caller.role is not Role.WORKER:
-        raise forbidden("this needs a token of role worker: `windlass tokens create NAME --role worker` makes one.")
+        raise forbidden("this path needs a token of role worker: `windlass tokens create NAME --role worker`")
     return caller
 
 
 async def viewer(request: Request) -> TokenCaller:
-    return _with_rank(request, Role.VIEWER)
+    return _check_role_and_csrf(request, Role.VIEWER)
 
 
 async def producer(request: Request) -> TokenCaller:
-    return _with_rank(request, Role.PRODUCER)
+    return _check_role_and_csrf(request, Role.PRODUCER)
 
 
 async def operator(request: Request) -> TokenCaller:
-    return _with_rank(request, Role.OPERATOR)
+    return _check_role_and_csrf(request, Role.OPERATOR)
 
 
-def _with_rank(request: Request, needed: Role) -> TokenCaller:
+def _check_role_and_csrf(request: Request, needed: Role) -> TokenCaller:
     caller = check_role(request, needed)
     if request.method not in SAFE_METHODS:
         check_csrf(request, request.headers.get(CSRF_HEADER))
@@ -402,37 +338,33 @@ def _with_rank(request: Request, needed: Role) -> TokenCaller:
 
 
 def check_role(request: Request, needed: Role) -> TokenCaller:
-    """Raise an error unless the caller has this role, or a higher one. Forms bring their CSRF token elsewhere."""
+    """Raise ApiError unless the caller has this role or a higher one."""
     caller = request.state.caller
     if caller is None:
         raise unauthorized(
-            "this address needs a token (`Authorization: Bearer <token>`) or a session of the dashboard: "
-            "`windlass tokens link` prints a link to one, and so does `windlass up` when it starts."
+            "this path needs a token (`Authorization: Bearer <token>`) or a dashboard session: "
+            "`windlass tokens link` prints a login link, and so does `windlass up` when it starts"
         )
-    if caller is ON_THIS_HOST and needed is not Role.VIEWER:
-        raise unauthorized(f"only looking is open here; for more, `windlass tokens create NAME --role {needed}`.")
+    if caller is LOCALHOST_CALLER and needed is not Role.VIEWER:
+        raise unauthorized(f"without a token only reading is allowed: `windlass tokens create NAME --role {needed}`")
     if not isinstance(caller, TokenCaller) or _RANKS.get(caller.role, -1) < _RANKS[needed]:
-        raise forbidden(
-            f"this needs a token of role {needed}: `windlass tokens create NAME --role {needed}` makes one."
-        )
+        raise forbidden(f"this path needs a token of role {needed}: `windlass tokens create NAME --role {needed}`")
     return caller
 
 
-def csrf_of(request: Request) -> str | None:
-    """What a page of this session must send along with whatever changes something; None without a session."""
+def expected_csrf_token(request: Request) -> str | None:
+    """The CSRF token that a write of this session must send. None without a session."""
     return csrf_token(request.state.session) if request.state.session is not None else None
 
 
 def check_csrf(request: Request, given: str | None) -> None:
-    """Raise an error for a request of a session that no page of it made. Tokens prove themselves."""
-    expected = csrf_of(request)
+    """Raise ApiError if a request of a session does not bring the session's CSRF token. Bearer tokens need none."""
+    expected = expected_csrf_token(request)
     if expected is not None and not hmac.compare_digest(expected.encode(), (given or "").encode()):
-        raise forbidden(
-            f"the page that sent this is not of your session: reload it ({CSRF_HEADER} is missing or wrong)."
-        )
+        raise forbidden(f"{CSRF_HEADER} is missing or wrong: reload the page")
 
 
-def _living(caller: _Kind) -> _Kind:
+def _check_not_terminated(caller: _Machine) -> _Machine:
     if caller.has_ended:
-        raise gone(f"worker {caller.worker_id} has ended: its token is worth nothing any more.")
+        raise gone(f"worker {caller.worker_id} has terminated: its token is no longer valid")
     return caller

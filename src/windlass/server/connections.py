@@ -1,10 +1,10 @@
-"""How many may be connected, and for how long without asking anything or taking the answer.
+"""Limits on connections and slow clients, by subclassing uvicorn's HTTP protocol.
 
-Whoever connects may say nothing, or half a request, or never read what was asked for, and needs no token for it. So: a
-request's header arrives within seconds and its body within a minute or so, and what was answered is taken, or the
-connection is cut; one address gets no more than its share; and where there is no room left, whoever has gone longest
-without a whole request makes room for the one who comes. So many connections never use up the files that this process
-may open: the database, the machines and the log need some too.
+A client without a token can connect and then send nothing, send half a request, or never read its response. So a header
+must arrive within seconds and a body within about a minute, and responses must be read, or the connection is closed.
+One address gets at most a share of the connections. When all are in use, the connection that has been without a
+complete request for longest is closed for a new one. The limit always leaves open files for the database, machines and
+logs.
 """
 
 import asyncio
@@ -15,73 +15,69 @@ from dataclasses import dataclass
 from typing import Any
 
 import h11
-import structlog
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-# Far beyond a fleet: a worker keeps about two.
+# A worker keeps about two connections, so this is far more than a fleet needs.
 MAX_CONNECTIONS = 5_000
-# Files for everything else: database connections, workers' processes and their logs.
-FILES_KEPT = 512
-# Of one address: many workers may share one, so it is a share, and the others keep the rest.
-SHARE_OF_ADDRESS = 0.5
-# A proxy on this host connects for everybody; who is behind it is not known before the header is read.
+# Open files reserved for database connections, worker processes and their logs.
+RESERVED_FILES = 512
+# Share of the connections that one address may use. Many workers may share an address.
+SHARE_PER_ADDRESS = 0.5
+# A proxy on this host connects for all its clients, who are not known before the header is read. It has no share limit.
 PROXIES = ("127.0.0.1", "::1")
-# What is raised to, if the system allows as much; beyond this nobody gains, and some programs loop over all of them.
+# The process raises its own file limit up to this. Some programs loop over all possible files, so it is not higher.
 MAX_FILES = 16_384
-# What an honest caller sends and takes, at the least: in a second of a body, and in each `answer_s` of an answer.
-BODY_BYTES_PER_S = 64 * 1024
-TAKEN_BYTES = 64 * 1024
-log = structlog.get_logger(__name__)
+# Minimum rate of a request body, and minimum progress of a response per `response_s`.
+MIN_BODY_BYTES_PER_S = 64 * 1024
+MIN_RESPONSE_PROGRESS_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """For how long a connection may keep us waiting."""
-
     # From the connection, or from the first byte of a further request, to the end of the header.
     header_s: float = 10.0
-    # From there to the end of the body, whether or not anybody reads it, and more while an answer waits for a body that
-    # comes at a fair pace: longer than the application itself waits for it, which can say so (guard.BODY_TIMEOUT_S).
+    # From there to the end of the body. A body at MIN_BODY_BYTES_PER_S gets more time while its response is pending.
+    # Longer than middleware.BODY_TIMEOUT_S, which can still answer with 408.
     body_s: float = 90.0
-    # Until some more is taken of what was sent, when more is there than the system keeps for it.
-    answer_s: float = 30.0
+    # Until the client has read some more of a response that exceeds the system's buffers.
+    response_s: float = 30.0
 
 
 def raise_file_limit() -> None:
-    """Let this process, and what it starts, open as many files as it may."""
+    """Raise the limit on open files for this process and its children, up to MAX_FILES."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def room_for_connections() -> int:
-    """As many as may be open at once; at most half of a small limit's files."""
+def connection_limit() -> int:
+    """How many connections may be open at once. With a low file limit, at most half of the files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - FILES_KEPT if soft >= 2 * FILES_KEPT else soft // 2))
+    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES if soft >= 2 * RESERVED_FILES else soft // 2))
 
 
 class ConnectionTracker:
-    """Everybody who is connected, and among them, longest first, those of whom no whole request is under way."""
+    """All open connections, and those without a complete request, longest first."""
 
-    def __init__(self, limit: int, patience: Timeouts | None = None) -> None:
-        self.patience = patience or Timeouts()
+    def __init__(self, limit: int, timeouts: Timeouts | None = None) -> None:
+        self.timeouts = timeouts or Timeouts()
         self._limit = limit
-        self._limit_of_address = max(1, int(limit * SHARE_OF_ADDRESS))
+        self._limit_per_address = max(1, int(limit * SHARE_PER_ADDRESS))
         self._all: dict[TimedConnection, str] = {}
-        self._of_address: Counter[str] = Counter()
+        self._per_address: Counter[str] = Counter()
         self._without_request: dict[TimedConnection, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def has_room_for(self, address: str) -> bool:
-        """After making some, where that can be."""
-        if self._of_address[address] >= self._limit_of_address and address not in PROXIES:
+    def make_room(self, address: str) -> bool:
+        """Whether a connection from this address may be added. Closes another connection if all are in use."""
+        if self._per_address[address] >= self._limit_per_address and address not in PROXIES:
             return False
         if len(self._all) < self._limit:
             return True
@@ -89,23 +85,23 @@ class ConnectionTracker:
         if longest is None:
             return False
         self.remove(longest)
-        longest.cut()
+        longest.abort()
         return True
 
     def add(self, connection: "TimedConnection", address: str) -> None:
         self._all[connection] = address
-        self._of_address[address] += 1
+        self._per_address[address] += 1
         self._without_request[connection] = None
 
     def remove(self, connection: "TimedConnection") -> None:
         address = self._all.pop(connection, None)
         self._without_request.pop(connection, None)
         if address is not None:
-            self._of_address[address] -= 1
-            if not self._of_address[address]:
-                del self._of_address[address]  # of all addresses there are, few are here
+            self._per_address[address] -= 1
+            if not self._per_address[address]:
+                del self._per_address[address]
 
-    def note(self, connection: "TimedConnection", *, has_request: bool) -> None:
+    def set_has_request(self, connection: "TimedConnection", has_request: bool) -> None:
         if has_request:
             self._without_request.pop(connection, None)
         elif connection in self._all:
@@ -113,120 +109,119 @@ class ConnectionTracker:
 
 
 class TimedConnection(H11Protocol):
-    """uvicorn's, which waits for a request, and for somebody to read its answer, for ever, and takes whoever comes."""
+    """uvicorn's H11 protocol with header, body and write timeouts and a connection limit."""
 
     def __init__(
         self,
-        everybody: ConnectionTracker,
+        tracker: ConnectionTracker,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._everybody = everybody
-        self._patience = everybody.patience
-        # What is being waited for, and after which request.
+        self._tracker = tracker
+        self._timeouts = tracker.timeouts
+        # What is awaited ("header", "body", "request"), and after which request.
         self._awaited: tuple[str, object] | None = None
-        self._not_arrived: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         self._received_bytes = 0
-        self._not_taken: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
-        if not self._everybody.has_room_for(address):
+        if not self._tracker.make_room(address):
             transport.abort()
             return
-        self._everybody.add(self, address)
-        self._await("header", self._patience.header_s, self.cut)
+        self._tracker.add(self, address)
+        self._start_read_timer("header", self._timeouts.header_s, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._everybody.remove(self)
-        self._await_nothing()
-        self._stop_expecting_to_be_read()
+        self._tracker.remove(self)
+        self._stop_read_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._received_bytes += len(data)
         super().data_received(data)
-        self._look()
+        self._update_timers()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look()
+        self._update_timers()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_to_be_read()
+        self._start_write_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.transport.is_closing():  # who closes waits for the rest too
-            self._stop_expecting_to_be_read()
+        if not self.transport.is_closing():  # while closing, the rest must be read too
+            self._stop_write_timer()
 
-    def cut(self) -> None:
-        """Without waiting until it has read what was sent."""
+    def abort(self) -> None:
+        """Close without waiting for the client to read what was sent."""
         self.transport.abort()
 
-    def _look(self) -> None:
-        """What is there of a request by now, and what is to be waited for."""
+    def _update_timers(self) -> None:
         state = self.conn.their_state
-        self._everybody.note(self, has_request=state not in (h11.IDLE, h11.SEND_BODY))
+        self._tracker.set_has_request(self, state not in (h11.IDLE, h11.SEND_BODY))
         if self.transport.is_closing():
-            self._await_nothing()
-            self._expect_to_be_read()
+            self._stop_read_timer()
+            self._start_write_timer()
         elif state is h11.SEND_BODY:
-            self._await("body", self._patience.body_s, self._check_pace)
+            self._start_read_timer("body", self._timeouts.body_s, self._check_body_rate)
         elif state is not h11.IDLE:
-            self._await_nothing()
+            self._stop_read_timer()
         elif self.cycle is None or self.conn.trailing_data[0]:
-            self._await("header", self._patience.header_s, self.cut)
+            self._start_read_timer("header", self._timeouts.header_s, self.abort)
         else:
-            # uvicorn counts this too, but not after a body that came later than its answer.
-            self._await("request", self.timeout_keep_alive, self._take_leave)
+            # uvicorn has this timeout too, but not after a body that arrived later than its response.
+            self._start_read_timer("request", self.timeout_keep_alive, self._close)
 
-    def _await(self, what: str, wait_s: float, then: Callable[[], None]) -> None:
-        # Once for each header and each body: a byte now and then gains no time.
+    def _start_read_timer(self, what: str, timeout_s: float, on_timeout: Callable[[], None]) -> None:
+        # Once per header and body: single bytes do not extend the time.
         if self._awaited != (what, self.cycle):
-            self._await_nothing()
+            self._stop_read_timer()
             self._awaited = (what, self.cycle)
             self._received_bytes = 0
-            self._not_arrived = self.loop.call_later(wait_s, then)
+            self._read_timer = self.loop.call_later(timeout_s, on_timeout)
 
-    def _await_nothing(self) -> None:
+    def _stop_read_timer(self) -> None:
         self._awaited = None
-        if self._not_arrived is not None:
-            self._not_arrived.cancel()
-            self._not_arrived = None
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _check_pace(self) -> None:
-        """The time for a body is over. What came since is worth some more, but not once it was answered: nobody reads
-        it then, and nobody says how long it may be."""
+    def _check_body_rate(self) -> None:
+        """Grant more time for the bytes received, unless the response is complete: then the body is read by no one, and
+        its length has no limit."""
         received_bytes, self._received_bytes = self._received_bytes, 0
-        if self.cycle.response_complete or received_bytes < BODY_BYTES_PER_S:
-            self.cut()
+        if self.cycle.response_complete or received_bytes < MIN_BODY_BYTES_PER_S:
+            self.abort()
         else:
-            self._not_arrived = self.loop.call_later(received_bytes / BODY_BYTES_PER_S, self._check_pace)
+            self._read_timer = self.loop.call_later(received_bytes / MIN_BODY_BYTES_PER_S, self._check_body_rate)
 
-    def _take_leave(self) -> None:
+    def _close(self) -> None:
         self.transport.close()
-        self._expect_to_be_read()
+        self._start_write_timer()
 
-    def _expect_to_be_read(self) -> None:
-        if self._not_taken is None:
-            left_bytes = self.transport.get_write_buffer_size()
-            self._not_taken = self.loop.call_later(self._patience.answer_s, self._check_taken, left_bytes)
+    def _start_write_timer(self) -> None:
+        if self._write_timer is None:
+            unread_bytes = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(self._timeouts.response_s, self._check_progress, unread_bytes)
 
-    def _check_taken(self, left_bytes_before: int) -> None:
-        self._not_taken = None
-        left_bytes = self.transport.get_write_buffer_size()
-        if left_bytes and left_bytes_before - left_bytes < TAKEN_BYTES:
-            self.cut()
-        elif left_bytes:
-            self._expect_to_be_read()
+    def _check_progress(self, unread_bytes_before: int) -> None:
+        self._write_timer = None
+        unread_bytes = self.transport.get_write_buffer_size()
+        if unread_bytes and unread_bytes_before - unread_bytes < MIN_RESPONSE_PROGRESS_BYTES:
+            self.abort()
+        elif unread_bytes:
+            self._start_write_timer()
 
-    def _stop_expecting_to_be_read(self) -> None:
-        if self._not_taken is not None:
-            self._not_taken.cancel()
-            self._not_taken = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None

@@ -1,11 +1,13 @@
-"""Everything the handlers know of the world, and how they answer."""
+"""The objects that request handlers use: one context per application.
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+WorkerApiContext is enough for the worker protocol and the health routes. AppContext adds what the JSON API and the
+dashboard need. `ControlPlane` is the only tie to the process that runs the control loop.
+"""
+
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Protocol
-
-from fastapi import Response
-from pydantic import TypeAdapter
 
 from windlass.model.config import WorkerConfig
 from windlass.model.cycle import Explanation
@@ -20,78 +22,82 @@ from windlass.ports.transport import WorkerTransport
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
+from windlass.server.metrics import Metrics
 from windlass.server.wheel import Wheel
 
 
 @dataclass(frozen=True, slots=True)
 class LoopHealth:
-    """How a fleet's control loop is doing."""
+    """State of a fleet's control loop in this process."""
 
     is_leader: bool
     last_cycle_age_s: float
-    # Older than this, the loop does not turn.
+    # With an older last cycle the loop counts as stuck.
     limit_s: float
 
     @property
-    def is_turning(self) -> bool:
+    def is_running(self) -> bool:
         return self.last_cycle_age_s <= self.limit_s
 
 
-class DashboardStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, Protocol):
-    """All that people, and their programs, see and do."""
+class WorkerStore(WorkerTransport, Protocol):
+    """The store methods behind the worker protocol, without those of AuthStore."""
+
+    async def now(self) -> datetime: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DashboardContext:
-    """What people see and do, beyond what machines need."""
-
-    store: DashboardStore
-    live: OverviewFeed
-    # Why a task, a worker or a fleet is as it is. Raises BadInput if there is none.
-    explain: Callable[[str], Awaitable[Explanation]]
-    # The last lines that a worker of a fleet printed on this host. Raises BadInput if nothing of it is here.
-    worker_log: Callable[[str, str, int], AsyncIterator[str]]
-    # By fleet that is run here: what its last cycle did.
-    last_actions: Callable[[], Mapping[str, Mapping[str, int]]]
-    # The text that Prometheus reads.
-    metrics: Callable[[], Awaitable[bytes]]
-    # Deciding again, for whoever asks.
-    thinking: SerialExecutor = field(default_factory=SerialExecutor)
-    # Whoever is on this host may look for as long as no token was made.
-    is_open_here: bool = False
-    rate_limit: float = 500.0
-    cors_origins: tuple[str, ...] = ()
+class AppStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, Protocol):
+    """The store methods behind the JSON API and the dashboard."""
 
 
-@dataclass(frozen=True, slots=True)
-class AppContext:
-    store: WorkerTransport
-    access: AuthStore
+class ControlPlane(Protocol):
+    """What the server needs from the process that runs the control loop."""
+
+    def fleet_config(self, name: str) -> FleetConfig | None:
+        """Current settings of a fleet, reloads included. None if this process does not run the fleet."""
+
+    def loop_health(self) -> Mapping[str, LoopHealth]:
+        """By fleet. Fleets without a cycle since the start are left out."""
+
+    def last_actions(self) -> Mapping[str, Mapping[str, int]]:
+        """Action counts of the last cycle, by fleet."""
+
+    def ray_head(self) -> RayHead | None:
+        """The Ray head that machines of Ray fleets join."""
+
+    async def run_cycle(self) -> list[dict[str, Any]]:
+        """Run one cycle of every fleet and return their summaries. Raises TimeoutError."""
+
+    async def explain(self, subject: str) -> Explanation:
+        """Explain the state of a task, a worker or a fleet. Raises BadInput if there is none of that name."""
+
+    def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:
+        """The last lines that a worker on this host printed. Raises BadInput if this host has no log of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerApiContext:
+    worker_store: WorkerStore
+    auth_store: AuthStore
     long_poll_hub: LongPollHub
-    # The settings of a fleet as they are now, reloads included; None if it is not run here.
-    fleet: Callable[[str], FleetConfig | None]
+    control: ControlPlane
     worker_defaults: WorkerConfig
     max_payload_bytes: int
     version: str
-    # Raises DatabaseUnavailable, or answers.
-    ask_database: Callable[[], Awaitable[object]]
-    # By fleet. A fleet that has not had a cycle yet is not in it.
-    pulses: Callable[[], Mapping[str, LoopHealth]]
-    # Runs a cycle of every fleet now; their summaries. Raises TimeoutError.
-    run_cycle: Callable[[], Awaitable[list[dict[str, Any]]]]
-    # None where this program does not know its own files.
-    wheel: Callable[[], Wheel | None]
-    # None: only for machines.
-    shown: DashboardContext | None = None
-    # What the machines of fleets join whose tasks Ray places.
-    ray_head: Callable[[], RayHead | None] = lambda: None
+    # None if this program was not installed as a package.
+    wheel: Wheel | None = None
 
 
-def answering(kind: Any) -> Callable[[Any], Response]:
-    """Writes values of this type as JSON: once, without the copies and second checks a framework would make."""
-    adapter: TypeAdapter[Any] = TypeAdapter(kind)
-
-    def answer(value: Any) -> Response:
-        return Response(adapter.dump_json(value), media_type="application/json")
-
-    return answer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppContext(WorkerApiContext):
+    # Uses connections of its own, so that dashboard readers never delay a worker.
+    store: AppStore
+    overview_feed: OverviewFeed
+    metrics: Metrics
+    # Runs replays.
+    executor: SerialExecutor = field(default_factory=SerialExecutor)
+    # Requests from this host may read without a token until the first token is created.
+    is_open_to_localhost: bool = False
+    # Requests per second and caller.
+    rate_limit: float = 500.0
+    cors_origins: tuple[str, ...] = ()

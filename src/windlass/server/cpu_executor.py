@@ -1,7 +1,7 @@
-"""Thinking that takes a while, beside the loop that answers everybody: one thing at a time, and within a time.
+"""Runs CPU-bound work in a thread, one call at a time, with a timeout.
 
-Nobody can stop a thread. What did not end in time goes on until it does, and only then is it another's turn: however
-many ask, it is never more than one.
+A thread cannot be stopped. A call that timed out keeps running, and the next call starts only after it has ended, so
+there is never more than one running.
 """
 
 import asyncio
@@ -10,29 +10,29 @@ from typing import TypeVar
 
 from windlass.server.errors import unavailable
 
-# From asking to the answer, others' turns included. The largest fleet there can be takes a tenth of it.
-LIMIT_S = 10.0
+# Includes the wait for earlier calls. A replay of the largest possible fleet takes a tenth of this.
+TIMEOUT_S = 10.0
 
-Thought = TypeVar("Thought")
+Result = TypeVar("Result")
 
 
 class SerialExecutor:
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._limit_s = limit_s
-        self._turn = asyncio.Lock()
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
 
-    async def about(self, think: Callable[[], Thought]) -> Thought:
-        """What `think` returns or raises; an ApiError if that takes too long."""
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Return or raise what `function` does. Raises ApiError on timeout."""
         try:
-            async with asyncio.timeout(self._limit_s):
-                await self._turn.acquire()
-                thought = asyncio.ensure_future(asyncio.to_thread(think))
-                thought.add_done_callback(self._end_turn)
-                return await asyncio.shield(thought)
+            async with asyncio.timeout(self._timeout_s):
+                await self._lock.acquire()
+                call = asyncio.ensure_future(asyncio.to_thread(function))
+                call.add_done_callback(self._release)
+                return await asyncio.shield(call)
         except TimeoutError:
-            raise unavailable("this takes too long to work out now, or others are before it: ask again.") from None
+            raise unavailable("the calculation took too long, or is queued behind others: retry later") from None
 
-    def _end_turn(self, thought: "asyncio.Future[Thought]") -> None:
-        self._turn.release()
-        if not thought.cancelled():
-            thought.exception()  # whoever asked may be gone: it is nobody's news then
+    def _release(self, call: "asyncio.Future[Result]") -> None:
+        self._lock.release()
+        if not call.cancelled():
+            call.exception()  # the caller may be gone; an unread exception would be logged by asyncio

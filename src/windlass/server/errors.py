@@ -1,6 +1,6 @@
-"""What callers are told when something is not as it should be: a status, a code, one sentence. Never a traceback.
+"""HTTP errors: a status, a code for programs and a message for people, as RFC 9457 `application/problem+json`.
 
-In the form of RFC 9457, `application/problem+json`, with our code beside it.
+Browsers that ask for a page get the error as a page. No error shows a traceback, a token or a database address.
 """
 
 from collections.abc import Callable
@@ -17,44 +17,47 @@ from starlette.exceptions import HTTPException
 from windlass.model.auth import without_tokens
 from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.model.redaction import masked
+from windlass.operations import OperationOutcome, OperationResult
 from windlass.ports import http
 
-# Whoever asked while the database was away may ask again after this time.
+# Sent as Retry-After while the database is unavailable.
 RETRY_AFTER_S = 1
-_WORDS = {404: "there is nothing at this address.", 405: "this address takes another method."}
-# What the validator says in the words of its own types, in ours.
-_NO_OBJECT = frozenset({"model_attributes_type", "model_type", "dict_type", "dataclass_type"})
-_OF_VALIDATOR = {
-    **dict.fromkeys(_NO_OBJECT, "it must be a JSON object"),
-    "missing": "this is missing",
-    "extra_forbidden": "there is no such name here",
-    "json_invalid": "this is not JSON",
+_NOT_AN_OBJECT = frozenset({"model_attributes_type", "model_type", "dict_type", "dataclass_type"})
+# Messages of the pydantic validator, in words that do not need knowledge of Python.
+_VALIDATION_MESSAGES = {
+    **dict.fromkeys(_NOT_AN_OBJECT, "must be a JSON object"),
+    "missing": "required field is missing",
+    "extra_forbidden": "unknown field",
+    "json_invalid": "not valid JSON",
     **WORDS_OF_TYPES,
-    "string_type": "it must be text",
+    "string_type": "must be text",
 }
+_API_PATHS = ("/api/", "/internal/")
 log = structlog.get_logger(__name__)
 
 
 class ApiError(HTTPException):
-    """Raised anywhere below a handler; becomes the answer."""
+    """Raised by handlers and middleware. Becomes the response."""
 
     def __init__(self, status: int, code: str, message: str, *, retry_after_s: int | None = None) -> None:
         headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        super().__init__(status, message, headers)
+        super().__init__(status, f"{message.rstrip('.')}.", headers)
         self.code = code
 
-    def answer(self) -> JSONResponse:
-        title = HTTPStatus(self.status_code).phrase
-        detail = without_tokens(masked(self.detail))
-        problem = http.ErrorBody(title=title, status=self.status_code, code=self.code, detail=detail)
-        return JSONResponse(asdict(problem), self.status_code, dict(self.headers or {}), http.PROBLEM_JSON)
+    def to_response(self) -> JSONResponse:
+        body = http.ErrorBody(
+            title=HTTPStatus(self.status_code).phrase,
+            status=self.status_code,
+            code=self.code,
+            detail=without_tokens(masked(self.detail)),
+        )
+        return JSONResponse(asdict(body), self.status_code, dict(self.headers or {}), http.PROBLEM_JSON)
 
 
-# How a problem looks as a page.
-AsPage = Callable[[Request, ApiError], Response]
-_FOR_PROGRAMS = ("/api/", "/internal/")
+# Renders an error as a page.
+ErrorPage = Callable[[Request, ApiError], Response]
 
 
 def unauthorized(message: str) -> ApiError:
@@ -69,6 +72,10 @@ def not_found(message: str) -> ApiError:
     return ApiError(404, http.NOT_FOUND, message)
 
 
+def conflict(message: str) -> ApiError:
+    return ApiError(409, http.CONFLICT, message)
+
+
 def gone(message: str) -> ApiError:
     return ApiError(410, http.GONE, message)
 
@@ -77,56 +84,66 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, http.UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S)
 
 
-def as_api_error(error: Exception) -> ApiError | None:
-    """What a caller is told of an error that has a meaning; None for one that has none."""
+def raise_if_refused(result: OperationResult) -> None:
+    """404 for an operation on something unknown, 409 if the current state does not allow it."""
+    if result.outcome is OperationOutcome.NOT_FOUND:
+        raise not_found(result.message)
+    if result.outcome is OperationOutcome.CONFLICT:
+        raise conflict(result.message)
+
+
+def to_api_error(error: Exception) -> ApiError | None:
+    """The response to an expected error. None for a defect."""
     match error:
         case ApiError():
             return error
         case BadInput():
-            # What the database says of it has no full stop.
-            return ApiError(400, http.BAD_INPUT, f"{str(error).rstrip('.')}.")
+            return ApiError(400, http.BAD_INPUT, str(error))
         case UnknownWorker():
             return ApiError(404, http.UNKNOWN_WORKER, str(error))
         case TooSlow():
-            log.warning("not answered: it took the database too long", error=str(error))
-            return unavailable("looking this up takes too long now: ask for less at once, or later.")
+            log.warning("query timed out", error=str(error))
+            return unavailable("the query took too long: ask for fewer rows, or retry later")
         case DatabaseUnavailable():
-            # Where the database is, is nobody's business out there.
-            log.warning("not answered: the database is away", error=str(error))
-            return unavailable("the control plane's database does not answer: try again.")
+            # The message in the log may hold the database address. Callers must not see it.
+            log.warning("database unavailable", error=str(error))
+            return unavailable("the control plane's database is unavailable: retry")
         case RequestValidationError():
-            return ApiError(400, http.BAD_INPUT, _what_is_wrong(error))
+            return ApiError(400, http.BAD_INPUT, _validation_message(error))
+        case HTTPException(status_code=404):
+            return not_found("no such path")
         case HTTPException():
-            code = http.NOT_FOUND if error.status_code in _WORDS else http.BAD_INPUT
-            told = ApiError(error.status_code, code, _WORDS.get(error.status_code, "the request cannot be read."))
-            told.headers = {**(told.headers or {}), **(error.headers or {})}  # which methods it takes
-            return told
+            is_method = error.status_code == 405
+            code, message = (http.NOT_FOUND, "method not allowed") if is_method else (http.BAD_INPUT, "bad request")
+            converted = ApiError(error.status_code, code, message)
+            converted.headers = {**(converted.headers or {}), **(error.headers or {})}  # Allow
+            return converted
     return None
 
 
-def _what_is_wrong(error: RequestValidationError) -> str:
-    # What was sent is not repeated: it may be anybody's secret.
+def _validation_message(error: RequestValidationError) -> str:
+    """Names the field and the rule. Does not repeat the value: it may be a secret."""
     problem: dict[str, Any] = error.errors()[0]
-    where = ".".join(str(part) for part in problem["loc"])
     kind = problem["type"]
-    if problem["loc"] == ("body",) and kind in _NO_OBJECT:
-        return "the body is not a JSON object: send one as JSON, with Content-Type: application/json."
-    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "it must be")
-    return f"the request is not as expected: {where}: {_OF_VALIDATOR.get(kind, message).rstrip('.')}."
+    if problem["loc"] == ("body",) and kind in _NOT_AN_OBJECT:
+        return "the body must be a JSON object, sent with Content-Type: application/json"
+    field = ".".join(str(part) for part in problem["loc"])
+    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"invalid request: {field}: {_VALIDATION_MESSAGES.get(kind, message)}"
 
 
-def answer_to(request: Request, error: ApiError, as_page: AsPage | None) -> Response:
-    """A page for whoever looks at pages, a Problem for programs."""
-    is_looking = "text/html" in request.headers.get("accept", "") and not request.url.path.startswith(_FOR_PROGRAMS)
-    return as_page(request, error) if as_page is not None and is_looking else error.answer()
+def error_response(request: Request, error: ApiError, error_page: ErrorPage | None) -> Response:
+    """A page for browsers outside the API paths, otherwise problem+json."""
+    wants_page = "text/html" in request.headers.get("accept", "") and not request.url.path.startswith(_API_PATHS)
+    return error_page(request, error) if error_page is not None and wants_page else error.to_response()
 
 
-def add_error_handlers(app: FastAPI, as_page: AsPage | None) -> None:
-    async def answer(request: Request, error: Exception) -> Response:
-        told = as_api_error(error)
-        if told is None:
+def add_error_handlers(app: FastAPI, error_page: ErrorPage | None) -> None:
+    async def handle(request: Request, error: Exception) -> Response:
+        converted = to_api_error(error)
+        if converted is None:
             raise error
-        return answer_to(request, told, as_page)
+        return error_response(request, converted, error_page)
 
     for kind in (HTTPException, RequestValidationError, BadInput, UnknownWorker, DatabaseUnavailable):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, handle)

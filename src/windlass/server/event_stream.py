@@ -1,15 +1,14 @@
-"""How everything stands, looked up once for all who want to know, and told to those who listen.
+"""The overview shared by all readers, and the stream of server-sent events.
 
-Asking is shared: whoever asks gets what is at most a second old, or four times as old as it takes to look it up, and
-what was changed here is looked at as soon as that allows. So no number of callers, nor of changes, takes more than a
-quarter of one connection. Listeners are told of every event, and how things stand, while there are any; without them
-nothing is looked up. One that does not keep up, or may not look any more, is let go. It may come again: it names the
-last event it saw and misses none that are still kept.
+`OverviewFeed.overview` returns a cached overview. It is at most one second old, or four times as old as it takes to
+load; after a change by this server it is reloaded as soon as that bound allows. So readers and changes together use at
+most a quarter of one database connection. While there are listeners, they receive every event and each new overview.
+A listener that falls behind, or whose access was revoked, is disconnected. It may reconnect with the id of its last
+event and then misses none that are still stored.
 
-An event may become visible after later ones, when its transaction took longer. So all listeners are told in the order
-in which events were found here, which is mostly that of their ids, and the last event that one saw stands for all that
-were found before it. Another server may have found them in another order: whoever goes from one to the other, or comes
-back after a restart, is not told of an event that became visible meanwhile and bears an older id.
+An event can become visible after events with higher ids, when its transaction took longer. Listeners receive events in
+the order in which this server found them. Another server may have found them in another order: a listener that changes
+servers, or reconnects after a restart, may miss an event that became visible late.
 """
 
 import asyncio
@@ -30,31 +29,31 @@ from windlass.model.overview import Overview
 from windlass.ports.queries import QueryStore
 from windlass.server.errors import unavailable
 
-# What is younger than this is good enough.
+# A younger overview is not reloaded.
 FRESH_S = 1.0
-# And at most this share of the time is spent on looking it up; so much of it may be saved up, so that what a person
-# does now and then is seen at once.
-LOOK_UP_SHARE = 0.25
-SAVED_UP_S = 5.0
-# From one look for events to the next.
-LOOK_INTERVAL_S = 0.5
-# A connection without a word for this long is cut by proxies.
-BEAT_S = 15.0
-# A browser comes back after this time.
-RETRY_MS = 2_000
-# Listeners at once: each holds a connection and is written to every second. And of one caller, so that nobody keeps the
-# others out: more tabs than a person looks at.
+# Share of the time that may be spent on loading. Unused time accumulates up to LOAD_CREDIT_S, so that an operator sees
+# the result of an occasional change at once.
+LOAD_SHARE = 0.25
+LOAD_CREDIT_S = 5.0
+# Interval between two searches for events.
+POLL_INTERVAL_S = 0.5
+# Proxies close connections that are silent for longer.
+KEEP_ALIVE_S = 15.0
+# Browsers reconnect after this time.
+RECONNECT_MS = 2_000
+# Each listener holds a connection and is sent an overview every second. The limit per caller is more than the tabs of
+# one person, and leaves room for other callers.
 MAX_LISTENERS = 200
-MAX_LISTENERS_OF_CALLER = 20
-# Messages that a listener may be behind.
-MAX_BEHIND = 64
-# Events looked up at once; whoever missed more looks at the list.
+MAX_LISTENERS_PER_CALLER = 20
+# Messages that a listener may fall behind before it is disconnected.
+MAX_BACKLOG = 64
+# Events loaded at once. A listener that missed more has to read the list.
 MAX_EVENTS = 500
-# An event may become visible after later ones, by as many as are being written at once: so many are looked at again.
-LOOK_BACK = 200
-# Events remembered, in the order in which they were found: all that a look may find again (twice LOOK_BACK), and what
-# somebody misses who comes back soon.
-MAX_REMEMBERED = MAX_EVENTS + LOOK_BACK
+# Events below the newest id that each search reads again, for those that became visible late.
+OVERLAP = 200
+# Events kept in memory, in the order in which they were found: what a search may find again, and what a listener missed
+# that reconnects soon.
+MAX_KEPT_EVENTS = MAX_EVENTS + OVERLAP
 log = structlog.get_logger(__name__)
 
 _OVERVIEW = TypeAdapter(Overview)
@@ -62,214 +61,221 @@ _EVENT = TypeAdapter(Event)
 
 
 class OverviewFeed:
-    """`configured`: the fleets that are run here."""
+    """`configured_fleets`: the fleets that this process runs. Fleets that no process runs any more are left out."""
 
     def __init__(
         self,
-        reading: QueryStore,
-        configured: Callable[[], frozenset[str]],
+        store: QueryStore,
+        configured_fleets: Callable[[], frozenset[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reading = reading
-        self._configured = configured
+        self._store = store
+        self._configured_fleets = configured_fleets
         self._clock = clock
-        self._looking = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._overview: Overview | None = None
         self._fresh_until = float("-inf")
-        # Something changed since the look began; and until when the time spent on looking is paid for.
+        # Something changed since the last load began.
         self._is_stale = False
-        self._paid_until = float("-inf")
+        # The time spent on loading, divided by LOAD_SHARE, is used up at this moment.
+        self._loading_spent_until = float("-inf")
         self._listeners: set[StreamListener] = set()
-        self._watcher: asyncio.Task[None] | None = None
-        self._poked = asyncio.Event()
-        # By id, in the order in which they were found; looked for by one at a time.
+        self._publisher: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        # By id, in the order in which they were found. `_finding` serialises the searches.
         self._found: OrderedDict[int, Event] = OrderedDict()
         self._last_event_id = 0
         self._finding = asyncio.Lock()
         self._is_closed = False
 
     @property
-    def listeners(self) -> int:
+    def listener_count(self) -> int:
         return len(self._listeners)
+
+    @property
+    def is_publishing(self) -> bool:
+        return self._publisher is not None
 
     async def overview(self) -> Overview:
         """Raises DatabaseUnavailable."""
-        if self._is_due():
-            async with self._looking:  # whoever waited here finds what the first one found
-                if self._is_due():
-                    await self._look()
+        if self._is_load_due():
+            async with self._loading:  # callers that waited here use what the first one loaded
+                if self._is_load_due():
+                    await self._load()
         assert self._overview is not None  # noqa: S101
         return self._overview
 
-    def _is_due(self) -> bool:
+    def _is_load_due(self) -> bool:
         now = self._clock()
         return self._overview is None or now >= self._fresh_until or (self._is_stale and self._rest_s(now) <= 0)
 
     def _rest_s(self, now: float) -> float:
-        """For how long nothing is to be looked up only because something changed."""
-        return self._paid_until - SAVED_UP_S - now
+        """Time until a change may cause the next load."""
+        return self._loading_spent_until - LOAD_CREDIT_S - now
 
-    def _spend(self, started: float) -> None:
-        ended = self._clock()
-        self._paid_until = max(self._paid_until, started) + (ended - started) / LOOK_UP_SHARE
+    def _account_for_load(self, started: float) -> None:
+        spent_s = self._clock() - started
+        self._loading_spent_until = max(self._loading_spent_until, started) + spent_s / LOAD_SHARE
 
-    async def _look(self) -> None:
+    async def _load(self) -> None:
         started, self._is_stale = self._clock(), False
         try:
-            self._overview = await self._reading.overview(self._configured())
+            self._overview = await self._store.overview(self._configured_fleets())
         except BaseException:
-            self._is_stale = True  # as far as anybody knows
+            self._is_stale = True
             raise
-        self._spend(started)
+        self._account_for_load(started)
         ended = self._clock()
-        self._fresh_until = max(ended + FRESH_S, started + (ended - started) / LOOK_UP_SHARE)
+        self._fresh_until = max(ended + FRESH_S, started + (ended - started) / LOAD_SHARE)
 
-    def poke(self) -> None:
-        """Something was changed: what is known of it is old."""
+    def mark_changed(self) -> None:
+        """Reload the overview soon: this server has changed something."""
         self._is_stale = True
-        self._poked.set()
+        self._changed.set()
 
     async def listen(
-        self, last_event_id: int | None, caller: str = "", may_look: Callable[[], Awaitable[bool]] | None = None
+        self,
+        last_event_id: int | None,
+        caller: str = "",
+        is_still_allowed: Callable[[], Awaitable[bool]] | None = None,
     ) -> "StreamListener":
-        """Server-sent events, until the listener is let go. Raises an ApiError if there are too many.
-
-        `may_look` is asked now and then: who may not look any more is told nothing more.
-        """
-        self._check_room(caller)
+        """Open a stream. Raises ApiError above the limits. `is_still_allowed` is asked with every keep-alive."""
+        self._check_limits(caller)
         overview = await self.overview()
-        async with self._finding:  # from here on nothing is found of which it is not told
-            if self._watcher is None:
+        async with self._finding:  # events found from here on are sent to the new listener
+            if self._publisher is None:
                 await self._resume_finding(overview.last_event_id)
             if last_event_id is None:
                 missed = [event for event in self._found.values() if event.id > overview.last_event_id]
             else:
-                missed = await self._missed(last_event_id)
-            self._check_room(caller)  # others came meanwhile
-            listener = StreamListener(caller, may_look, self._listeners.discard, missed, overview)
+                missed = await self._missed_events(last_event_id)
+            self._check_limits(caller)  # other listeners came meanwhile
+            listener = StreamListener(caller, is_still_allowed, self._listeners.discard, missed, overview)
             self._listeners.add(listener)
-            if self._watcher is None:
-                self._watcher = asyncio.create_task(self._watch())
+            if self._publisher is None:
+                self._publisher = asyncio.create_task(self._publish())
         return listener
 
-    async def _missed(self, last_event_id: int) -> list[Event]:
-        await self._find_events()  # it may come from another server, that has looked since we did
+    async def _missed_events(self, last_event_id: int) -> list[Event]:
+        await self._find_events()  # the listener may come from another server that searched more recently
         found = list(self._found.values())
         if last_event_id in self._found:
             return found[list(self._found).index(last_event_id) + 1 :]
-        older = await self._reading.events_after(last_event_id, MAX_EVENTS)
-        # What a look finds again is left to it: it is remembered, or everybody will be told.
-        beyond = [e for e in older if e.id <= self._last_event_id - LOOK_BACK and e.id not in self._found]
-        return beyond + [event for event in found if event.id > last_event_id]
+        older = await self._store.events_after(last_event_id, MAX_EVENTS)
+        # Events within the overlap are left out: they are in `found`, or the next search sends them to all listeners.
+        older = [e for e in older if e.id <= self._last_event_id - OVERLAP and e.id not in self._found]
+        return older + [event for event in found if event.id > last_event_id]
 
-    def _check_room(self, caller: str) -> None:
+    def _check_limits(self, caller: str) -> None:
         if self._is_closed or len(self._listeners) >= MAX_LISTENERS:
-            raise unavailable(f"{MAX_LISTENERS} listen already: ask again, or look at /api/v1/overview.")
-        if sum(listener.caller == caller for listener in self._listeners) >= MAX_LISTENERS_OF_CALLER:
-            raise unavailable(f"you listen {MAX_LISTENERS_OF_CALLER} times already: end one of them.")
+            raise unavailable(f"{MAX_LISTENERS} streams are open: retry later, or poll /api/v1/overview")
+        if sum(listener.caller == caller for listener in self._listeners) >= MAX_LISTENERS_PER_CALLER:
+            raise unavailable(f"you have {MAX_LISTENERS_PER_CALLER} open streams: close one")
 
     async def close(self) -> None:
-        """Everybody who listens is let go, and nobody listens any more."""
+        """Disconnect all listeners and accept no others."""
         self._is_closed = True
         for listener in list(self._listeners):
             listener.end()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._publisher is not None:
+            self._publisher.cancel()
+            await asyncio.gather(self._publisher, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        told_until = float("-inf")
+    async def _publish(self) -> None:
+        published_until = float("-inf")
         while self._listeners:
             started, rest_s = self._clock(), 0.0
-            self._poked.clear()
+            self._changed.clear()
             try:
                 async with self._finding:
                     await self._find_events()
-                self._spend(started)
+                self._account_for_load(started)
                 overview = await self.overview()
-                if self._fresh_until > told_until:
-                    self._tell(_overview_message(overview))
-                    told_until = self._fresh_until
+                if self._fresh_until > published_until:
+                    self._send(_overview_message(overview))
+                    published_until = self._fresh_until
                 rest_s = max(0.0, self._rest_s(self._clock()))
             except WindlassError as error:
-                log.warning("listeners are told nothing", error=str(error))
-                self._tell(_message("trouble", json.dumps({"detail": "the database does not answer; trying again."})))
+                log.warning("update event stream failed", error=str(error))
+                self._send(_message("unavailable", json.dumps({"detail": "database unavailable; retrying"})))
             except Exception:
-                # Whoever listens has a right to hear more than nothing for ever.
-                log.exception("looking for news failed")
+                # A defect. The loop must go on, or listeners would never receive anything again.
+                log.exception("update event stream failed")
             await asyncio.sleep(rest_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_INTERVAL_S - rest_s):
-                    await self._poked.wait()
-        self._watcher = None
+                async with asyncio.timeout(POLL_INTERVAL_S - rest_s):
+                    await self._changed.wait()
+        self._publisher = None
 
     async def _resume_finding(self, last_event_id: int) -> None:
-        """What happened while nobody listened is remembered, if it is not too much, and news to nobody who is new."""
+        """After a time without listeners, load the events since then, unless there are too many."""
         if abs(last_event_id - self._last_event_id) > MAX_EVENTS:
             self._found.clear()
             self._last_event_id = last_event_id
         await self._find_events()
 
     async def _find_events(self) -> None:
-        """And tell everybody. For whoever holds `_finding`."""
-        found = await self._reading.events_after(self._last_event_id - LOOK_BACK, LOOK_BACK + MAX_EVENTS)
+        """Load new events and send them to the listeners. The caller holds `_finding`."""
+        found = await self._store.events_after(self._last_event_id - OVERLAP, OVERLAP + MAX_EVENTS)
         new = [event for event in found if event.id not in self._found]
         if not new:
             return
         self._found.update((event.id, event) for event in new)
         self._last_event_id = max(self._last_event_id, *(event.id for event in new))
-        while len(self._found) > MAX_REMEMBERED:
+        while len(self._found) > MAX_KEPT_EVENTS:
             self._found.popitem(last=False)
         self._is_stale = True
-        self._tell("".join(map(_event_message, new)))
+        self._send("".join(map(_event_message, new)))
 
-    def _tell(self, message: str) -> None:
+    def _send(self, message: str) -> None:
         for listener in list(self._listeners):
-            listener.tell(message)
+            listener.send(message)
 
 
 class StreamListener:
-    """One who listens: an iterator of messages, that others fill."""
+    """One open stream: an iterator over messages that the feed puts in.
+
+    It begins with the missed events and the overview. `on_end` is called as soon as the stream ends, whatever happens
+    to its connection after that.
+    """
 
     def __init__(
         self,
         caller: str,
-        may_look: Callable[[], Awaitable[bool]] | None,
+        is_still_allowed: Callable[[], Awaitable[bool]] | None,
         on_end: Callable[["StreamListener"], None],
         missed: Sequence[Event],
         overview: Overview,
     ) -> None:
-        """It first hears of what it missed, and how things stand. `on_end` is told as soon as it is over, whatever its
-        connection does then."""
         self.caller = caller
-        self._may_look = may_look
+        self._is_still_allowed = is_still_allowed
         self._on_end = on_end
-        self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_BEHIND)
-        self._first = f"retry: {RETRY_MS}\n\n{''.join(map(_event_message, missed))}{_overview_message(overview)}"
-        self._looked_at = time.monotonic()
-        self.is_let_go = False
-        # Breaks off what is being sent; set by whoever sends.
-        self.break_off: Callable[[], object] = lambda: None
+        self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_BACKLOG)
+        self._first = f"retry: {RECONNECT_MS}\n\n{''.join(map(_event_message, missed))}{_overview_message(overview)}"
+        self._checked_at = time.monotonic()
+        self.is_dropped = False
+        # Cancels the response that is being sent. Set by EventStream.
+        self.cancel_response: Callable[[], object] = lambda: None
 
-    def tell(self, message: str) -> None:
+    def send(self, message: str) -> None:
         try:
             self._messages.put_nowait(message)
         except asyncio.QueueFull:
-            self._let_go()
+            self._drop()
 
     def end(self) -> None:
-        """What it has not heard yet it hears; then there is an end."""
+        """End the stream after the messages that are already queued."""
         self._on_end(self)
         try:
             self._messages.put_nowait(None)
         except asyncio.QueueFull:
-            self._let_go()
+            self._drop()
 
-    def _let_go(self) -> None:
-        """It does not keep up: perhaps nobody reads at the other end, and nothing that is sent would ever arrive."""
+    def _drop(self) -> None:
+        """Disconnect a listener that fell behind. Its client may read nothing at all, so the response is cancelled."""
         self._on_end(self)
-        self.is_let_go = True
-        self.break_off()
+        self.is_dropped = True
+        self.cancel_response()
 
     async def messages(self) -> AsyncIterator[str]:
         try:
@@ -280,22 +286,22 @@ class StreamListener:
             self._on_end(self)
 
     async def _next(self) -> str | None:
-        """The next message, a sign of life if there is none for long, None at the end."""
-        if self.is_let_go:
+        """The next message, or a keep-alive. None at the end."""
+        if self.is_dropped:
             return None
-        if time.monotonic() >= self._looked_at + BEAT_S:
-            self._looked_at = time.monotonic()
-            if self._may_look is not None and not await self._may_look():
+        if time.monotonic() >= self._checked_at + KEEP_ALIVE_S:
+            self._checked_at = time.monotonic()
+            if self._is_still_allowed is not None and not await self._is_still_allowed():
                 return None
         try:
-            async with asyncio.timeout(BEAT_S):
+            async with asyncio.timeout(KEEP_ALIVE_S):
                 return await self._messages.get()
         except TimeoutError:
-            return ": still here\n\n"
+            return ": keep-alive\n\n"
 
 
 class EventStream(StreamingResponse):
-    """What a listener hears, as an answer: broken off when the listener is let go, also in the middle of sending."""
+    """The response that sends a listener's messages. Cancelled when the listener is dropped, even while sending."""
 
     def __init__(self, listener: StreamListener) -> None:
         super().__init__(listener.messages(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -303,12 +309,12 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(super().__call__(scope, receive, send))
-        self._listener.break_off = sending.cancel
+        self._listener.cancel_response = sending.cancel
         try:
             await sending
         except asyncio.CancelledError:
-            ourselves = asyncio.current_task()
-            if not self._listener.is_let_go or (ourselves is not None and ourselves.cancelling()):
+            current = asyncio.current_task()
+            if not self._listener.is_dropped or (current is not None and current.cancelling()):
                 raise
         finally:
             sending.cancel()

@@ -1,8 +1,8 @@
-"""Many workers wait for the same queues; one call waits for all of them.
+"""Long polling for work: one store call waits on behalf of all workers that serve the same queues.
 
-Each set of queues has a bell. Whoever waits is told how often it has rung, says so when it waits again, and so misses
-nothing in between, however many wait and whatever became of an answer. A bell is a hint: it also rings for nothing, and
-it is taken down when nobody has listened for a while.
+Each set of queues has a signal with a counter. A waiting worker sends the cursor of its last answer; if the signal
+fired since then, the answer is immediate, so no signal is missed between two polls or with a lost response. A signal is
+a hint: it also fires without new work. A signal without waiting workers is removed after a while.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ import structlog
 
 from windlass.model.errors import WindlassError
 
-# One look-out of the store; after it the bell rings for nothing.
-LOOK_OUT_S = 30.0
-# Without a listener for this long a bell is taken down. Longer than any pause of a worker between two waits.
-LINGER_S = 60.0
-# A database that is away is asked again after this time.
-PAUSE_S = 2.0
-# Sets of queues: a fleet has one, so this is beyond reason. Who comes after that waits without a bell.
-MAX_BELLS = 1_000
-WITHOUT_BELL_S = 1.0
+# Length of one store call. The signal fires when it ends, with or without work.
+STORE_WAIT_S = 30.0
+# A signal is removed this long after its last poll. Longer than any pause of a worker between two polls.
+SIGNAL_LINGER_S = 60.0
+# Pause before the store is asked again after it failed.
+RETRY_PAUSE_S = 2.0
+# A fleet needs one signal. Above the limit polls are answered after NO_SIGNAL_WAIT_S.
+MAX_SIGNALS = 1_000
+NO_SIGNAL_WAIT_S = 1.0
 log = structlog.get_logger(__name__)
 
 WaitForWork = Callable[[Sequence[str], float], Awaitable[None]]
@@ -32,76 +32,72 @@ WaitForWork = Callable[[Sequence[str], float], Awaitable[None]]
 class LongPollHub:
     def __init__(self, wait_for_work: WaitForWork) -> None:
         self._wait_for_work = wait_for_work
-        self._bells: dict[tuple[str, ...], _PollSignal] = {}
+        self._signals: dict[tuple[str, ...], _PollSignal] = {}
         self._is_closed = False
 
     async def wait(self, queues: Sequence[str], timeout_s: float, cursor: str | None) -> str:
-        """Until the bell has rung since `cursor`, or the time is up. Returns the cursor to come back with."""
+        """Wait until the signal has fired since `cursor`, or until the timeout. Returns the cursor of the next poll."""
         names = tuple(sorted(set(queues)))
-        bell = self._bells.get(names) or self._hang(names)
-        if bell is None:
-            await asyncio.sleep(min(timeout_s, WITHOUT_BELL_S))
-            return ""
-        return await bell.wait(timeout_s, cursor)
+        signal = self._signals.get(names)
+        if signal is None:
+            if self._is_closed or len(self._signals) >= MAX_SIGNALS:
+                await asyncio.sleep(min(timeout_s, NO_SIGNAL_WAIT_S))
+                return ""
+            signal = self._signals[names] = _PollSignal()
+            signal.task = asyncio.create_task(self._watch(names, signal))
+        return await signal.wait(timeout_s, cursor)
 
     async def close(self) -> None:
-        """Everybody who waits is told at once, and nobody waits any more."""
+        """Answer all waiting polls at once. Later polls do not wait."""
         self._is_closed = True
-        bells, self._bells = self._bells, {}
-        for bell in bells.values():
-            bell.close()
-        await asyncio.gather(*(bell.task for bell in bells.values() if bell.task), return_exceptions=True)
+        signals, self._signals = self._signals, {}
+        for signal in signals.values():
+            signal.close()
+        await asyncio.gather(*(signal.task for signal in signals.values() if signal.task), return_exceptions=True)
 
-    def _hang(self, names: tuple[str, ...]) -> "_PollSignal | None":
-        if self._is_closed or len(self._bells) >= MAX_BELLS:
-            return None
-        bell = self._bells[names] = _PollSignal()
-        bell.task = asyncio.create_task(self._keep(names, bell))
-        return bell
-
-    async def _keep(self, names: tuple[str, ...], bell: "_PollSignal") -> None:
-        while time.monotonic() - bell.listened_at < LINGER_S or bell.listeners:
+    async def _watch(self, names: tuple[str, ...], signal: "_PollSignal") -> None:
+        while time.monotonic() - signal.last_poll_at < SIGNAL_LINGER_S or signal.waiting:
             try:
-                await self._wait_for_work(names, LOOK_OUT_S)
+                await self._wait_for_work(names, STORE_WAIT_S)
             except WindlassError as error:
-                log.warning("not looking out for work", queues=names, error=str(error))
-                await asyncio.sleep(PAUSE_S)
-            bell.ring()
-        self._bells.pop(names, None)
+                log.warning("wait for work failed", queues=names, error=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+            signal.fire()
+        self._signals.pop(names, None)
 
 
 class _PollSignal:
     def __init__(self) -> None:
-        # In the cursor, so that one of another bell, or of the control plane before this one, is known as such.
+        # Part of the cursor, so that a cursor of another signal or an earlier server process is recognised as old.
         self._name = secrets.token_hex(4)
-        self._rings = 0
-        self._ringing = asyncio.Event()
-        self.listeners = 0
-        self.listened_at = time.monotonic()
+        self._count = 0
+        self._fired = asyncio.Event()
+        self.waiting = 0
+        self.last_poll_at = time.monotonic()
         self.task: asyncio.Task[None] | None = None
 
     @property
     def cursor(self) -> str:
-        return f"{self._name}.{self._rings}"
+        return f"{self._name}.{self._count}"
 
     async def wait(self, timeout_s: float, cursor: str | None) -> str:
-        self.listeners += 1
+        self.waiting += 1
         try:
             if cursor == self.cursor:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
-                        await self._ringing.wait()
+                        await self._fired.wait()
         finally:
-            self.listeners -= 1
-            self.listened_at = time.monotonic()
+            self.waiting -= 1
+            self.last_poll_at = time.monotonic()
         return self.cursor
 
-    def ring(self) -> None:
-        self._rings += 1
-        ringing, self._ringing = self._ringing, asyncio.Event()
-        ringing.set()
+    def fire(self) -> None:
+        self._count += 1
+        fired, self._fired = self._fired, asyncio.Event()
+        fired.set()
 
     def close(self) -> None:
         if self.task is not None:
             self.task.cancel()
-        self.ring()
+        self.fire()

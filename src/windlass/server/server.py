@@ -1,7 +1,7 @@
-"""The application on a port, inside a loop that is not the server's own.
+"""Runs the application with uvicorn inside an event loop that belongs to the caller.
 
-The port is taken before anything else is done, so that one in use is known at once. Signals are the loop's owner's.
-Closing tells everybody who waits, lets requests under way end, and cuts off what is left.
+The port is bound before anything else starts, so that a port in use is reported at once. Signal handling stays with the
+caller. On shutdown, running requests get GRACE_S to finish, then their connections are closed.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from windlass.model.errors import BadInput
-from windlass.server.connections import PROXIES, ConnectionTracker, TimedConnection, room_for_connections
+from windlass.server.connections import PROXIES, ConnectionTracker, TimedConnection, connection_limit
 
 BACKLOG = 2_048
-# Longer than workers keep an idle connection: it is then they who close it, and none is closed under a request.
+# Longer than workers keep an idle connection, so that workers close it and no request meets a closed connection.
 KEEP_ALIVE_S = 75
-# For requests under way when the server ends.
+# Time for running requests at shutdown.
 GRACE_S = 5
 START_TIMEOUT_S = 10.0
-# Lines of the server's and the loop's own a minute: whoever sends nonsense must not fill the disk with it.
+# Log lines of uvicorn and asyncio per window. Bad requests must not fill the disk.
 MAX_LINES = 20
 LINES_WINDOW_S = 60.0
 log = structlog.get_logger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port. Raises BadInput if that cannot be."""
+    """Bind the port. Raises BadInput if it cannot be bound."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = found[0]
-        # With its protocol named: asyncio turns Nagle's delay off only then, and that delay is 40 ms an answer.
+        # asyncio disables Nagle's algorithm (40 ms per response) only on sockets with an explicit protocol.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        # The system's own words: Python's have the address once more.
+        # str(error) would repeat the address.
         why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
         raise BadInput(f"cannot listen on {host} port {port} ({why}): choose another with --host and --port.") from None
     return listener
@@ -57,19 +57,24 @@ def listen(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    """The application answers for as long as this is open."""
-    _pass_on_logs()
-    everybody = ConnectionTracker(room_for_connections())
+    """Serve the application until the context exits."""
+    for name, event in (("uvicorn", "http server"), ("asyncio", "event loop")):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        if not logger.handlers:
+            logger.addHandler(_StructlogHandler(event))
+    tracker = ConnectionTracker(connection_limit())
     server = _Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], functools.partial(TimedConnection, everybody)),
+            http=cast(type[asyncio.Protocol], functools.partial(TimedConnection, tracker)),
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            # Whose word is taken on where a request came from: anybody else could say anything.
+            # Trust X-Forwarded-For only from a proxy on this host.
             forwarded_allow_ips=list(PROXIES),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
@@ -77,7 +82,12 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     )
     task = asyncio.create_task(server.serve([listener]))
     try:
-        await _until_started(server, task)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not server.started:
+                if task.done():
+                    task.result()
+                    raise RuntimeError("the HTTP server ended before it had started")
+                await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
         log.info("listening", host=host, port=port)
         yield
@@ -86,49 +96,30 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _until_started(server: uvicorn.Server, task: "asyncio.Task[None]") -> None:
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while not server.started:
-            if task.done():
-                task.result()
-                raise RuntimeError("the HTTP server ended before it had started")
-            await asyncio.sleep(0.01)
-
-
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
 
-class _ToOurLog(logging.Handler):
-    """What others log by themselves, as lines of ours that say what it is about, and no more of them than anybody
-    reads."""
+class _StructlogHandler(logging.Handler):
+    """Passes log records of libraries to structlog, at most MAX_LINES per window."""
 
-    def __init__(self, about: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, event: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._about = about
+        self._event = event
         self._clock = clock
-        self._since = float("-inf")
+        self._window_started = float("-inf")
         self._lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._clock() >= self._since + LINES_WINDOW_S:
-            left_out = max(0, self._lines - MAX_LINES)
-            self._since, self._lines = self._clock(), 0
-            if left_out:
-                log.warning("lines left out", of=record.name, lines=left_out)
+        if self._clock() >= self._window_started + LINES_WINDOW_S:
+            dropped = max(0, self._lines - MAX_LINES)
+            self._window_started, self._lines = self._clock(), 0
+            if dropped:
+                log.warning("drop log lines", logger_name=record.name, lines=dropped)
         self._lines += 1
         if self._lines <= MAX_LINES:
-            fields = {"message": record.getMessage(), "of": record.name}
+            fields = {"message": record.getMessage(), "logger_name": record.name}
             error = {"exc_info": record.exc_info} if record.exc_info else {}
-            log.log(record.levelno, self._about, **fields, **error)
-
-
-def _pass_on_logs() -> None:
-    for name, about in (("uvicorn", "http server"), ("asyncio", "event loop")):
-        theirs = logging.getLogger(name)
-        theirs.setLevel(logging.WARNING)
-        theirs.propagate = False
-        if not theirs.handlers:
-            theirs.addHandler(_ToOurLog(about))
+            log.log(record.levelno, self._event, **fields, **error)

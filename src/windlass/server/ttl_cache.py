@@ -1,4 +1,4 @@
-"""What was looked up a moment ago, kept for whoever asks the same."""
+"""Caches the results of a slow query for a short time, shared by all callers."""
 
 import asyncio
 import time
@@ -6,41 +6,38 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
-# Different questions whose answers are kept: more than pages have tabs, few enough to weigh nothing.
-MAX_KEPT = 100
+# Bounds the memory. The dashboard asks far fewer different questions.
+MAX_ENTRIES = 100
 
-Question = TypeVar("Question", bound=Hashable)
-Answer = TypeVar("Answer")
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 
-class TtlCache(Generic[Question, Answer]):
-    """Answers at most `fresh_s` old. One question is looked up at a time, so however many ask, it is one connection."""
+class TtlCache(Generic[Key, Value]):
+    """Values at most `ttl_s` old. One load runs at a time, so that any number of callers use one connection."""
 
     def __init__(
-        self,
-        look_up: Callable[[Question], Awaitable[Answer]],
-        fresh_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, load: Callable[[Key], Awaitable[Value]], ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._look_up = look_up
-        self._fresh_s = fresh_s
+        self._load = load
+        self._ttl_s = ttl_s
         self._clock = clock
-        self._looking = asyncio.Lock()
-        self._kept: OrderedDict[Question, tuple[Answer, float]] = OrderedDict()
+        self._lock = asyncio.Lock()
+        self._entries: OrderedDict[Key, tuple[Value, float]] = OrderedDict()
 
-    async def of(self, question: Question) -> Answer:
-        if (known := self._known(question)) is not None:
-            return known[0]
-        async with self._looking:
-            if (known := self._known(question)) is not None:  # whoever was before us asked the same
-                return known[0]
-            answer = await self._look_up(question)
-            self._kept[question] = answer, self._clock() + self._fresh_s
-            self._kept.move_to_end(question)
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-            return answer
+    async def get(self, key: Key) -> Value:
+        if (entry := self._fresh(key)) is not None:
+            return entry[0]
+        async with self._lock:
+            if (entry := self._fresh(key)) is not None:  # loaded by the caller that held the lock before
+                return entry[0]
+            value = await self._load(key)
+            self._entries[key] = value, self._clock() + self._ttl_s
+            self._entries.move_to_end(key)
+            while len(self._entries) > MAX_ENTRIES:
+                self._entries.popitem(last=False)
+            return value
 
-    def _known(self, question: Question) -> tuple[Answer, float] | None:
-        known = self._kept.get(question)
-        return known if known is not None and self._clock() < known[1] else None
+    def _fresh(self, key: Key) -> tuple[Value, float] | None:
+        entry = self._entries.get(key)
+        return entry if entry is not None and self._clock() < entry[1] else None

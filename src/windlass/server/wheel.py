@@ -1,7 +1,7 @@
-"""The running program as a wheel, so that a worker always runs the version of its control plane.
+"""Builds a wheel of the running program, so that a worker always runs the version of its control plane.
 
-Made from the installed files with nothing but the standard library; an editable install will do. The same files give
-the same bytes. What it needs is named in its metadata, as in the wheel it was installed from, and comes from an index.
+It is built from the installed files with the standard library; an editable install is enough. The same files give the
+same bytes. Dependencies are named in the metadata and come from a package index.
 """
 
 import base64
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-# The first that a zip file can hold: the time of building would make each one different.
+# The earliest time that a zip file can hold. The build time would make every wheel different.
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 _READABLE = 0o644 << 16
 _PACKAGE = Path(__file__).parent.parent
@@ -28,17 +28,17 @@ class Wheel:
 
 
 def build_wheel() -> Wheel | None:
-    """None where this program runs without having been installed: then nobody knows what it needs."""
+    """None if this program was not installed, because then its dependencies are unknown."""
     try:
         distribution = metadata.distribution("windlass")
     except metadata.PackageNotFoundError:
         return None
-    described = distribution.read_text("METADATA")
-    if described is None:
+    metadata_text = distribution.read_text("METADATA")
+    if metadata_text is None:
         return None
     info = f"windlass-{distribution.version}.dist-info"
     files = dict(_package_files())
-    files[f"{info}/METADATA"] = described.encode()
+    files[f"{info}/METADATA"] = metadata_text.encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: windlass\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     entry_points = distribution.read_text("entry_points.txt")
     if entry_points is not None:
@@ -68,7 +68,7 @@ def _record(files: dict[str, bytes], own_name: str) -> bytes:
 def _zip(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        # The metadata last, as the format advises.
+        # The wheel format recommends metadata last.
         for name in sorted(files, key=lambda name: (".dist-info/" in name, name)):
             entry = zipfile.ZipInfo(name, _TIMESTAMP)
             entry.external_attr = _READABLE

@@ -161,7 +161,7 @@ class Database:
             return row_count(await connection.execute(query, *arguments))
 
     async def sweep(self, query: str, *kept_s: float) -> int:
-        """Call a retention function repeatedly until nothing is left or SWEEP_TIMEOUT_S is over.
+        """Call a retention function repeatedly until nothing is left or SWEEP_TIMEOUT_S has passed.
 
         `query` deletes rows older than its arguments, at most SWEEP_BATCH (its last argument) of each kind, and returns
         their number. Returns the total.

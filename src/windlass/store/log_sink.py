@@ -1,8 +1,7 @@
-"""Log lines into the table windlass.logs, by somebody who never makes anybody wait.
+"""Writes log lines to the table windlass.logs without delaying the callers.
 
-A line is put into a bounded queue, from any thread, and written with others once in a while. When the queue is full, or
-the database is away for longer than it has room for, lines are dropped and counted: the log on standard error has them
-all.
+A line enters a bounded queue, from any thread, and is written in batches. When the queue is full, or the database is
+unavailable for longer than the queue has room, lines are dropped and counted. Standard error has all of them.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ MAX_WAITING = 10_000
 MAX_BATCH = 1_000
 WRITE_INTERVAL_S = 1.0
 MAX_MESSAGE_CHARACTERS = 4_000
-# What names the worker and the cycle of a line.
+# Fields that name the worker and the cycle of a line.
 _WORKER_FIELDS = ("worker_id", "worker")
 _CYCLE_FIELDS = ("cycle_id", "cycle")
 
@@ -33,7 +32,7 @@ class PostgresLogStore(DatabaseStore):
 
 
 class LogSink:
-    """`on_dropped` is told how many lines were lost."""
+    """`on_dropped` gets the number of dropped lines."""
 
     def __init__(
         self, store: PostgresLogStore, on_dropped: Callable[[int], None] = lambda _count: None, limit: int = MAX_WAITING
@@ -46,7 +45,7 @@ class LogSink:
         self._lock = threading.Lock()
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """At once, from any thread."""
+        """Add a line. Never blocks; callable from any thread."""
         with self._lock:
             if len(self._waiting) >= self._limit:
                 self._dropped += 1
@@ -54,7 +53,7 @@ class LogSink:
                 self._waiting.append(dict(line))
 
     async def run(self) -> None:
-        """Until cancelled; then what waits is written, if the database answers."""
+        """Write batches until cancelled, then write the rest if the database answers."""
         try:
             while True:
                 await asyncio.sleep(WRITE_INTERVAL_S)
@@ -63,8 +62,8 @@ class LogSink:
             await self.write()
 
     async def write(self) -> None:
-        """Write what waits. While the database is away it goes on waiting; what the database refuses is dropped,
-        because it would be refused again."""
+        """Write queued lines. They stay queued while the database is unavailable; lines that it refuses are dropped,
+        because it would refuse them again."""
         for _ in range(self._limit // MAX_BATCH + 1):
             lines = self._take_batch()
             if not lines:
@@ -91,7 +90,7 @@ class LogSink:
     def _put_back(self, lines: list[dict[str, Any]]) -> None:
         with self._lock:
             room = self._limit - len(self._waiting)
-            # The oldest go first when there is no room.
+            # Without room, the oldest lines are dropped.
             kept = lines[max(0, len(lines) - room) :]
             self._dropped += len(lines) - len(kept)
             self._waiting.extendleft(reversed(kept))

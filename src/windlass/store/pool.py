@@ -1,8 +1,8 @@
-"""Connections to one database, opened when needed and lent to one call at a time.
+"""A pool of connections to one database, opened on demand and lent to one call at a time.
 
-asyncpg's own pool does this too, with a proxy, a timer and a task for every call: together they took longer than the
-server takes to claim a task. A connection comes back only if it is known to be at rest; one whose call was cut off
-(cancelled, timed out, not answered) is thrown away, because the server may still be busy with it.
+asyncpg's own pool adds a proxy, a timer and a task to every call, which together took longer than the server takes to
+claim a task. A connection returns to the pool only if it is known to be idle. One whose call was cut off (cancelled,
+timed out, not answered) is closed, because the server may still be busy with it.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-# Firewalls forget connections that are silent for longer, without telling either end.
+# Firewalls drop connections that are idle for longer, without notice to either end.
 MAX_IDLE_S = 300.0
 
 
@@ -24,7 +24,7 @@ class ConnectionPool:
         self._lent: set[Any] = set()
 
     async def take(self) -> Any:
-        """One for the caller alone, who must `give_back` or `discard` it."""
+        """A connection for the caller alone, who must `give_back` or `discard` it."""
         if self._places.locked():
             async with asyncio.timeout(self._timeout_s):
                 await self._places.acquire()
@@ -52,16 +52,16 @@ class ConnectionPool:
         self._places.release()
 
     async def close(self) -> None:
-        """Take leave of the server on those at rest, and break off the others."""
+        """Close idle connections in order, and abort the others."""
         idle, self._idle = self._idle, []
         for connection in self._lent:
             connection.terminate()
         closing = [connection.close(timeout=self._timeout_s) for connection, _ in idle]
-        # Closing what is broken already is no error: nothing was to be said on it.
+        # Closing a broken connection is no error.
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _take_idle(self) -> Any | None:
-        # The one used last: the others may then grow old and go.
+        # The most recently used one, so that surplus connections reach MAX_IDLE_S.
         while self._idle:
             connection, idle_since = self._idle.pop()
             if not connection.is_closed() and time.monotonic() - idle_since < MAX_IDLE_S:

@@ -1,56 +1,60 @@
-"""The HTTP face of a running orchestrator."""
+"""Starts the HTTP server of a running orchestrator.
+
+The server uses database connections of its own, so that no number of requests delays a cycle. Workers and users have
+separate connections, so that a crowd of readers never delays a worker. While the server runs, its address is recorded
+in the database, for `windlass tokens link`.
+"""
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from windlass.model.auth import SERVER_TTL_S, ServerAddress
+import structlog
+
+from windlass.model.auth import SERVER_TTL_S, Role, ServerAddress
 from windlass.model.config import ApiConfig, Config, Retention
+from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
+from windlass.model.fleet import FleetConfig
 from windlass.model.urls import LOOPBACK
+from windlass.model.work_order import RayHead
 from windlass.wiring.background import background_task
 from windlass.wiring.providers import worker_log
 from windlass.wiring.stores import auth_store
 
+# The modules below import FastAPI and uvicorn, which commands without a server must not load.
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from windlass.control.orchestrator import Orchestrator
     from windlass.control.summary import Summary
-    from windlass.model.auth import Role
-    from windlass.model.work_order import RayHead
     from windlass.ports.alerts import Notifier
-    from windlass.server.context import DashboardContext, LoopHealth
+    from windlass.server.context import LoopHealth
     from windlass.server.event_stream import OverviewFeed
-    from windlass.server.metrics import Metrics
     from windlass.store.auth import PostgresAuthStore
-    from windlass.store.dashboard_queries import PostgresQueryStore
     from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
-# Connections for what comes over HTTP, apart from those of the control loop: no flood of calls delays a cycle. And
-# those of machines apart from those of people, so that no crowd of readers silences a worker.
-MACHINES_CONNECTIONS = 8
-PEOPLES_CONNECTIONS = 6
-# What a person asks is answered within this time, or not at all.
-PEOPLES_STATEMENT_TIMEOUT_S = 5.0
-# A loop that has not turned for so many of its intervals, and at least that long, is not ready.
-MISSED_CYCLES = 3
-MIN_MISSED_S = 60.0
-# Retention of what only faces need is applied with every so many samples: once in five minutes.
-SAMPLES_PER_SWEEP = 60
-# One that is late, and one that is lost, leave a running orchestrator where it is.
-FACE_NOTES_PER_TTL = 4
+WORKER_CONNECTIONS = 8
+USER_CONNECTIONS = 6
+# Longer queries of users are cancelled.
+USER_STATEMENT_TIMEOUT_S = 5.0
+# A control loop without a cycle for this many intervals, and at least MIN_STUCK_S, is not ready.
+STUCK_INTERVALS = 3
+MIN_STUCK_S = 60.0
+# Retention of links, sessions and addresses is applied with every 60th sample: once in five minutes.
+SAMPLES_PER_PURGE = 60
+# The address is recorded again several times per TTL, so that one late or lost write does not remove it.
+ADDRESS_UPDATES_PER_TTL = 4
+log = structlog.get_logger(__name__)
 
 
-def open_listener(config: Config) -> "socket.socket | None":
-    """Take the port, if there is to be one, and as many files as its callers may need. Raises BadInput."""
+def open_listener(config: Config) -> socket.socket | None:
+    """Bind the configured port, and raise the file limit for its connections. Raises BadInput."""
     if config.api.port is None:
         return None
     from windlass.server.connections import raise_file_limit
@@ -61,235 +65,226 @@ def open_listener(config: Config) -> "socket.socket | None":
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """Who counts what others do, for metrics: nobody, without a face."""
+class MetricHooks:
+    """Called by other background tasks to count metrics. Without a server they do nothing."""
 
-    # Receiver and outcome of a message.
+    # Notifier and outcome of an alert message.
     on_message: Callable[[str, str], None] = lambda _notifier, _outcome: None
-    # Log lines that were not written.
+    # Number of log lines that were not written to the database.
     on_dropped: Callable[[int], None] = lambda _count: None
 
 
 @asynccontextmanager
-async def face_stores(
-    dsn: str, retention: Retention | None = None, virtual_now: "Callable[[], datetime] | None" = None
+async def server_stores(
+    dsn: str, retention: Retention | None = None, virtual_now: Callable[[], datetime] | None = None
 ) -> "AsyncIterator[tuple[WorkerProtocolStores, DashboardStores]]":
-    """What machines call, and what people ask."""
+    """The store of workers and the store of users."""
     from windlass.store.database import Database
     from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
     async with (
-        Database(dsn, retention=retention, max_connections=MACHINES_CONNECTIONS, virtual_now=virtual_now) as machines,
+        Database(
+            dsn, retention=retention, max_connections=WORKER_CONNECTIONS, virtual_now=virtual_now
+        ) as worker_database,
         Database(
             dsn,
             retention=retention,
-            max_connections=PEOPLES_CONNECTIONS,
-            statement_timeout_s=PEOPLES_STATEMENT_TIMEOUT_S,
+            max_connections=USER_CONNECTIONS,
+            statement_timeout_s=USER_STATEMENT_TIMEOUT_S,
             virtual_now=virtual_now,
-        ) as people,
+        ) as user_database,
     ):
-        yield WorkerProtocolStores(machines), DashboardStores(people)
+        yield WorkerProtocolStores(worker_database), DashboardStores(user_database)
+
+
+class OrchestratorControlPlane:
+    """Implements the server's ControlPlane with the orchestrator in this process."""
+
+    def __init__(
+        self,
+        config: Config,
+        orchestrator: "Orchestrator",
+        store: "DashboardStores",
+        ray_head: Callable[[], RayHead | None],
+    ) -> None:
+        self._config = config
+        self._orchestrator = orchestrator
+        self._store = store
+        self._ray_head = ray_head
+
+    def fleet_config(self, name: str) -> FleetConfig | None:
+        return self._orchestrator.fleet(name)
+
+    def loop_health(self) -> "Mapping[str, LoopHealth]":
+        from windlass.server.context import LoopHealth
+
+        now = asyncio.get_running_loop().time()
+        health = {}
+        for name, last in self._orchestrator.last_cycles().items():
+            fleet = self._orchestrator.fleet(name)
+            if fleet is not None:
+                limit_s = max(MIN_STUCK_S, STUCK_INTERVALS * fleet.poll_interval_s)
+                health[name] = LoopHealth(last.summary.is_leader, now - last.at, limit_s)
+        return health
+
+    def last_actions(self) -> Mapping[str, Mapping[str, int]]:
+        return {name: last.summary.actions or {} for name, last in self._orchestrator.last_cycles().items()}
+
+    def ray_head(self) -> RayHead | None:
+        return self._ray_head()
+
+    async def run_cycle(self) -> list[dict[str, Any]]:
+        return [summary.to_plain() for summary in await self._orchestrator.cycle_now()]
+
+    async def explain(self, subject: str) -> Explanation:
+        from windlass.control.explain import explain
+
+        return await explain(self._store, subject)
+
+    def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:
+        return worker_log(self._config, fleet, worker_id, lines, is_following=False)
 
 
 @asynccontextmanager
-async def http_face(
+async def run_http_server(
     config: Config,
     dsn: str,
-    up: "Orchestrator",
-    listener: "socket.socket | None",
+    orchestrator: "Orchestrator",
+    listener: socket.socket | None,
     version: str,
     watchers: "list[Callable[[Summary], None]]",
     on_link: Callable[[str], None],
-    ray_head: "Callable[[], RayHead | None]",
-    told: "Sequence[Notifier]",
-) -> "AsyncIterator[Counts]":
-    """The HTTP face of a running `up`, if it is to have one. It watches the cycles by adding itself to `watchers`.
+    ray_head: Callable[[], RayHead | None],
+    notifiers: "Sequence[Notifier]",
+) -> AsyncIterator[MetricHooks]:
+    """Serve until the context exits, if there is a listener.
 
-    `ray_head`: what machines are told to join whose tasks Ray places. `told`: who is told of alerts.
+    `watchers` are called with the summary of each cycle; the server adds itself. `on_link` gets the login link.
     """
     if listener is None:
-        yield Counts()
+        yield MetricHooks()
         return
     from windlass.server.app import make_app
     from windlass.server.context import AppContext
+    from windlass.server.event_stream import OverviewFeed
     from windlass.server.long_poll import LongPollHub
+    from windlass.server.metrics import Metrics
+    from windlass.server.routes.login import create_login_link
     from windlass.server.server import serving
-    from windlass.server.session import new_link
     from windlass.server.wheel import build_wheel
 
-    async def run_cycle() -> list[dict[str, Any]]:
-        return [summary.to_plain() for summary in await up.cycle_now()]
-
-    # Now: what is on the disk later may be another version.
+    # Built at the start: later the files on disk may be of another version.
     wheel = await asyncio.to_thread(build_wheel)
-    async with face_stores(dsn, config.retention) as (machines, people):
-        long_poll_hub = LongPollHub(machines.wait_for_work)
-        shown, metrics = _shown(config, people, up, watchers, told)
-        face = AppContext(
-            store=machines,
-            access=machines,
-            long_poll_hub=long_poll_hub,
-            fleet=up.fleet,
+    async with server_stores(dsn, config.retention) as (worker_store, user_store):
+        overview_feed = OverviewFeed(user_store, lambda: frozenset(orchestrator.fleets))
+        metrics = Metrics(overview_feed, user_store)
+        metrics.start_at_zero(orchestrator.fleets, [notifier.name for notifier in notifiers])
+        watchers.append(metrics.record_cycle)
+        context: AppContext = AppContext(
+            worker_store=worker_store,
+            auth_store=worker_store,
+            long_poll_hub=LongPollHub(worker_store.wait_for_work),
+            control=OrchestratorControlPlane(config, orchestrator, user_store, ray_head),
             worker_defaults=config.worker,
             max_payload_bytes=config.max_payload_bytes,
             version=version,
-            ask_database=machines.now,
-            pulses=lambda: _pulses(up),
-            run_cycle=run_cycle,
-            wheel=lambda: wheel,
-            shown=shown,
-            ray_head=ray_head,
+            wheel=wheel,
+            store=user_store,
+            overview_feed=overview_feed,
+            metrics=metrics,
+            is_open_to_localhost=is_open_to_localhost(config.api),
+            rate_limit=config.api.rate_limit,
+            cors_origins=config.api.cors_origins,
         )
         url = _browser_url(config, listener.getsockname()[1])
         async with (
-            background_task(take_samples(people, shown.live)),
-            serving(make_app(face), listener),
-            _told_where(people, url),
+            background_task(take_samples(user_store, overview_feed)),
+            serving(make_app(context), listener),
+            _recorded_address(user_store, url),
         ):
-            on_link(await new_link(people, url))
+            on_link(await create_login_link(user_store, url))
             try:
-                yield Counts(metrics.record_message, metrics.record_dropped_lines)
+                yield MetricHooks(metrics.record_message, metrics.record_dropped_lines)
             finally:
-                # Before the server ends, or it would wait for those who wait.
-                await shown.live.close()
-                await long_poll_hub.close()
+                # Before the server stops: it waits for open requests.
+                await overview_feed.close()
+                await context.long_poll_hub.close()
 
 
-def _shown(
-    config: Config,
-    store: "DashboardStores",
-    up: "Orchestrator",
-    watchers: "list[Callable[[Summary], None]]",
-    told: "Sequence[Notifier]",
-) -> "tuple[DashboardContext, Metrics]":
-    """What people see of a running `up`, and who counts for them."""
-    from windlass.control.explain import explain
-    from windlass.server.context import DashboardContext
-    from windlass.server.event_stream import OverviewFeed
-    from windlass.server.metrics import Metrics
-
-    live = OverviewFeed(store, lambda: frozenset(up.fleets))
-    metrics = Metrics(live.overview, store.fleet_metrics)
-    metrics.expect(up.fleets, [notifier.name for notifier in told])
-
-    def note(summary: "Summary") -> None:
-        metrics.record_cycle(
-            summary.fleet,
-            is_leader=summary.is_leader,
-            duration_s=summary.duration_s,
-            actions=summary.actions or {},
-            provider_calls=summary.provider_calls,
-        )
-
-    watchers.append(note)
-    shown = DashboardContext(
-        store=store,
-        live=live,
-        explain=functools.partial(explain, store),
-        worker_log=lambda fleet, worker_id, lines: worker_log(config, fleet, worker_id, lines, is_following=False),
-        last_actions=lambda: {name: heard.summary.actions or {} for name, heard in up.last_cycles().items()},
-        metrics=metrics.read,
-        is_open_here=is_reading_open(config.api),
-        rate_limit=config.api.rate_limit,
-        cors_origins=config.api.cors_origins,
-    )
-    return shown, metrics
-
-
-def is_reading_open(api: ApiConfig) -> bool:
-    """To whoever is on this host. An address for others means that something stands before it, perhaps on this host."""
+def is_open_to_localhost(api: ApiConfig) -> bool:
+    """Whether requests from this host may read without a token. With `api.url`, a proxy on this host is likely."""
     return api.host in LOOPBACK and api.url is None
 
 
-async def dashboard_link(config: Config, role: "Role", url: str | None) -> str:
-    """The address that lets one more browser in. `url`: where the dashboard is, if nobody else is to be asked."""
-    from windlass.server.session import new_link
+async def dashboard_link(config: Config, role: Role, url: str | None) -> str:
+    """A login link for one browser. `url`: where the dashboard is, if it is not to be looked up."""
+    from windlass.server.routes.login import create_login_link
 
     async with auth_store(config, may_create=False) as store:
-        base_url = url or config.api.url or await _running_at(store) or _configured_at(config)
-        return await new_link(store, base_url.rstrip("/"), role)
+        base_url = url or config.api.url or await _recorded_url(store)
+        if base_url is None:
+            if not config.api.port:
+                raise BadInput(
+                    "no running `windlass up --port` was found: start one, or give --url http://127.0.0.1:8080, or set "
+                    "api.port or api.url."
+                )
+            base_url = _browser_url(config, config.api.port)
+        return await create_login_link(store, base_url.rstrip("/"), role)
 
 
-async def _running_at(store: "PostgresAuthStore") -> str | None:
-    """Where a running `windlass up` serves people who are here; None if none does. BadInput if only others reach it."""
+async def _recorded_url(store: "PostgresAuthStore") -> str | None:
+    """Address of a running server that is reachable from this host. BadInput if all are on other hosts."""
     servers = await store.servers()
-    for face in servers:
-        if face.host == socket.gethostname() or urlsplit(face.url).hostname not in LOOPBACK:
-            return face.url
+    for server in servers:
+        if server.host == socket.gethostname() or urlsplit(server.url).hostname not in LOOPBACK:
+            return server.url
     if servers:
         raise BadInput(
-            f"the dashboard is at {servers[0].url} of {servers[0].host}: make the link there, or give --url with an "
-            "address that leads there."
+            f"the dashboard runs at {servers[0].url} on host {servers[0].host}: create the link there, or give --url "
+            "with an address that reaches it."
         )
     return None
 
 
-def _configured_at(config: Config) -> str:
-    if not config.api.port:
-        raise BadInput(
-            "no `windlass up --port` is running that would say where the dashboard is: start one, or give --url "
-            "http://127.0.0.1:8080, or set api.port or api.url."
-        )
-    return _browser_url(config, config.api.port)
-
-
 @asynccontextmanager
-async def _told_where(store: "PostgresAuthStore", url: str) -> AsyncIterator[None]:
-    """For as long as this is open, whoever has the database learns from it where people are served."""
-    face = ServerAddress(url, socket.gethostname())
-    await store.record_server(face)
+async def _recorded_address(store: "PostgresAuthStore", url: str) -> AsyncIterator[None]:
+    """Keep the address of this server recorded in the database until the context exits."""
+    address = ServerAddress(url, socket.gethostname())
+
+    async def record_again() -> None:
+        while True:
+            await asyncio.sleep(SERVER_TTL_S / ADDRESS_UPDATES_PER_TTL)
+            with contextlib.suppress(DatabaseUnavailable):  # other tasks log it
+                await store.record_server(address)
+
+    await store.record_server(address)
     try:
-        async with background_task(_note_again(store, face)):
+        async with background_task(record_again()):
             yield
     finally:
         with contextlib.suppress(DatabaseUnavailable):
-            await store.remove_server(face)
-
-
-async def _note_again(store: "PostgresAuthStore", face: ServerAddress) -> None:
-    while True:
-        await asyncio.sleep(SERVER_TTL_S / FACE_NOTES_PER_TTL)
-        # A database that is away is told of elsewhere, and everywhere.
-        with contextlib.suppress(DatabaseUnavailable):
-            await store.record_server(face)
+            await store.remove_server(address)
 
 
 def _browser_url(config: Config, port: int) -> str:
-    """Where a person on this host, or wherever machines call from, finds us."""
     if config.api.url is not None:
         return config.api.url
     host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def take_samples(store: "PostgresQueryStore", live: "OverviewFeed") -> None:
-    """How things stand, every few seconds, for charts; and the retention of what only faces need. Whatever happens."""
-    import structlog
-
+async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") -> None:
+    """Record samples for charts every few seconds, and purge links, sessions and addresses now and then."""
     from windlass.store.overview import SAMPLE_INTERVAL_S
 
-    log = structlog.get_logger(__name__)
-    for round_number in itertools.count():
+    for number in itertools.count():
         try:
-            await store.take_samples(await live.overview())
-            if round_number % SAMPLES_PER_SWEEP == 0:
+            await store.take_samples(await overview_feed.overview())
+            if number % SAMPLES_PER_PURGE == 0:
                 await store.purge_servers()
         except WindlassError as error:
-            log.warning("no sample was taken", error=str(error))
+            log.warning("take sample failed", error=str(error))
         except Exception:
-            # A defect; but without this loop charts end for good, and nobody is told why.
-            log.exception("no sample was taken")
+            # A defect. Without this loop the charts would end.
+            log.exception("take sample failed")
         await asyncio.sleep(SAMPLE_INTERVAL_S)
-
-
-def _pulses(up: "Orchestrator") -> "dict[str, LoopHealth]":
-    from windlass.server.context import LoopHealth
-
-    now = asyncio.get_running_loop().time()
-    pulses = {}
-    for name, heard in up.last_cycles().items():
-        fleet = up.fleet(name)
-        if fleet is not None:
-            limit_s = max(MIN_MISSED_S, MISSED_CYCLES * fleet.poll_interval_s)
-            pulses[name] = LoopHealth(heard.summary.is_leader, now - heard.at, limit_s)
-    return pulses

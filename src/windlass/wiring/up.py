@@ -33,7 +33,7 @@ from windlass.store.log_sink import LogSink, PostgresLogStore
 from windlass.store.migrate import migrate
 from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
-from windlass.wiring.http_server import http_face, open_listener
+from windlass.wiring.http_server import open_listener, run_http_server
 from windlass.wiring.notifiers import make_notifiers
 from windlass.wiring.providers import check_keys, check_machine_url, make_provider, spawning_fleets
 from windlass.wiring.ray import check_ray, ray_beside
@@ -134,9 +134,11 @@ async def run_up(
         log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
             reload_on_request(orchestrator, active, load, ray, is_reload_requested),
-            http_face(config, dsn, orchestrator, listener, version, listeners, on_link, ray.head, notifiers) as counts,
-            _alerting(config, dsn, listeners, notifiers, counts.on_message),
-            _log_sink(config, dsn, tap, counts.on_dropped),
+            run_http_server(
+                config, dsn, orchestrator, listener, version, listeners, on_link, ray.head, notifiers
+            ) as hooks,
+            _alerting(config, dsn, listeners, notifiers, hooks.on_message),
+            _log_sink(config, dsn, tap, hooks.on_dropped),
             trace_cycles(config, version, listeners),
         ):
             await orchestrator.run(spawning_fleets(config), stops_when_empty=not config.fleets)

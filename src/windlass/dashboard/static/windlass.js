@@ -209,7 +209,7 @@
     stream.onerror = lose;
     stream.addEventListener("event", () => { heard(); refreshSoon(); });
     stream.addEventListener("overview", (message) => { heard(); consider(message.data); });
-    stream.addEventListener("trouble", () => { heard(); tell("away", "the database does not answer"); isTroubled = true; });
+    stream.addEventListener("unavailable", () => { heard(); tell("away", "the database does not answer"); isTroubled = true; });
     heard();
   }
 
@@ -298,7 +298,7 @@
       const told = await answer.json().catch(() => ({}));
       if (!answer.ok) throw new Error(told.detail ?? `the server answered ${answer.status}.`);
       dialog.close();
-      toast(told.sentence);
+      toast(told.message);
       await refresh();
     } catch (error) {
       const problem = dialog.querySelector(".problem");

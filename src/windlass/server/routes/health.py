@@ -1,121 +1,159 @@
-"""Health, the cycle on request, and the program itself as a wheel."""
+"""Health, readiness and metrics, a cycle on request, and the wheel of the running program."""
 
 import asyncio
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
-from fastapi.responses import JSONResponse
 
 from windlass.model.auth import JoinCaller, TokenCaller, WorkerCaller
 from windlass.model.errors import DatabaseUnavailable
-from windlass.ports import http
 from windlass.server.auth import machine_caller, operator
-from windlass.server.context import AppContext
-from windlass.server.errors import ApiError, unavailable
+from windlass.server.context import AppContext, WorkerApiContext
+from windlass.server.errors import not_found, unavailable
+from windlass.server.json_api import VIEWER, json_response
 from windlass.server.openapi import documented
-from windlass.server.schemas import Health, Readiness, WheelResponse
 from windlass.server.wheel import Wheel
 
-# A probe that asks is answered within this time, whatever the database does.
+# A readiness probe is answered within this time, whatever the database does.
 PROBE_TIMEOUT_S = 2.0
-# However many probe, the database is asked once in this time, by one of them.
-PROBED_S = 1.0
+# Probes need no token, so they must be cheap: the database is asked at most once in this time.
+PROBE_TTL_S = 1.0
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 Machine = Annotated[WorkerCaller | JoinCaller, Depends(machine_caller)]
 Operator = Annotated[TokenCaller, Depends(operator)]
 
 
-def health_routes(face: AppContext) -> APIRouter:
-    router = APIRouter()
-    probe = _Probe(face)
+@dataclass(frozen=True, slots=True)
+class Health:
+    status: str
+    version: str
 
-    # Some probes ask for the head only.
+
+@dataclass(frozen=True, slots=True)
+class FleetReadiness:
+    is_leader: bool
+    last_cycle_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    is_ready: bool
+    has_database: bool
+    is_leader: bool
+    fleets: Mapping[str, FleetReadiness]
+
+
+@dataclass(frozen=True, slots=True)
+class WheelResponse:
+    filename: str
+    version: str
+    sha256: str
+
+
+_health = json_response(Health)
+_readiness = json_response(Readiness)
+_wheel = json_response(WheelResponse)
+_NOT_READY = {"is_ready": False, "has_database": False, "is_leader": False, "fleets": {}}
+
+
+def health_routes(context: WorkerApiContext) -> APIRouter:
+    router = APIRouter()
+    probe = _DatabaseProbe(context)
+
+    # Some probes send HEAD.
     @router.head("/healthz", include_in_schema=False)
-    @router.get("/healthz", **documented(Health, "Does it answer?", "health"))
-    async def healthz() -> dict[str, str]:
-        """This process answers."""
-        return {"status": "ok", "version": face.version}
+    @router.get("/healthz", **documented(Health, "Check liveness"))
+    async def healthz() -> Response:
+        """The process answers."""
+        return _health(Health("ok", context.version))
 
     @router.head("/readyz", include_in_schema=False)
-    @router.get("/readyz", **documented(Readiness, "Is it ready?", "readiness", also=(503, "not_ready")))
-    async def readyz() -> JSONResponse:
-        """Its database answers and its control loop turns, leading or standing by."""
+    @router.get("/readyz", **documented(Readiness, "Check readiness", also=503, also_example=_NOT_READY))
+    async def readyz() -> Response:
+        """The database answers and the control loop runs, as leader or standby."""
         has_database = await probe.has_database()
-        pulses = face.pulses()
-        fleets = {
-            name: {"is_leader": pulse.is_leader, "last_cycle_age_s": round(pulse.last_cycle_age_s, 1)}
-            for name, pulse in pulses.items()
-        }
-        is_ready = has_database and bool(pulses) and all(pulse.is_turning for pulse in pulses.values())
-        found: dict[str, Any] = {
-            "is_ready": is_ready,
-            "has_database": has_database,
-            "is_leader": any(pulse.is_leader for pulse in pulses.values()),
-            "fleets": fleets,
-        }
-        return JSONResponse(found, 200 if is_ready else 503)
+        loops = context.control.loop_health()
+        readiness = Readiness(
+            is_ready=has_database and bool(loops) and all(loop.is_running for loop in loops.values()),
+            has_database=has_database,
+            is_leader=any(loop.is_leader for loop in loops.values()),
+            fleets={
+                name: FleetReadiness(loop.is_leader, round(loop.last_cycle_age_s, 1)) for name, loop in loops.items()
+            },
+        )
+        response = _readiness(readiness)
+        response.status_code = 200 if readiness.is_ready else 503
+        return response
 
-    return router
-
-
-class _Probe:
-    """Whether the database answers, for anybody who asks: nobody needs a token for it, so it must cost nothing."""
-
-    def __init__(self, face: AppContext) -> None:
-        self._face = face
-        self._asking = asyncio.Lock()
-        self._has_database = False
-        self._known_until = float("-inf")
-
-    async def has_database(self) -> bool:
-        async with self._asking:  # whoever waited here takes the answer of the first
-            if time.monotonic() >= self._known_until:
-                self._has_database = await self._ask()
-                self._known_until = time.monotonic() + PROBED_S
-            return self._has_database
-
-    async def _ask(self) -> bool:
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await self._face.ask_database()
-        except (DatabaseUnavailable, TimeoutError):
-            return False
-        return True
-
-
-def control_routes(face: AppContext) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/internal/cycle", **documented(list[dict[str, Any]], "Run a cycle now", "summaries"))
+    @router.post("/internal/cycle", **documented(list[dict[str, Any]], "Run a cycle"))
     async def cycle(_operator: Operator) -> list[dict[str, Any]]:
-        """Run a cycle of every fleet now, and say what each did: for pg_cron and the like."""
+        """Run one cycle of every fleet and return the summaries, for pg_cron and similar schedulers."""
         try:
-            return await face.run_cycle()
+            return await context.control.run_cycle()
         except TimeoutError:
-            raise unavailable("no cycle of every fleet ended in time: look at the log of `windlass up`.") from None
+            raise unavailable("the cycles did not finish in time: see the log of `windlass up`") from None
 
-    @router.get("/internal/wheel", **documented(WheelResponse, "The program itself", "wheel"))
-    async def wheel(_machine: Machine) -> dict[str, str]:
-        """Name and hash of the wheel of this very program."""
-        found = _wheel(face)
-        return {"filename": found.filename, "version": found.version, "sha256": found.sha256}
+    @router.get("/internal/wheel", **documented(WheelResponse, "Get the wheel's name"))
+    async def wheel(_machine: Machine) -> Response:
+        """Name and hash of the wheel of the running program."""
+        found = _find_wheel(context)
+        return _wheel(WheelResponse(found.filename, found.version, found.sha256))
 
     @router.get(
         "/internal/wheel/{filename}",
-        **documented(bytes, "The program's wheel", "wheel_file", media_type="application/zip"),
+        **documented(bytes, "Download the wheel", media_type="application/zip", example=""),
     )
     async def wheel_file(filename: str, _machine: Machine) -> Response:
-        found = _wheel(face)
+        found = _find_wheel(context)
         if filename != found.filename:
-            raise ApiError(404, http.NOT_FOUND, f"the wheel of this program is {found.filename}.")
+            raise not_found(f"the wheel of this program is {found.filename}")
         return Response(found.content, media_type="application/zip")
 
     return router
 
 
-def _wheel(face: AppContext) -> Wheel:
-    found = face.wheel()
-    if found is None:
-        raise ApiError(404, http.NOT_FOUND, "the control plane was not installed as a package, so it has no wheel.")
-    return found
+def metrics_routes(context: AppContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.get(
+        "/metrics",
+        dependencies=[VIEWER],
+        **documented(
+            str, "Get metrics", media_type="text/plain", example='windlass_tasks_queued{queue="renders"} 41.0\n'
+        ),
+    )
+    async def metrics() -> Response:
+        """In the text format of Prometheus."""
+        return Response(await context.metrics.render(), media_type=PROMETHEUS_TEXT)
+
+    return router
+
+
+class _DatabaseProbe:
+    def __init__(self, context: WorkerApiContext) -> None:
+        self._context = context
+        self._lock = asyncio.Lock()
+        self._has_database = False
+        self._cached_until = float("-inf")
+
+    async def has_database(self) -> bool:
+        async with self._lock:  # callers that waited here use the answer of the first
+            if time.monotonic() >= self._cached_until:
+                try:
+                    async with asyncio.timeout(PROBE_TIMEOUT_S):
+                        await self._context.worker_store.now()
+                    self._has_database = True
+                except (DatabaseUnavailable, TimeoutError):
+                    self._has_database = False
+                self._cached_until = time.monotonic() + PROBE_TTL_S
+            return self._has_database
+
+
+def _find_wheel(context: WorkerApiContext) -> Wheel:
+    if context.wheel is None:
+        raise not_found("the control plane was not installed as a package, so it has no wheel")
+    return context.wheel

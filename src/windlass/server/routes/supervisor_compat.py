@@ -1,34 +1,52 @@
-"""The two routes that programs of a process supervisor call: its paths, its shapes, its words."""
+"""Two routes with the paths and JSON of the process supervisor that Windlass replaces."""
 
-from fastapi import APIRouter, Depends, Response
+from dataclasses import dataclass
 
-from windlass.server.auth import operator, viewer
-from windlass.server.context import DashboardContext, answering
+from fastapi import APIRouter, Response
+
+from windlass import operations
+from windlass.server.context import AppContext
+from windlass.server.errors import raise_if_refused
+from windlass.server.json_api import OPERATOR, VIEWER, json_response
 from windlass.server.openapi import documented
-from windlass.server.routes.operations import restart_fleets
-from windlass.server.schemas import Component, RestartResponse
-
-_components = answering(list[Component])
-_restarted = answering(RestartResponse)
 
 
-def compatible_routes(shown: DashboardContext) -> APIRouter:
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A slot or worker, in the words of the supervisor."""
+
+    component: str
+    status: str
+    pid: int | None
+    current_job: int | None
+    restart_count: int
+    last_seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartResponse:
+    status: str
+    message: str
+
+
+_components = json_response(list[Component])
+_restarted = json_response(RestartResponse)
+
+
+def routes(context: AppContext) -> APIRouter:
     router = APIRouter(prefix="/api/web/worker")
-    store = shown.store
 
-    @router.get("/status", dependencies=[Depends(viewer)], **documented(list[Component], "Workers", "components"))
+    @router.get("/status", dependencies=[VIEWER], **documented(list[Component], "List components"))
     async def status() -> Response:
-        """Each slot and worker: starting, healthy, stopping, crashed or failed. Times are Unix seconds."""
-        return _components([Component(**row) for row in await store.component_health()])
+        """Every slot and worker: starting, healthy, stopping, crashed or failed. Times are Unix seconds."""
+        return _components([Component(**row) for row in await context.store.component_health()])
 
-    @router.post(
-        "/restart", dependencies=[Depends(operator)], **documented(RestartResponse, "Restart all", "restarted")
-    )
+    @router.post("/restart", dependencies=[OPERATOR], **documented(RestartResponse, "Restart all workers"))
     async def restart() -> Response:
-        """Failed slots are free again, and every worker is replaced, gracefully."""
-        count = await restart_fleets(store, [fleet.name for fleet in await store.fleets()])
-        shown.live.poke()
-        who = "1 worker" if count == 1 else f"{count} workers"
-        return _restarted(RestartResponse("success", f"{who} asked to leave; the next cycle hires anew."))
+        """The same operation as `POST /api/v1/restart`."""
+        result = await operations.restart_all_fleets(context.store)
+        raise_if_refused(result)
+        context.overview_feed.mark_changed()
+        return _restarted(RestartResponse("success", f"{result.message}."))
 
     return router

@@ -1,4 +1,4 @@
-"""What a plan decided, as far as no provider is needed for it."""
+"""Applies the actions of a plan that need no provider."""
 
 from typing import assert_never
 
@@ -26,7 +26,7 @@ from windlass.store.memory.tables import Tables
 
 
 def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
-    """How many tasks it took from their workers."""
+    """Returns how many tasks it requeued."""
     fleet = snapshot.fleet
     match action:
         case Fail(worker_id, code, reason, evidence, attempt_refund):
@@ -49,10 +49,10 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
             slot = tables.fleets[fleet].slots.get(number)
             if slot is not None:
                 slot.is_failed = True
-            tables.journal.note("SLOT_FAILED", reason, fleet=fleet, detail={"slot": number})
+            tables.event_log.add("SLOT_FAILED", reason, fleet=fleet, detail={"slot": number})
         case RaiseAlert(code, reason, worker_id, about):
             detail = {"code": code} | ({"about": about} if about else {})
-            tables.journal.note("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
+            tables.event_log.add("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
         case Delete() | DeleteOrphan() | Spawn() | GrowVolume():
             pass  # the provider's to do first
         case _:
@@ -65,36 +65,36 @@ def _promote(tables: Tables, fleet: str, action: Promote) -> None:
     if worker is not None:
         worker.move(WorkerStatus.ACTIVE)
         worker.activated_at = tables.now()
-        tables.journal.note("WORKER_ACTIVATED", action.reason, fleet=fleet, worker_id=worker.id)
+        tables.event_log.add("WORKER_ACTIVATED", action.reason, fleet=fleet, worker_id=worker.id)
 
 
 def _prepare(tables: Tables, fleet: str, action: Prepare) -> None:
     worker = tables.workers.among((WorkerStatus.SPAWNING,), action.worker_id)
-    if worker is not None and worker.hired.preparing_at is None:
-        worker.hired.preparing_at = tables.now()
-        tables.journal.note("MACHINE_PREPARING", action.reason, fleet=fleet, worker_id=worker.id)
+    if worker is not None and worker.spawned.preparing_at is None:
+        worker.spawned.preparing_at = tables.now()
+        tables.event_log.add("MACHINE_PREPARING", action.reason, fleet=fleet, worker_id=worker.id)
 
 
 def _drain(tables: Tables, fleet: str, action: Drain) -> None:
     worker = tables.workers.get(action.worker_id)
     if worker is not None and worker.is_staying:
         worker.move(WorkerStatus.TERMINATING)
-        worker.hired.terminating_at = tables.now()
+        worker.spawned.terminating_at = tables.now()
         worker.code, worker.reason = action.code, action.reason
-        tables.journal.note("WORKER_TERMINATING", action.reason, fleet=fleet, worker_id=worker.id)
+        tables.event_log.add("WORKER_TERMINATING", action.reason, fleet=fleet, worker_id=worker.id)
 
 
 def _adopt(tables: Tables, action: Adopt, snapshot: Snapshot) -> None:
     worker = tables.workers.get(action.worker_id)
-    if worker is not None and worker.hired.machine_id is None:
-        hired, now = worker.hired, tables.now()
-        hired.machine_id, hired.machine_at, hired.creation = action.machine_id, now, "created"
+    if worker is not None and worker.spawned.machine_id is None:
+        spawned, now = worker.spawned, tables.now()
+        spawned.machine_id, spawned.machine_at, spawned.creation = action.machine_id, now, "created"
         if action.is_prepared:
-            hired.prepared_at = hired.prepared_at or now
+            spawned.prepared_at = spawned.prepared_at or now
         if (machine := _listed(snapshot, action.machine_id)) is not None:
-            hired.instance_type, hired.place = machine.instance_type, machine.place
+            spawned.instance_type, spawned.place = machine.instance_type, machine.place
         _price(tables, action, snapshot)
-        tables.journal.note("MACHINE_ADOPTED", action.reason, fleet=snapshot.fleet, worker_id=worker.id)
+        tables.event_log.add("MACHINE_ADOPTED", action.reason, fleet=snapshot.fleet, worker_id=worker.id)
 
 
 def _price(tables: Tables, action: Adopt | RecordPrice, snapshot: Snapshot) -> None:

@@ -1,7 +1,4 @@
-"""Who may call over HTTP: the contract of PostgresAccessStore.
-
-migrations/0006_access.sql says what is right; tests/conformance/test_access.py runs over both.
-"""
+"""Tokens, sessions and server addresses, in memory. Implements ports/auth.py."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +28,7 @@ from windlass.store.memory.workers import Credentials
 if TYPE_CHECKING:
     from windlass.ports.auth import AuthStore
 
-# An API token's last use is noted to the minute.
+# An API token's last use is recorded to the minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
 
 
@@ -74,17 +71,19 @@ class MemoryAuthStore(TableStore):
         if credentials.join_expires_at <= self._clock():
             return Activation.EXPIRED
         credentials.token_hash = token_hash
-        self._note("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
+        self._add_event("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)
         if worker is None or worker.slot is None or worker.last_heartbeat is not None:
             return
-        if worker.hired.prepare_code is None:
+        if worker.spawned.prepare_code is None:
             reason = storable(reason)
-            worker.hired.prepare_code, worker.hired.prepare_reason = code, reason
-            self._note("WORKER_NOT_STARTED", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code})
+            worker.spawned.prepare_code, worker.spawned.prepare_reason = code, reason
+            self._add_event(
+                "WORKER_NOT_STARTED", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code}
+            )
 
     async def self_register(
         self, api_token_hash: bytes, token_hash: bytes, registration: Registration

@@ -1,4 +1,4 @@
-"""What the tables' constraints refuse: BadInput, in a sentence, before anything is changed."""
+"""The checks of the tables' constraints: BadInput before anything is changed."""
 
 import json
 import math

@@ -54,7 +54,7 @@ class MemoryControlStore(MemoryLeaseStore):
         cycle_id = self._tables.cycles.record(term, snapshot, plan, self._clock())
         requeued = sum(apply_action(self._tables, action, snapshot) for action in plan.actions)
         fleet.planner_state = plan.planner_state
-        return Committed(cycle_id, self._tables.intend(fleet, intents), requeued)
+        return Committed(cycle_id, self._tables.reserve_slots(fleet, intents), requeued)
 
     async def commit_outcomes(
         self,
@@ -73,7 +73,7 @@ class MemoryControlStore(MemoryLeaseStore):
         if not intents:
             return frozenset()
         self._tables.leases.require(candidate, term)
-        return self._tables.intend(self._tables.fleets[fleet], intents)
+        return self._tables.reserve_slots(self._tables.fleets[fleet], intents)
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         due = to_settle(self._workers.rows.values(), fleet, self._clock())
@@ -96,7 +96,7 @@ class MemoryCostStore(TableStore):
         return [
             account(worker, self._tasks.run_by(worker.id))
             for worker in workers
-            if worker.hired.settle_at is not None and fleet in (None, worker.fleet) and worker_id in (None, worker.id)
+            if worker.spawned.settle_at is not None and fleet in (None, worker.fleet) and worker_id in (None, worker.id)
         ]
 
 

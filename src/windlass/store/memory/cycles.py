@@ -1,4 +1,4 @@
-"""The record of the control loop: what each cycle saw and decided."""
+"""Stored cycles: snapshot, actions and decision of each."""
 
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What happened, in the order it happened, and how a failed attempt is told."""
+"""The event log, and the text of events about failed attempts."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from windlass.model.event import Event
 from windlass.store.memory.tasks import MemoryTask
 from windlass.store.memory.workers import WorkerTable
 
-MAX_ATTEMPTS_TOLD = 20
+MAX_ATTEMPTS_LISTED = 20
 MAX_WORKERS_NAMED = 5
 FAILED_ATTEMPTS = frozenset({"TASK_ERROR", "TASK_REQUEUED", "TASK_FAILED"})
 MAX_REASON_CHARACTERS, REASON_BEGINS, REASON_ENDS = 300, 100, 200
@@ -26,7 +26,7 @@ class EventLog:
         self._of_task: defaultdict[int, deque[Event]] = defaultdict(deque)
         self._of_worker: defaultdict[str, deque[Event]] = defaultdict(deque)
 
-    def note(
+    def add(
         self,
         code: str,
         reason: str,
@@ -75,11 +75,11 @@ class EventLog:
 
 
 def failed_attempts(
-    journal: EventLog, workers: WorkerTable, row: MemoryTask, last: dict[str, Any]
+    event_log: EventLog, workers: WorkerTable, row: MemoryTask, last: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Every attempt that failed since the task was enqueued or retried, and the last one, which is not noted yet."""
-    failed = [event for event in journal.since_retried(row.id) if event.code in FAILED_ATTEMPTS]
-    told = [
+    failed = [event for event in event_log.since_retried(row.id) if event.code in FAILED_ATTEMPTS]
+    values = [
         {
             "attempt": (event.detail or {}).get("attempt"),
             "worker_id": event.worker_id,
@@ -87,9 +87,9 @@ def failed_attempts(
             "has_worked_since": (worker := workers.get(event.worker_id)) is not None
             and row.id not in worker.failed_tasks,
         }
-        for event in reversed(failed[: MAX_ATTEMPTS_TOLD - 1])
+        for event in reversed(failed[: MAX_ATTEMPTS_LISTED - 1])
     ]
-    return [*told, {**last, "has_worked_since": False}]
+    return [*values, {**last, "has_worked_since": False}]
 
 
 def failed_attempts_text(attempts: list[dict[str, Any]]) -> str:

@@ -35,7 +35,7 @@ class MemoryFleetQueries(TableStore):
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
     ) -> list[Event]:
         check_limit("reading events", limit)
-        return self._tables.journal.latest(task_id, worker_id, limit)
+        return self._tables.event_log.latest(task_id, worker_id, limit)
 
     async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
         return [stored.cycle for stored in islice(self._tables.cycles.of(fleet), limit)]
@@ -79,13 +79,13 @@ class MemoryOperations(TableStore):
         row.reset_at = self._clock()
         if slot is None:
             row.restarted_at = row.reset_at
-        self._note("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
+        self._add_event("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
         return failed
 
     async def request_workers(self, fleet: str, count: int) -> int:
         row = self._tables.known_fleet("asking for workers", fleet)
         row.requested_workers = max(0, min(row.requested_workers + count, self._tables.room_for_requests(row)))
-        self._note("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
+        self._add_event("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
         return row.requested_workers
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
@@ -94,7 +94,7 @@ class MemoryOperations(TableStore):
         rows = [worker for worker in own if worker.status in LIVE and worker.is_paused != is_paused]
         for row in rows:
             row.is_paused = is_paused
-        self._note("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
+        self._add_event("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
         return len(rows)
 
     async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
@@ -103,7 +103,7 @@ class MemoryOperations(TableStore):
         for row in rows:
             row.is_paused = is_paused
             code = "WORKER_PAUSED" if is_paused else "WORKER_RESUMED"
-            self._note(code, "by hand", fleet=row.fleet, worker_id=row.id)
+            self._add_event(code, "by hand", fleet=row.fleet, worker_id=row.id)
         return len(rows)
 
     async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
@@ -111,8 +111,8 @@ class MemoryOperations(TableStore):
         for row in rows:
             row.move(WorkerStatus.TERMINATING)
             row.code, row.reason = "MANUAL", reason
-            row.hired.terminating_at = self._clock()
-            self._note("WORKER_TERMINATING", reason, fleet=row.fleet, worker_id=row.id)
+            row.spawned.terminating_at = self._clock()
+            self._add_event("WORKER_TERMINATING", reason, fleet=row.fleet, worker_id=row.id)
         return len(rows)
 
     async def terminate_worker(self, worker_id: str, reason: str) -> bool:

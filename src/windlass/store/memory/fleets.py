@@ -1,4 +1,4 @@
-"""Fleets, their slots, and the leases of those who lead them."""
+"""Rows of fleets, slots and leases."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class SlotRow:
     is_failed: bool = False
     restarts: list[datetime] = field(default_factory=list)
 
-    def note_restart(self, now: datetime) -> None:
+    def record_restart(self, now: datetime) -> None:
         self.restarts = [*self.restarts, now][-MAX_RESTARTS:]
 
 
@@ -94,6 +94,6 @@ class LeaseTable:
         return lease is not None and lease.expires_at > self._clock()
 
     def leaderless_s(self) -> float:
-        """For how long nobody has led, below 0 while somebody does. Dispatchers have leases too, but judge nobody."""
+        """Seconds without an orchestrator lease; negative while one is held. Leases of dispatchers do not count."""
         expiries = [lease.expires_at for name, lease in self.rows.items() if not name.startswith("ray:")]
         return (self._clock() - max(expiries)).total_seconds() if expiries else float("inf")

@@ -1,6 +1,6 @@
-"""What workers cost: the bill of each, what it did meanwhile, and the charges that came of both.
+"""Bills and task spans of workers, and the ledger of settled charges.
 
-Bills and spans stand in the worker's own row, and functions here write them; the Ledger holds what is settled.
+Bills and spans are part of the worker's row and are written by functions here. ChargeLedger holds settled charges.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,19 +44,24 @@ class ChargeLedger:
 
     def settle(self, worker: MemoryWorker | None, settlement: Settlement) -> bool:
         """False if its account has changed since it was read."""
-        hired = worker.hired if worker is not None else None
-        if hired is None or hired.bill is None or hired.settle_at is None or hired.bill != settlement.account.bill:
+        spawned = worker.spawned if worker is not None else None
+        if (
+            spawned is None
+            or spawned.bill is None
+            or spawned.settle_at is None
+            or spawned.bill != settlement.account.bill
+        ):
             return False
-        hired.bill = replace(hired.bill, settled_until=settlement.settled_until)
-        hired.settle_at = settlement.settle_at
+        spawned.bill = replace(spawned.bill, settled_until=settlement.settled_until)
+        spawned.settle_at = settlement.settle_at
         self.charges += settlement.charges
         for charge in settlement.charges:
             hour = charge.fleet, hour_of(charge.from_at), charge.currency, charge.queue or ""
             self._spending[hour] = _with(self._spending.get(hour, Cost(None, charge.currency)), charge)
-        hired.spans = {
+        spawned.spans = {
             key: span
-            for key, span in hired.spans.items()
-            if hired.settle_at is not None and span.until_at is not None and span.until_at > settlement.settled_until
+            for key, span in spawned.spans.items()
+            if spawned.settle_at is not None and span.until_at is not None and span.until_at > settlement.settled_until
         }
         return True
 
@@ -111,36 +116,36 @@ class ChargeLedger:
 def open_bill(worker: MemoryWorker | None, machine: Machine, unit_s: int, now: datetime) -> None:
     if worker is None or worker.status is WorkerStatus.TERMINATED:
         return
-    hired = worker.hired
-    if machine.price_micros_per_hour is not None and hired.bill is None:
+    spawned = worker.spawned
+    if machine.price_micros_per_hour is not None and spawned.bill is None:
         tariff = Tariff(machine.price_micros_per_hour, machine.currency or NO_CURRENCY, unit_s, machine.price_parts)
-        hired.bill = Bill(tariff, machine.created_at or now)
-        hired.settle_at = hired.bill.since + FIRST_SETTLED_AFTER
+        spawned.bill = Bill(tariff, machine.created_at or now)
+        spawned.settle_at = spawned.bill.since + FIRST_SETTLED_AFTER
 
 
 def close_bill(worker: MemoryWorker, ended_at: datetime, now: datetime) -> None:
-    hired = worker.hired
-    if hired.bill is not None:
-        hired.bill = replace(hired.bill, until=max(ended_at, hired.bill.since))
-        hired.settle_at = now + SETTLED_AFTER_END
+    spawned = worker.spawned
+    if spawned.bill is not None:
+        spawned.bill = replace(spawned.bill, until=max(ended_at, spawned.bill.since))
+        spawned.settle_at = now + SETTLED_AFTER_END
 
 
-def note_span(worker: MemoryWorker | None, row: MemoryTask, now: datetime) -> None:
+def record_span(worker: MemoryWorker | None, row: MemoryTask, now: datetime) -> None:
     """An attempt has ended. Only workers that have a price, or may yet get one, are to account for their time."""
     if worker is None or row.started_at is None or row.started_at >= now:
         return
-    hired = worker.hired
-    if hired.bill is not None or (worker.slot is not None and hired.machine_id is None):
-        hired.spans.setdefault((row.started_at, row.id), Span(row.id, row.queue, row.started_at, now))
+    spawned = worker.spawned
+    if spawned.bill is not None or (worker.slot is not None and spawned.machine_id is None):
+        spawned.spans.setdefault((row.started_at, row.id), Span(row.id, row.queue, row.started_at, now))
 
 
 def forget_spans(workers: Iterable[MemoryWorker], before: datetime, limit: int) -> int:
     """Those that nobody will settle."""
     found = [
-        (span.until_at, key, worker.hired.spans)
+        (span.until_at, key, worker.spawned.spans)
         for worker in workers
-        for key, span in worker.hired.spans.items()
-        if worker.hired.settle_at is None and span.until_at is not None and span.until_at < before
+        for key, span in worker.spawned.spans.items()
+        if worker.spawned.settle_at is None and span.until_at is not None and span.until_at < before
     ]
     old = sorted(found, key=lambda each: each[0])[:limit]
     for _, key, spans in old:
@@ -151,17 +156,17 @@ def forget_spans(workers: Iterable[MemoryWorker], before: datetime, limit: int) 
 def to_settle(workers: Iterable[MemoryWorker], fleet: str, now: datetime) -> list[MemoryWorker]:
     """Longest due first."""
     due = [
-        (worker.hired.settle_at, worker.id, worker)
+        (worker.spawned.settle_at, worker.id, worker)
         for worker in workers
-        if worker.hired.settle_at is not None and worker.hired.settle_at <= now and worker.fleet == fleet
+        if worker.spawned.settle_at is not None and worker.spawned.settle_at <= now and worker.fleet == fleet
     ]
     return [worker for _, _, worker in sorted(due, key=lambda each: each[:2])]
 
 
 def account(worker: MemoryWorker, running: Sequence[MemoryTask]) -> BillingAccount:
-    bill = worker.hired.bill
+    bill = worker.spawned.bill
     assert bill is not None  # noqa: S101
-    ended = sorted(worker.hired.spans.values(), key=_length, reverse=True)[:MAX_SPANS]
+    ended = sorted(worker.spawned.spans.values(), key=_length, reverse=True)[:MAX_SPANS]
     going_on = [Span(row.id, row.queue, row.started_at, None) for row in running if row.started_at]
     ready = [moment for moment in (worker.activated_at, worker.first_claimed_at) if moment is not None]
     return BillingAccount(

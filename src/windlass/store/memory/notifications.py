@@ -1,4 +1,4 @@
-"""Who waits for work, and what arrived while nobody did."""
+"""Wakes transports that wait for work, and remembers arrivals while none waits."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -9,25 +9,25 @@ class NotificationHub:
         self._waiters: dict[asyncio.Future[None], frozenset[str]] = {}
         self._arrived: set[str] = set()
 
-    def ring(self, queue: str) -> None:
-        """Something arrived: whoever waits for it wakes, or whoever will wait next does not."""
-        is_heard = False
+    def notify(self, queue: str) -> None:
+        """A task arrived in this queue: wake its waiters, or let the next wait return at once."""
+        is_waking = False
         for waiter, queues in self._waiters.items():
             if queue in queues and not waiter.done():
                 waiter.set_result(None)
-                is_heard = True
-        if not is_heard:
+                is_waking = True
+        if not is_waking:
             self._arrived.add(queue)
 
-    def answer(self, queues: Iterable[str]) -> None:
-        """Somebody looks into these queues: what had arrived in them is seen."""
+    def clear(self, queues: Iterable[str]) -> None:
+        """These queues were read: earlier arrivals in them need no wake-up."""
         self._arrived.difference_update(queues)
 
     async def wait(self, queues: Sequence[str], timeout_s: float) -> None:
         """Time goes by the event loop's own clock here: a simulation's loop may run ahead of the world's."""
         if not self._arrived.isdisjoint(queues):
-            self.answer(queues)
-            # Others get their turn even if this caller only ever waits.
+            self.clear(queues)
+            # Yield to other tasks, even if this caller only ever waits.
             await asyncio.sleep(0)
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What the control loop sees of a fleet: a snapshot, as a function of rows. Nothing here changes any."""
+"""Builds the snapshot of a fleet from the tables. Reads only."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
@@ -30,11 +30,11 @@ from windlass.store.memory.tasks import MemoryTask, TaskTable
 from windlass.store.memory.workers import MemoryWorker, WorkerTable
 
 # The bounds of the SQL function observe().
-MAX_HIRINGS = 1000
+MAX_LAUNCHES = 1000
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
 MAX_ANSWERS = 50
-MAX_SUSPECTS = 50
+MAX_STREAKS = 50
 MAX_TASKS_WEIGHED = 500
 MAX_EVENTS_WEIGHED = 1000
 MAX_LOOKED_AT = 20_000
@@ -46,24 +46,26 @@ FAILURES = ("TASK_ERROR", "TASK_FAILED")
 
 def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
     now, tasks = tables.now(), tables.tasks
-    everybody = tables.workers.rows.values()
-    workers = sorted((worker for worker in everybody if worker.fleet == fleet.name), key=lambda row: row.age_order)
-    hired = [worker for worker in workers if worker.slot is not None]
+    rows_of_all_fleets = tables.workers.rows.values()
+    workers = sorted(
+        (worker for worker in rows_of_all_fleets if worker.fleet == fleet.name), key=lambda row: row.age_order
+    )
+    spawned = [worker for worker in workers if worker.slot is not None]
     return Snapshot(
         now=now,
         fleet=fleet.name,
         queue=_queues(tasks, tables.workers, config.queues, now),
         workers=tuple(_view(w, tasks.run_by(w.id)) for w in workers if w.status is not WorkerStatus.TERMINATED),
         slots=_slots(fleet, now - interval(config.restart_window_s)),
-        launches=_hirings(hired, now - interval(config.failure_window_s)),
-        refusal=_last_refusal(hired[-MAX_ANSWERS:]),
-        last_failure=_last_failure(hired),
+        launches=_launches(spawned, now - interval(config.failure_window_s)),
+        refusal=_last_refusal(spawned[-MAX_ANSWERS:]),
+        last_failure=_last_failure(spawned),
         storage=_storage(workers),
-        failure_streaks=_suspects(tasks, tables.journal, workers, config),
+        failure_streaks=_failure_streaks(tasks, tables.event_log, workers, config),
         orphaned=_orphaned(tasks, tables.workers, fleet.name, config.queues),
         is_paused=fleet.is_paused,
         boot_p50_s=_median(
-            (w.activated_at - w.created_at).total_seconds() for w in hired[-MAX_BOOTS:] if w.activated_at
+            (w.activated_at - w.created_at).total_seconds() for w in spawned[-MAX_BOOTS:] if w.activated_at
         ),
         requested=fleet.requested_workers,
         reset_at=fleet.reset_at,
@@ -105,7 +107,7 @@ def _is_dispatcher(worker: MemoryWorker | None) -> bool:
 
 
 def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
-    hired = worker.hired
+    spawned = worker.spawned
     idle_s = worker.metadata.get("idle_s")
     return WorkerView(
         id=worker.id,
@@ -117,30 +119,30 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
         activated_at=worker.activated_at,
         last_heartbeat=worker.last_heartbeat,
         first_claimed_at=worker.first_claimed_at,
-        terminating_at=hired.terminating_at,
+        terminating_at=spawned.terminating_at,
         idle_s=float(idle_s) if idle_s is not None else None,
-        machine_id=hired.machine_id,
-        machine_at=hired.machine_at,
-        creation=hired.creation,
-        prepared_at=hired.prepared_at,
+        machine_id=spawned.machine_id,
+        machine_at=spawned.machine_at,
+        creation=spawned.creation,
+        prepared_at=spawned.prepared_at,
         vram_total_mb=worker.vram_total_mb,
         vram_used_mb=worker.vram_used_mb,
-        vram_at=hired.vram_at,
-        vram_lost_at=hired.vram_lost_at,
+        vram_at=spawned.vram_at,
+        vram_lost_at=spawned.vram_lost_at,
         running=tuple(
             RunningView(row.id, row.started_at, row.timeout_s) for row in running if row.started_at is not None
         ),
         code=worker.code,
         reason=worker.reason,
         lease_s=worker.lease_s,
-        bill=hired.bill,
-        preparing_at=hired.preparing_at,
-        prepare_code=hired.prepare_code,
-        prepare_reason=hired.prepare_reason,
-        host_key=hired.host_key,
+        bill=spawned.bill,
+        preparing_at=spawned.preparing_at,
+        prepare_code=spawned.prepare_code,
+        prepare_reason=spawned.prepare_reason,
+        host_key=spawned.host_key,
         node=worker.node,
         failing_since=worker.failing_since,
-        provider=hired.provider,
+        provider=spawned.provider,
     )
 
 
@@ -152,30 +154,30 @@ def _slots(fleet: FleetRow, since: datetime) -> tuple[SlotView, ...]:
     return tuple(view for view in views if view.is_failed or view.restarts)
 
 
-def _hirings(hired: Sequence[MemoryWorker], since: datetime) -> tuple[LaunchRecord, ...]:
+def _launches(spawned: Sequence[MemoryWorker], since: datetime) -> tuple[LaunchRecord, ...]:
     recent = [
-        LaunchRecord(worker.created_at, worker.hired.failed_at is not None)
-        for worker in hired
-        if worker.created_at > since or (worker.hired.failed_at is not None and worker.hired.failed_at > since)
+        LaunchRecord(worker.created_at, worker.spawned.failed_at is not None)
+        for worker in spawned
+        if worker.created_at > since or (worker.spawned.failed_at is not None and worker.spawned.failed_at > since)
     ]
-    return tuple(recent[-MAX_HIRINGS:])
+    return tuple(recent[-MAX_LAUNCHES:])
 
 
-def _last_refusal(hired: Sequence[MemoryWorker]) -> ProviderRefusal | None:
+def _last_refusal(spawned: Sequence[MemoryWorker]) -> ProviderRefusal | None:
     """Unless a machine was had since."""
-    had_at = [worker.hired.machine_at for worker in hired if worker.hired.machine_at is not None]
+    had_at = [worker.spawned.machine_at for worker in spawned if worker.spawned.machine_at is not None]
     # The newest first: of those refused at the same moment, the one hired last.
     refusals = [
         ProviderRefusal(worker.code, worker.reason or "", worker.terminated_at)
-        for worker in reversed(hired)
-        if worker.hired.creation == "refused" and worker.code in FLEET_REFUSALS and worker.terminated_at
+        for worker in reversed(spawned)
+        if worker.spawned.creation == "refused" and worker.code in FLEET_REFUSALS and worker.terminated_at
     ]
     last = max(refusals, key=lambda refusal: refusal.at, default=None)
     return last if last is not None and not any(at > last.at for at in had_at) else None
 
 
-def _last_failure(hired: Sequence[MemoryWorker]) -> RecentFailure | None:
-    broken = [(at, worker) for worker in hired if (at := worker.hired.failed_at) is not None]
+def _last_failure(spawned: Sequence[MemoryWorker]) -> RecentFailure | None:
+    broken = [(at, worker) for worker in spawned if (at := worker.spawned.failed_at) is not None]
     at, worker = max(broken, key=lambda pair: (pair[0], pair[1].id), default=(None, None))
     if at is None or worker is None:
         return None
@@ -184,21 +186,21 @@ def _last_failure(hired: Sequence[MemoryWorker]) -> RecentFailure | None:
 
 def _storage(workers: Sequence[MemoryWorker]) -> StorageUse | None:
     """What the worker that was heard last tells of it."""
-    told = [
+    values = [
         (worker.last_heartbeat, worker.id, worker.metadata.get("storage_used_bytes"))
         for worker in workers
         if worker.status in LIVE and worker.last_heartbeat is not None
     ]
-    known = [(at, id_, used) for at, id_, used in told if isinstance(used, int) and not isinstance(used, bool)]
+    known = [(at, id_, used) for at, id_, used in values if isinstance(used, int) and not isinstance(used, bool)]
     newest = max(known, key=lambda each: each[:2], default=None)
     return None if newest is None else StorageUse(newest[1], newest[2], newest[0])
 
 
 def _ended_bills(workers: Sequence[MemoryWorker]) -> Iterator[Bill]:
     for worker in workers:
-        hired = worker.hired
-        if worker.status is WorkerStatus.TERMINATED and hired.settle_at is not None and hired.bill is not None:
-            yield hired.bill
+        spawned = worker.spawned
+        if worker.status is WorkerStatus.TERMINATED and spawned.settle_at is not None and spawned.bill is not None:
+            yield spawned.bill
 
 
 def _orphaned(tasks: TaskTable, workers: WorkerTable, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
@@ -213,8 +215,8 @@ def _orphaned(tasks: TaskTable, workers: WorkerTable, fleet: str, queues: Sequen
     return tuple(sorted(orphaned))
 
 
-def _suspects(
-    tasks: TaskTable, journal: EventLog, workers: Sequence[MemoryWorker], config: FleetConfig
+def _failure_streaks(
+    tasks: TaskTable, event_log: EventLog, workers: Sequence[MemoryWorker], config: FleetConfig
 ) -> tuple[FailureStreak, ...]:
     failing = [
         (worker.failing_since, worker.id, worker)
@@ -227,11 +229,12 @@ def _suspects(
         return ()
     completed = _completed_lately(tasks, config.queues, min(since for since, _, _ in failing))
     doers = {row.worker_id for row in completed}
-    events = islice(reversed(journal.events), MAX_LOOKED_AT)
+    events = islice(reversed(event_log.events), MAX_LOOKED_AT)
     failed = [event for event in events if event.code in FAILURES and event.worker_id in doers]
-    longest = sorted(failing, key=lambda each: each[:2])[:MAX_SUSPECTS]
+    longest = sorted(failing, key=lambda each: each[:2])[:MAX_STREAKS]
     return tuple(
-        _suspect(tasks, journal, worker, since, completed, failed[:MAX_EVENTS_WEIGHED]) for since, _, worker in longest
+        _failure_streak(tasks, event_log, worker, since, completed, failed[:MAX_EVENTS_WEIGHED])
+        for since, _, worker in longest
     )
 
 
@@ -242,9 +245,9 @@ def _completed_lately(tasks: TaskTable, queues: Sequence[str], since: datetime) 
     return list(islice((row for row in recent if row.queue in queues), MAX_TASKS_WEIGHED))
 
 
-def _suspect(
+def _failure_streak(
     tasks: TaskTable,
-    journal: EventLog,
+    event_log: EventLog,
     worker: MemoryWorker,
     since: datetime,
     lately: Sequence[MemoryTask],
@@ -270,7 +273,7 @@ def _suspect(
         failed_elsewhere=tuple(
             id_
             for id_ in own
-            if any(event.code in FAILURES and event.worker_id in others for event in journal.of_task(id_))
+            if any(event.code in FAILURES and event.worker_id in others for event in event_log.of_task(id_))
         ),
         others=len(others),
         others_completed=len(completed),

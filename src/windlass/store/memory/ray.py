@@ -1,7 +1,4 @@
-"""What a dispatcher does: the contract of PostgresEngineStore.
-
-migrations/0008_ray.sql says what is right; tests/conformance/test_engine_store.py runs over both.
-"""
+"""The Ray dispatcher's store, in memory. Implements ports/ray.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,12 +69,12 @@ class MemoryRayStore(MemoryLeaseStore):
         self._tables.fleet(fleet)
         for node in alive.values():
             if not node.is_managed:
-                await self._hear_of(node, fleet, queues, lease_s)
+                await self._register_foreign_node(node, fleet, queues, lease_s)
         for worker in self._live_nodes(fleet):
             if worker.slot is None and worker.id not in alive:
                 self._end_foreign(worker, deaths[worker.id].death if worker.id in deaths else GONE)
         for worker in self._live_nodes(fleet):
-            self._write_news(worker, alive.get(worker.id), deaths.get(worker.id), timedelta(seconds=lease_s / 6))
+            self._record_node(worker, alive.get(worker.id), deaths.get(worker.id), timedelta(seconds=lease_s / 6))
         over = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
         return {
             worker.id: worker.status in over
@@ -85,10 +82,10 @@ class MemoryRayStore(MemoryLeaseStore):
             if worker.status in over or worker.is_paused
         }
 
-    def _write_news(
+    def _record_node(
         self, worker: MemoryWorker, alive: AliveNode | None, dead: DeadNode | None, repeat: timedelta
     ) -> None:
-        before, said = worker.node, self._said_of(worker, alive, dead)
+        before, said = worker.node, self._node_view(worker, alive, dead)
         is_known = before is not None and replace(said, at=before.at) == before and said.at - before.at < repeat
         if is_known and (alive is None or alive.places == worker.concurrency):
             return
@@ -103,7 +100,7 @@ class MemoryRayStore(MemoryLeaseStore):
         nodes = sorted(self._workers.nodes_of(fleet), key=lambda worker: worker.id)
         return [node for node in nodes if node.status in LIVE]
 
-    async def _hear_of(self, node: AliveNode, fleet: str, queues: Sequence[str], lease_s: float) -> None:
+    async def _register_foreign_node(self, node: AliveNode, fleet: str, queues: Sequence[str], lease_s: float) -> None:
         ended = self._workers.terminated.get(node.worker_id)
         if ended is not None and ended.kind is WorkerKind.NODE and ended.slot is None:
             self._workers.forget(ended)
@@ -117,9 +114,9 @@ class MemoryRayStore(MemoryLeaseStore):
         self._tables.requeue_tasks_of(worker.id, "NODE_DEAD", f"node {worker.id}: {death}")
         worker.code, worker.reason = "NODE_DEAD", death
         self._tables.terminate(worker)
-        self._note("NODE_DEAD", death, fleet=worker.fleet, worker_id=worker.id)
+        self._add_event("NODE_DEAD", death, fleet=worker.fleet, worker_id=worker.id)
 
-    def _said_of(self, worker: MemoryWorker, alive: AliveNode | None, dead: DeadNode | None) -> NodeView:
+    def _node_view(self, worker: MemoryWorker, alive: AliveNode | None, dead: DeadNode | None) -> NodeView:
         now, before = self._clock(), worker.node
 
         def since(state: NodeState) -> tuple[NodeState, datetime, datetime]:

@@ -1,4 +1,4 @@
-"""What is forgotten, and when: as windlass.sweep, a bounded number of each kind at a time."""
+"""Retention, as the SQL function sweep: a bounded number of rows of each kind at a time."""
 
 from itertools import islice, takewhile
 
@@ -35,7 +35,7 @@ def _sweep_once(tables: Tables, kept: Retention) -> int:
     old = [row for rows in (complete, failed) for row in islice(rows, MAX_SWEPT_PER_KIND)]
     for row in old:
         tasks.delete(row)
-    events = tables.journal.forget(now - interval(kept.events_s), MAX_SWEPT_PER_KIND)
+    events = tables.event_log.forget(now - interval(kept.events_s), MAX_SWEPT_PER_KIND)
     return len(old) + events + _forget_workers(tables, kept)
 
 
@@ -47,7 +47,7 @@ def _forget_workers(tables: Tables, kept: Retention) -> int:
 
     ended = takewhile(is_old, tables.workers.terminated.values())
     # One whose bill is not closed is remembered until it is.
-    old = list(islice((worker for worker in ended if worker.hired.settle_at is None), MAX_SWEPT_PER_KIND))
+    old = list(islice((worker for worker in ended if worker.spawned.settle_at is None), MAX_SWEPT_PER_KIND))
     for worker in old:
         tables.workers.forget(worker)
         tables.tasks.running.pop(worker.id, None)

@@ -1,6 +1,6 @@
-"""All tables, and the steps that tasks and workers take through several of them: the SQL functions that others call.
+"""All tables, and the steps that change several of them, as the internal SQL functions do.
 
-Whoever takes a step leaves every table right and the journal told.
+Each step leaves all tables consistent and records its events.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ from windlass.store.memory.cycles import Cycles
 from windlass.store.memory.events import EventLog, failed_attempts, failed_attempts_text, shortened
 from windlass.store.memory.fleets import FleetRow, LeaseTable, SlotRow
 from windlass.store.memory.interval import interval
-from windlass.store.memory.ledger import ChargeLedger, note_span
+from windlass.store.memory.ledger import ChargeLedger, record_span
 from windlass.store.memory.notifications import NotificationHub
 from windlass.store.memory.tasks import MemoryTask, TaskTable
 from windlass.store.memory.workers import Credentials, MemoryWorker, WorkerTable
 
-MAX_ACQUITTED = 10_000
+MAX_REFUNDED_EVENTS = 10_000
 
 _SUSPECT = TypeAdapter(FailureStreak)
 
@@ -48,8 +48,8 @@ class Tables:
         self.workers = WorkerTable()
         self.fleets: dict[str, FleetRow] = {}
         self.leases = LeaseTable(clock)
-        self.journal = EventLog(clock)
-        self.bell = NotificationHub()
+        self.event_log = EventLog(clock)
+        self.notifications = NotificationHub()
         self.ledger = ChargeLedger()
         self.cycles = Cycles()
         self.api_tokens: dict[bytes, ApiToken] = {}
@@ -63,17 +63,17 @@ class Tables:
     def stop(self, row: MemoryTask) -> None:
         """It no longer runs; what becomes of it is the caller's to say."""
         if self.tasks.stop(row):
-            note_span(self.workers.get(row.worker_id), row, self.now())
+            record_span(self.workers.get(row.worker_id), row, self.now())
 
     def end(self, row: MemoryTask, status: TaskStatus, *, code: str | None, error: str | None) -> None:
         self.stop(row)
         self.tasks.end(row, status, self.now())
         row.error_code, row.error = code, error
 
-    def let_wait(self, row: MemoryTask, delay_s: float, *, code: str, error: str) -> None:
+    def schedule_retry(self, row: MemoryTask, delay_s: float, *, code: str, error: str) -> None:
         self.stop(row)
         now = self.now()
-        self.tasks.let_wait(row, now + interval(delay_s), now)
+        self.tasks.schedule_retry(row, now + interval(delay_s), now)
         row.error_code, row.error = code, error
 
     def release(self, row: MemoryTask, worker_id: str, reason: str, delay_s: float = 0.0) -> None:
@@ -82,8 +82,8 @@ class Tables:
         row.attempts -= 1
         now = self.now()
         self.tasks.put_back(row, now, now + interval(delay_s) if delay_s > 0 else None)
-        self.journal.note("TASK_RELEASED", reason, worker_id=worker_id, task_id=row.id)
-        self.bell.ring(row.queue)
+        self.event_log.add("TASK_RELEASED", reason, worker_id=worker_id, task_id=row.id)
+        self.notifications.notify(row.queue)
 
     def release_all_of(self, worker_id: str, reason: str) -> int:
         held = self.tasks.run_by(worker_id)
@@ -98,12 +98,12 @@ class Tables:
             self.stop(row)
             row.error_code, row.error = code, reason
             self.tasks.put_back(row, self.now())
-            self.bell.ring(row.queue)
+            self.notifications.notify(row.queue)
         else:
             self.end(row, TaskStatus.FAILED, code=code, error=reason)
         row.token = None
         event = "TASK_FAILED" if row.status is TaskStatus.FAILED else "TASK_REQUEUED"
-        self.note_attempt(event, row, worker_id, code, reason)
+        self.record_attempt(event, row, worker_id, code, reason)
 
     def take_back_all(self, worker_id: str, code: str, reason: str, node_ids: Sequence[str] = ()) -> RecoveredTasks:
         """What a worker holds, and what was placed on nodes that go with it."""
@@ -113,15 +113,15 @@ class Tables:
         failed = sum(row.status is TaskStatus.FAILED for row in tasks)
         return RecoveredTasks(worker_id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
 
-    def note_attempt(self, event: str, row: MemoryTask, worker_id: str | None, code: str, error: str) -> None:
+    def record_attempt(self, event: str, row: MemoryTask, worker_id: str | None, code: str, error: str) -> None:
         detail: dict[str, object] = {"attempt": row.attempts, "error_code": code, "error": error}
         reason = f"attempt {row.attempts} of {row.max_attempts}: {shortened(error)}"
         if event == "TASK_FAILED":
             last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code}
-            attempts = failed_attempts(self.journal, self.workers, row, last)
+            attempts = failed_attempts(self.event_log, self.workers, row, last)
             detail["failed_attempts"] = attempts
             reason += failed_attempts_text(attempts)
-        self.journal.note(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
+        self.event_log.add(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
 
     # ------------------------------------------------------------------------------------------------ a worker
 
@@ -144,15 +144,15 @@ class Tables:
             return 0
         worker.move(WorkerStatus.ERROR)
         worker.code, worker.reason = code, reason
-        worker.hired.failed_at = now if counts else None
-        told = {} if evidence is None else {"evidence": _SUSPECT.dump_python(evidence, mode="json")}
-        self.journal.note(
-            "WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **told}
+        worker.spawned.failed_at = now if counts else None
+        values = {} if evidence is None else {"evidence": _SUSPECT.dump_python(evidence, mode="json")}
+        self.event_log.add(
+            "WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **values}
         )
         if counts and worker.slot is not None:
-            self.fleets[worker.fleet].slots[worker.slot].note_restart(now)
+            self.fleets[worker.fleet].slots[worker.slot].record_restart(now)
         if attempt_refund is not None:
-            self._acquit_tasks(worker_id, attempt_refund)
+            self._refund_attempts(worker_id, attempt_refund)
             return self.release_all_of(worker_id, "its worker was quarantined")
         return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
@@ -160,27 +160,27 @@ class Tables:
         recovery = self.take_back_all(worker_id, code, reason)
         return recovery.tasks_requeued + recovery.tasks_failed
 
-    def _acquit_tasks(self, worker_id: str, attempt_refund: AttemptRefund) -> None:
-        events = (e for e in reversed(self.journal.of_worker(worker_id)) if e.code in ("TASK_ERROR", "TASK_FAILED"))
-        blamed = islice(takewhile(lambda event: event.at >= attempt_refund.since, events), MAX_ACQUITTED)
+    def _refund_attempts(self, worker_id: str, attempt_refund: AttemptRefund) -> None:
+        events = (e for e in reversed(self.event_log.of_worker(worker_id)) if e.code in ("TASK_ERROR", "TASK_FAILED"))
+        blamed = islice(takewhile(lambda event: event.at >= attempt_refund.since, events), MAX_REFUNDED_EVENTS)
         counts = Counter(event.task_id for event in blamed if event.task_id is not None)
         for task_id, count in sorted(counts.items()):
             row = self.tasks.rows.get(task_id)
             if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
                 continue
-            if attempt_refund.is_trial and self._was_acquitted(task_id):
+            if attempt_refund.is_trial and self._was_refunded(task_id):
                 continue
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
             has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
             if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
                 self.tasks.put_back(row, self.now())
-                self.bell.ring(row.queue)
+                self.notifications.notify(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} refunded"
-            self.journal.note("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
+            self.event_log.add("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
 
-    def _was_acquitted(self, task_id: int) -> bool:
+    def _was_refunded(self, task_id: int) -> bool:
         """Since it was enqueued, or a person retried it."""
-        return any(event.code == "ATTEMPTS_REFUNDED" for event in self.journal.since_retried(task_id))
+        return any(event.code == "ATTEMPTS_REFUNDED" for event in self.event_log.since_retried(task_id))
 
     def lost_with(self, worker: MemoryWorker) -> list[str]:
         """The nodes whose tasks are lost with this dispatcher, unless another has taken its place."""
@@ -204,13 +204,13 @@ class Tables:
 
     def room_for_requests(self, fleet: FleetRow) -> int:
         """In how many slots a worker that is asked for could be hired."""
-        taken = {worker.slot for worker in self.workers.hired_in(fleet.name) if worker.is_staying}
+        taken = {worker.slot for worker in self.workers.spawned_in(fleet.name) if worker.is_staying}
         taken |= {number for number, slot in fleet.slots.items() if slot.is_failed and number < fleet.max_workers}
         return fleet.max_workers - len(taken)
 
-    def intend(self, fleet: FleetRow, intents: Sequence[Intent]) -> frozenset[str]:
+    def reserve_slots(self, fleet: FleetRow, intents: Sequence[Intent]) -> frozenset[str]:
         """Hire for each intent whose slot is free, as long as there is room. The workers that were hired."""
-        own = self.workers.hired_in(fleet.name)
+        own = self.workers.spawned_in(fleet.name)
         taken = {worker.slot for worker in own}
         room = fleet.max_workers - len(own)
         for intent in intents:
@@ -221,23 +221,23 @@ class Tables:
             if room > 0 and is_free and intent.slot < fleet.max_workers and intent.worker_id not in self.workers.rows:
                 room -= 1
                 taken.add(intent.slot)
-                self._hire(fleet, intent)
+                self._spawn(fleet, intent)
                 granted.append(intent.worker_id)
         fulfilled = sum(intent.is_requested and intent.worker_id in granted for intent in intents)
         fleet.requested_workers = max(0, min(fleet.requested_workers - fulfilled, self.room_for_requests(fleet)))
         return frozenset(granted)
 
-    def _hire(self, fleet: FleetRow, intent: Intent) -> None:
+    def _spawn(self, fleet: FleetRow, intent: Intent) -> None:
         row = MemoryWorker(
             intent.worker_id, fleet.name, intent.slot, WorkerStatus.SPAWNING, created_at=self.now(),
             queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
         )  # fmt: skip
-        row.hired.provider = fleet.provider
+        row.spawned.provider = fleet.provider
         if intent.join_token_hash is not None and intent.join_ttl_s is not None:
             row.credentials = Credentials(intent.join_token_hash, self.now() + interval(intent.join_ttl_s))
         self.workers.add(row)
         detail = {"slot": intent.slot}
-        self.journal.note("WORKER_SPAWNED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)
+        self.event_log.add("WORKER_SPAWNED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)
 
 
 class TableStore:
@@ -247,7 +247,7 @@ class TableStore:
         self._tables = tables
         self._tasks, self._workers = tables.tasks, tables.workers
         self._clock = tables.now
-        self._note = tables.journal.note
+        self._add_event = tables.event_log.add
 
     async def now(self) -> datetime:
         return self._clock()

@@ -39,7 +39,7 @@ class MemoryTaskStore(TableStore):
 
     def _add(self, task: NewTask) -> int:
         task_id = self._tasks.add(task, self._clock())
-        self._tables.bell.ring(task.queue)
+        self._tables.notifications.notify(task.queue)
         return task_id
 
     async def retry_task(self, task_id: int) -> bool:
@@ -48,8 +48,8 @@ class MemoryTaskStore(TableStore):
             return False
         row.attempts = 0
         self._tasks.put_back(row, self._clock())
-        self._note("TASK_RETRIED", "retried by hand", task_id=task_id)
-        self._tables.bell.ring(row.queue)
+        self._add_event("TASK_RETRIED", "retried by hand", task_id=task_id)
+        self._tables.notifications.notify(row.queue)
         return True
 
     async def retry_failed(
@@ -81,7 +81,7 @@ class MemoryTaskStore(TableStore):
             return False
         self._tables.end(row, TaskStatus.FAILED, code="CANCELLED", error=reason)
         row.token = None
-        self._note("TASK_CANCELLED", reason, worker_id=row.worker_id, task_id=task_id)
+        self._add_event("TASK_CANCELLED", reason, worker_id=row.worker_id, task_id=task_id)
         return True
 
     async def task(self, task_id: int) -> Task | None:

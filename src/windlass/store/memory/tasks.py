@@ -1,6 +1,6 @@
-"""The tasks: their rows, and where to find them by queue, by who runs them and by when they ended.
+"""Task rows, and the table with its indexes by queue, by worker and by finish time.
 
-The table keeps its indexes right and knows nothing of workers, events or money: tables.py does.
+The table knows nothing of workers, events or costs: tables.py does.
 """
 
 import heapq
@@ -226,7 +226,7 @@ class TaskTable:
         row.status, row.ready_at, row.run_after = TaskStatus.QUEUED, ready_at, run_after
         self.queues[row.queue].place(row)
 
-    def let_wait(self, row: MemoryTask, run_after: datetime, now: datetime) -> None:
+    def schedule_retry(self, row: MemoryTask, run_after: datetime, now: datetime) -> None:
         """For its next attempt."""
         row.status, row.run_after, row.finished_at = TaskStatus.ERROR, run_after, now
         self.queues[row.queue].place(row)

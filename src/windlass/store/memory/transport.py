@@ -49,18 +49,18 @@ class MemoryMaintenance(TableStore):
         )
         recovered = [self._recover(worker, judge_id) for worker in silent[:MAX_RECOVERED_PER_CALL]]
         # Those that somebody ended without taking what they held.
-        ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._lives(id_))
+        ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._is_live(id_))
         return recovered + [
             self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has ended")
             for worker_id in ended[:MAX_RECOVERED_PER_CALL]
         ]
 
-    def _lives(self, worker_id: str) -> bool:
+    def _is_live(self, worker_id: str) -> bool:
         return self._workers.among(LIVE, worker_id) is not None
 
     def _recover(self, worker: MemoryWorker, judge_id: str) -> RecoveredTasks:
-        reason = f"no heartbeat for {whole_seconds(self._clock() - worker.heard_at())} s"
-        self._note("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
+        reason = f"no heartbeat for {whole_seconds(self._clock() - worker.last_seen_at())} s"
+        self._add_event("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
         nodes = self._tables.lost_with(worker)
         recovery = self._tables.take_back_all(worker.id, "WORKER_LOST", f"worker {worker.id} was lost", nodes)
         if worker.slot is None:
@@ -76,7 +76,7 @@ class MemoryMaintenance(TableStore):
 
 class MemoryWorkSignal(TableStore):
     async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
-        await self._tables.bell.wait(queues, timeout_s)
+        await self._tables.notifications.wait(queues, timeout_s)
 
 
 class MemoryTransport(MemoryWorkSignal):
@@ -97,10 +97,10 @@ class MemoryTransport(MemoryWorkSignal):
         elif row.status not in LIVE:
             return row.status
         is_same_start = row.start_id is not None and row.start_id == registration.start_id
-        row.introduce(registration)
+        row.apply_registration(registration)
         where = row.host if row.host is not None else "an unknown host"
         reason = f"registered on {where}, serving {', '.join(row.queues)}"
-        self._note("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
+        self._add_event("WORKER_REGISTERED", reason, fleet=row.fleet, worker_id=row.id)
         if row.kind is WorkerKind.WORKER and not is_same_start:
             self._tables.requeue_tasks_of(row.id, "WORKER_LOST", "its worker restarted")
         return row.status
@@ -125,7 +125,7 @@ class MemoryTransport(MemoryWorkSignal):
         if worker.is_paused or not worker.is_staying:
             return []
         now = self._clock()
-        self._tables.bell.answer(queues)
+        self._tables.notifications.clear(queues)
         taken = self._tasks.take(queues, limit, now)
         for row in taken:
             self._tasks.start(row, worker.id, self._tables.chance, now)
@@ -182,14 +182,14 @@ class MemoryTransport(MemoryWorkSignal):
         error = truncate_error(storable(error))
         jitter = self._tables.chance.random() if jitter is None else jitter
         if retry and row.attempts < row.max_attempts:
-            self._tables.let_wait(row, retry_delay_s(row.attempts, jitter), code=code, error=error)
+            self._tables.schedule_retry(row, retry_delay_s(row.attempts, jitter), code=code, error=error)
         else:
             self._tables.end(row, TaskStatus.FAILED, code=code, error=error)
         doer = self._workers.get(row.worker_id)
         if doer is not None:
-            doer.note_failure(task_id, self._clock())
+            doer.record_failure(task_id, self._clock())
         event = "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED"
-        self._tables.note_attempt(event, row, row.worker_id, code, error)
+        self._tables.record_attempt(event, row, row.worker_id, code, error)
         return row.status
 
     def _is_repeat(self, worker_id: str, task_id: int, token: UUID, statuses: tuple[TaskStatus, ...]) -> bool:
@@ -200,7 +200,7 @@ class MemoryTransport(MemoryWorkSignal):
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.late_results += 1
-        self._note(
+        self._add_event(
             "LATE_RESULT",
             "result rejected: its claim is no longer valid",
             fleet=worker.fleet if worker is not None else None,
@@ -225,8 +225,8 @@ class MemoryTransport(MemoryWorkSignal):
             return HeartbeatReply(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
         reported = [(claim, real(claim.progress)) for claim in claims]
         now = self._clock()
-        worker.take_vitals(dict(vitals or {}), now)
-        worker.beat(now)
+        worker.apply_vitals(dict(vitals or {}), now)
+        worker.record_heartbeat(now)
         lost_claims = set()
         for claim, progress in reported:
             row = self._tasks.held(claim.task_id, claim.token)
@@ -246,15 +246,15 @@ class MemoryTransport(MemoryWorkSignal):
         worker = self._workers.among(LIVE, worker_id)
         if worker is None:
             return
-        worker.explain_end("DEREGISTERED", reason)
+        worker.set_end_reason("DEREGISTERED", reason)
         if worker.slot is None:
             self._tables.terminate(worker)
         else:
             # It still has a machine, which is the control loop's to end.
             if worker.status is not WorkerStatus.TERMINATING:
                 worker.move(WorkerStatus.TERMINATING)
-            worker.hired.terminating_at = worker.hired.terminating_at or self._clock()
-        self._note("WORKER_DEREGISTERED", reason, fleet=worker.fleet, worker_id=worker_id)
+            worker.spawned.terminating_at = worker.spawned.terminating_at or self._clock()
+        self._add_event("WORKER_DEREGISTERED", reason, fleet=worker.fleet, worker_id=worker_id)
         self._tables.release_all_of(worker_id, "its worker deregistered")
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:

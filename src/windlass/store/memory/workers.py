@@ -1,4 +1,4 @@
-"""The workers: their rows, where a life may go, and who is lost."""
+"""Worker rows, legal status transitions, and which workers are lost."""
 
 import json
 from collections import OrderedDict
@@ -15,8 +15,8 @@ from windlass.store.memory.interval import interval
 
 MAX_FAILED_TASKS = 100
 # As windlass_internal.max_heartbeat_gap_s: of a lease, the longest silence that says nothing.
-UNNOTICED_GAP = 0.4
-# Hired workers are judged by others once nobody has led for this many of their leases.
+MAX_HEARTBEAT_GAP = 0.4
+# Peers judge spawned workers once no orchestrator has held the lease for this many of their leases.
 LEADERLESS_LEASES = 2
 
 LEGAL_MOVES = {
@@ -56,11 +56,11 @@ class SpawnedWorker:
 
 @dataclass(slots=True)
 class Credentials:
-    # None of one that enlisted.
+    # None for a self-registered worker.
     join_token_hash: bytes | None = None
     join_expires_at: datetime = datetime.min
     token_hash: bytes | None = None
-    # Who let it in that enlisted.
+    # The API token with which it registered itself.
     api_token_hash: bytes | None = None
 
 
@@ -94,7 +94,7 @@ class MemoryWorker:
     failing_since: datetime | None = None
     kind: WorkerKind = WorkerKind.WORKER
     node: NodeView | None = None
-    hired: SpawnedWorker = field(default_factory=SpawnedWorker)
+    spawned: SpawnedWorker = field(default_factory=SpawnedWorker)
     credentials: Credentials | None = None
 
     @property
@@ -102,8 +102,8 @@ class MemoryWorker:
         return interval(self.lease_s)
 
     @property
-    def unnoticed_gap(self) -> timedelta:
-        return interval(UNNOTICED_GAP * self.lease_s)
+    def max_heartbeat_gap(self) -> timedelta:
+        return interval(MAX_HEARTBEAT_GAP * self.lease_s)
 
     @property
     def age_order(self) -> tuple[datetime, str]:
@@ -117,7 +117,7 @@ class MemoryWorker:
     def is_staying(self) -> bool:
         return self.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
 
-    def heard_at(self) -> datetime:
+    def last_seen_at(self) -> datetime:
         return self.last_heartbeat or self.created_at
 
     def move(self, status: WorkerStatus) -> None:
@@ -125,23 +125,23 @@ class MemoryWorker:
             raise BadInput(f"worker {self.id} cannot change from {self.status} to {status}")
         self.status = status
 
-    def explain_end(self, code: str, reason: str) -> None:
+    def set_end_reason(self, code: str, reason: str) -> None:
         """Why it ends, unless somebody has said so before."""
         self.code = self.code if self.code is not None else code
         self.reason = self.reason if self.reason is not None else reason
 
-    def introduce(self, registration: Registration) -> None:
+    def apply_registration(self, registration: Registration) -> None:
         self.queues, self.concurrency = registration.queues, registration.concurrency
         self.lease_s, self.kind = registration.lease_s, registration.kind
         self.host, self.pid, self.version = registration.host, registration.pid, registration.version
         self.start_id = registration.start_id
 
-    def beat(self, now: datetime) -> None:
-        if self.last_heartbeat is None or now - self.last_heartbeat > self.unnoticed_gap:
+    def record_heartbeat(self, now: datetime) -> None:
+        if self.last_heartbeat is None or now - self.last_heartbeat > self.max_heartbeat_gap:
             self.heartbeat_gapless_since = now
         self.last_heartbeat = now
 
-    def take_vitals(self, vitals: dict[str, Any], now: datetime) -> None:
+    def apply_vitals(self, vitals: dict[str, Any], now: datetime) -> None:
         tells_vram = "vram_total_mb" in vitals
         try:
             # Through JSON and back: nothing is shared with the caller, and nothing is kept that JSON cannot hold.
@@ -153,16 +153,16 @@ class MemoryWorker:
             raise BadInput(f"sending a heartbeat: the vitals cannot be stored ({error}).") from None
         total_mb = numbers.get("vram_total_mb")
         if total_mb == 0 and self.vram_total_mb:
-            self.hired.vram_lost_at = now
+            self.spawned.vram_lost_at = now
         elif total_mb:
-            self.hired.vram_lost_at = None
+            self.spawned.vram_lost_at = None
         for name, value in numbers.items():
             setattr(self, name, value)
         self.metadata.update(vitals)
         if tells_vram:
-            self.hired.vram_at = now
+            self.spawned.vram_at = now
 
-    def note_failure(self, task_id: int, now: datetime) -> None:
+    def record_failure(self, task_id: int, now: datetime) -> None:
         new = [] if task_id in self.failed_tasks else [task_id]
         self.failed_tasks = [*self.failed_tasks, *new][-MAX_FAILED_TASKS:]
         self.failing_since = self.failing_since or now
@@ -196,9 +196,9 @@ class MemoryWorker:
             metadata=dict(self.metadata),
             kind=self.kind,
             node=self.node,
-            machine_id=self.hired.machine_id,
-            instance_type=self.hired.instance_type,
-            place=self.hired.place,
+            machine_id=self.spawned.machine_id,
+            instance_type=self.spawned.instance_type,
+            place=self.spawned.place,
         )
 
 
@@ -234,7 +234,7 @@ class WorkerTable:
         """Those of them that there are, each once."""
         return [self.rows[worker_id] for worker_id in dict.fromkeys(worker_ids) if worker_id in self.rows]
 
-    def hired_in(self, fleet: str) -> list[MemoryWorker]:
+    def spawned_in(self, fleet: str) -> list[MemoryWorker]:
         return [row for row in self.not_terminated.values() if row.fleet == fleet and row.slot is not None]
 
     def nodes_of(self, fleet: str) -> list[MemoryWorker]:
@@ -244,20 +244,20 @@ class WorkerTable:
 def lost(
     judge: MemoryWorker, workers: Iterable[MemoryWorker], leaderless_s: float, now: datetime
 ) -> list[MemoryWorker]:
-    """Whom this judge may call lost: it has itself been heard all the time in which they were silent."""
+    """Workers that this judge may declare lost: it had no heartbeat gap itself while they were silent."""
     if not judge.is_up or judge.last_heartbeat is None or judge.heartbeat_gapless_since is None:
         return []
-    if judge.last_heartbeat < now - judge.unnoticed_gap:
+    if judge.last_heartbeat < now - judge.max_heartbeat_gap:
         return []
     gapless_s = (now - judge.heartbeat_gapless_since).total_seconds()
 
     def is_lost(worker: MemoryWorker) -> bool:
-        allowed_s = worker.lease_s + UNNOTICED_GAP * max(judge.lease_s - worker.lease_s, 0.0)
+        allowed_s = worker.lease_s + MAX_HEARTBEAT_GAP * max(judge.lease_s - worker.lease_s, 0.0)
         return (
             (worker.is_up or (worker.status is WorkerStatus.SPAWNING and worker.last_heartbeat is not None))
             and (worker.slot is None or leaderless_s > LEADERLESS_LEASES * worker.lease_s)
             and allowed_s <= gapless_s
-            and worker.heard_at() < now - interval(allowed_s)
+            and worker.last_seen_at() < now - interval(allowed_s)
         )
 
     return sorted(filter(is_lost, workers), key=lambda worker: worker.id)

@@ -231,7 +231,7 @@ $$;
 -- A worker stops. One started by hand is terminated. A spawned one still has a machine: it becomes terminating, and the
 -- control plane deletes its machine. Its tasks return to the queue.
 --
--- Locked tasks are skipped: whoever ends such an attempt may need the worker's row next, which this call holds.
+-- Locked tasks are skipped: the transaction that holds one may need the worker's row next, which this call holds.
 -- recover_lost_workers, or the deletion of the machine, requeues them.
 create function windlass.deregister_worker(p_worker_id text, p_reason text default 'deregistered') returns void
 language plpgsql

@@ -1,0 +1,138 @@
+"""The page about cost: totals, budgets, a bar chart by day and tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from windlass.cost.report import Forecast
+from windlass.dashboard.render import PageContext, render
+from windlass.model.cost import ChargeKind, Cost
+
+KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
+WIDTH, HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 1100.0, 230.0, 8.0, 24.0, 52.0, 12.0
+MAX_BAR_WIDTH = 44.0
+# Fits below the chart without overlap.
+MAX_DAY_LABELS = 12
+# Share of a budget above which it is shown as a warning.
+BUDGET_WARNING_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    kind: ChargeKind
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    key: str
+    label: str | None
+    x: float
+    pieces: tuple[Piece, ...]
+    total_micros: int
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """One bar per day, oldest first, stacked by kind of charge. `lines`: height and amount of each grid line."""
+
+    bars: tuple[Bar, ...]
+    lines: tuple[tuple[float, int], ...]
+    currency: str
+    width: float = WIDTH
+    height: float = HEIGHT
+
+
+def day_charts(days: Sequence[str], costs: Sequence[Cost]) -> list[BarChart]:
+    """One chart per currency, over all the days."""
+    return [
+        _day_chart(days, {cost.key: cost for cost in costs if cost.currency == currency}, currency)
+        for currency in sorted({cost.currency for cost in costs})
+    ]
+
+
+def _day_chart(days: Sequence[str], by_day: dict[str | None, Cost], currency: str) -> BarChart:
+    step = round_up(max((cost.total_micros for cost in by_day.values()), default=0) / 4)
+    top_micros, plot_height = 4 * step, HEIGHT - _BOTTOM - _TOP
+    pitch = (WIDTH - _LEFT - _RIGHT) / max(len(days), 1)
+    width = min(pitch * 0.72, MAX_BAR_WIDTH)
+    days_per_label = max(1, -(-len(days) // MAX_DAY_LABELS))
+    bars = []
+    for number, day in enumerate(days):
+        x = _LEFT + number * pitch + (pitch - width) / 2
+        cost = by_day.get(day)
+        pieces, below = [], 0
+        for kind in KINDS if cost is not None else ():
+            micros = getattr(cost, f"{kind}_micros")
+            if micros > 0:
+                below += micros
+                y, height = _TOP + plot_height * (1 - below / top_micros), plot_height * micros / top_micros
+                pieces.append(Piece(kind, round(x, 1), round(y, 1), round(width, 1), round(height, 1)))
+        is_labelled = (len(days) - 1 - number) % days_per_label == 0
+        total_micros = cost.total_micros if cost is not None else 0
+        bars.append(Bar(day, day[5:] if is_labelled else None, round(x + width / 2, 1), tuple(pieces), total_micros))
+    lines = tuple((round(_TOP + plot_height * (1 - part / 4), 1), step * part) for part in range(5))
+    return BarChart(tuple(bars), lines, currency)
+
+
+def round_up(number: float) -> int:
+    """The next round number for an axis: 1, 2 or 5 times a power of ten."""
+    scale = 1
+    while True:
+        for digit in (1, 2, 5):
+            if digit * scale >= number:
+                return digit * scale
+        scale *= 10
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetView:
+    fleet: str
+    period: str
+    currency: str
+    spent_micros: int
+    limit_micros: int
+    # What happens when it is used up.
+    action: str
+
+    @property
+    def share(self) -> float:
+        return self.spent_micros / self.limit_micros
+
+    @property
+    def weight(self) -> str:
+        return "bad" if self.share >= 1 else "warn" if self.share >= BUDGET_WARNING_SHARE else ""
+
+
+def cost_page(
+    page_context: PageContext,
+    *,
+    since: datetime,
+    chosen_days: int,
+    fleet: str | None,
+    days: Sequence[str],
+    by_day: Sequence[Cost],
+    by_fleet: Sequence[Cost],
+    by_queue: Sequence[Cost],
+    totals: Sequence[Cost],
+    forecasts: Sequence[Forecast],
+    budgets: Sequence[BudgetView],
+) -> str:
+    tables = (("By fleet", "Fleet", by_fleet), ("By queue", "Queue", by_queue), ("By day", "Day", by_day))
+    return render(
+        "cost.html",
+        page_context,
+        here="cost",
+        since=since,
+        chosen_days=chosen_days,
+        fleet=fleet,
+        charts=day_charts(days, by_day) if len(days) > 1 else [],
+        kinds=[str(kind) for kind in KINDS],
+        tables=[(title, heading, costs) for title, heading, costs in tables if costs],
+        totals=totals,
+        forecasts=forecasts,
+        budgets=budgets,
+    )

@@ -1,0 +1,195 @@
+"""Pages about cycles: the list, and one cycle with its plan and a replay with other settings."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAlert, Spawn, actions_to_plain
+from windlass.model.cycle import Cycle, CycleDetail
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.listing import Page
+from windlass.model.worker import WorkerStatus
+from windlass.policy.plan import plan
+
+# Settings that a replay can change.
+REPLAY_SETTINGS = (
+    "policy",
+    "min_workers",
+    "max_workers",
+    "max_changes_per_cycle",
+    "tasks_per_worker",
+    "idle_buffer",
+    "scale_up_multiplier",
+    "scale_down_multiplier",
+    "clear_time_s",
+    "min_scaling_interval_s",
+    "spawn_grace_s",
+    "scale_down_grace_s",
+    "idle_timeout_s",
+    "heartbeat_timeout_s",
+    "spawn_timeout_s",
+    "max_failure_rate",
+    "max_restarts",
+    "budget_per_hour",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOption:
+    name: str
+    value: str
+    # In the stored cycle.
+    original: str
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayDiff:
+    text: str
+    # "same", "gone" or "new".
+    change: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    decision: str
+    then: tuple[ReplayDiff, ...]
+    now: tuple[ReplayDiff, ...]
+    is_same: bool
+
+
+def replay_options(settings: FleetConfig, given: Mapping[str, str]) -> list[ReplayOption]:
+    """The stored settings, with those in `given` replaced."""
+    return [
+        ReplayOption(
+            name,
+            given.get(name, _text(getattr(settings, name))).strip(),
+            _text(getattr(settings, name)),
+            tuple(get_args(FleetConfig.model_fields[name].annotation)) if name == "policy" else (),
+        )
+        for name in REPLAY_SETTINGS
+    ]
+
+
+def replay_cycle(stored: CycleDetail, settings: FleetConfig, given: Mapping[str, str]) -> ReplayResult:
+    """Plan again from the stored snapshot. Raises BadInput for invalid settings."""
+    changed = {name: given[name].strip() or None for name in REPLAY_SETTINGS if name in given}
+    changed = {name: value for name, value in changed.items() if _text(getattr(settings, name)) != (value or "")}
+    try:
+        other = FleetConfig.model_validate({**settings.model_dump(), **changed})
+    except ValidationError as error:
+        problem: Any = error.errors()[0]
+        where = ".".join(map(str, problem["loc"])) or "the settings"
+        raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ')}.") from None
+    again = plan(stored.snapshot, other)
+    then, now = actions_to_plain(stored.cycle.actions), actions_to_plain(again.actions)
+    return ReplayResult(
+        again.decision,
+        tuple(_compare_actions(then, now, "gone")),
+        tuple(_compare_actions(now, then, "new")),
+        then == now and stored.cycle.decision == again.decision,
+    )
+
+
+def _compare_actions(mine: list[dict[str, Any]], others: list[dict[str, Any]], otherwise: str) -> list[ReplayDiff]:
+    """Actions are the same if kind and target are the same, whatever the reason."""
+
+    def name_of(action: Mapping[str, Any]) -> str:
+        target = action.get("worker_id") or (f"slot {action['slot']}" if "slot" in action else action.get("name", ""))
+        return f"{action['kind']} {target}".strip()
+
+    remaining = Counter(map(name_of, others))
+    diffs = []
+    for action in mine:
+        name = name_of(action)
+        is_same = remaining[name] > 0
+        remaining[name] -= is_same
+        diffs.append(ReplayDiff(f"{name}: {action['reason']}", "same" if is_same else otherwise))
+    return diffs
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class CycleLine:
+    cycle: Cycle
+    # `spawn 3: 41 queued` is shown as decision and justification.
+    decision: str
+    justification: str
+    # Action counts by kind.
+    actions: str
+
+
+def split_decision(decision: str) -> tuple[str, str]:
+    """`spawn 3: 41 queued` as ("spawn 3", ": 41 queued")."""
+    head, colon, rest = decision.partition(":")
+    return head, colon + rest
+
+
+def cycles_page(
+    page_context: PageContext, page: Page[Cycle], *, fleets: Sequence[str], fleet: str | None, is_first: bool
+) -> str:
+    rows = []
+    for cycle in page.rows:
+        kinds = Counter(ACTION_KINDS[type(action)] for action in cycle.actions)
+        actions = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
+        rows.append(CycleLine(cycle, *split_decision(cycle.decision), actions))
+    return render(
+        "cycles.html",
+        page_context,
+        here="cycles",
+        rows=rows,
+        next_url=next_page_url("/cycles", page, fleet=fleet),
+        fleets=fleets,
+        fleet=fleet,
+        is_first=is_first,
+    )
+
+
+def cycle_page(
+    page_context: PageContext,
+    stored: CycleDetail,
+    *,
+    options: Sequence[ReplayOption] | None,
+    replayed: ReplayResult | None,
+    problem: str | None,
+) -> str:
+    """`options` None: the cycle was stored without its settings. `problem`: why the replay failed."""
+    snapshot = stored.snapshot
+    decision, justification = split_decision(stored.cycle.decision)
+    counts = {status: sum(w.status is status for w in snapshot.workers) for status in WorkerStatus}
+    actions = [{"worker_id": None, "code": None, **action} for action in actions_to_plain(stored.cycle.actions)]
+    return render(
+        "cycle.html",
+        page_context,
+        here="cycles",
+        cycle=stored.cycle,
+        snapshot=snapshot,
+        decision=decision,
+        justification=justification,
+        actions=[{**action, "target": _target(action)} for action in actions],
+        worker_counts={status: number for status, number in counts.items() if number},
+        hold=snapshot.planner_state.hold,
+        options=options,
+        replayed=replayed,
+        problem=problem,
+    )
+
+
+def _target(action: Mapping[str, Any]) -> str:
+    """What an action without a worker acts on."""
+    kind = action["kind"]
+    if kind in (ACTION_KINDS[Spawn], ACTION_KINDS[FailSlot]):
+        return f"slot {action['slot']}"
+    if kind == ACTION_KINDS[DeleteOrphan]:
+        return str(action["name"])
+    return "alert" if kind == ACTION_KINDS[RaiseAlert] else ""

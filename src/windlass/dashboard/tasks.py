@@ -1,0 +1,145 @@
+"""Pages about tasks: the list, and one task with its attempts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from windlass.dashboard.filters import MAX_JSON_CHARACTERS, count, indented_json
+from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.model.cost import Cost
+from windlass.model.event import Event
+from windlass.model.listing import Page, TaskDetail, TaskRow
+from windlass.model.task import Task, TaskStatus
+
+# Tabs: the value of `which` in the address, and the label.
+TASK_LISTS = (
+    (None, "All"),
+    ("queued", "Queued"),
+    ("running", "Running"),
+    ("scheduled", "Scheduled"),
+    ("error", "Retrying"),
+    ("complete", "Complete"),
+    ("failed", "Failed"),
+)
+_SUMMARIES = {None: "Newest first", "queued": "In the order in which they will be claimed"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    number: int
+    worker_id: str | None
+    # Stored for the last attempt only.
+    started_at: datetime | None
+    ended_at: datetime | None
+    outcome: str
+    error_code: str | None = None
+    error: str | None = None
+
+
+def attempts_of(task: Task, events: Sequence[Event]) -> list[AttemptView]:
+    """Newest first: failed attempts from their events, a running or complete one from the task itself.
+
+    A manual retry starts the count again, so numbers can occur twice.
+    """
+    attempts = []
+    for event in events:
+        if event.detail is None or "attempt" not in event.detail:
+            continue
+        is_last = task.started_at is not None and task.finished_at == event.at
+        attempts.append(
+            AttemptView(
+                int(event.detail["attempt"]),
+                event.worker_id,
+                task.started_at if is_last else None,
+                event.at,
+                "failed",
+                event.detail.get("error_code"),
+                event.detail.get("error"),
+            )
+        )
+    if task.status is TaskStatus.RUNNING or task.status is TaskStatus.COMPLETE:
+        attempts.append(
+            AttemptView(task.attempts, task.worker_id, task.started_at, task.finished_at, task.status.value)
+        )
+    return attempts[::-1]
+
+
+def tasks_page(
+    page_context: PageContext,
+    page: Page[TaskRow],
+    *,
+    queues: Sequence[str],
+    has_more_queues: bool,
+    queue: str | None,
+    which: str | None,
+    search: str | None,
+    histories: Mapping[int, Sequence[Event]],
+    is_first: bool,
+    is_search_incomplete: bool = False,
+) -> str:
+    """`histories`: events of the failed tasks on the page. `is_search_incomplete`: the search stopped at its limit."""
+    what = _SUMMARIES.get(which, f"{dict(TASK_LISTS)[which]} tasks")
+    return render(
+        "tasks.html",
+        page_context,
+        here="tasks",
+        rows=[(row, waited_s(row)) for row in page.rows],
+        next_url=next_page_url("/tasks", page, queue=queue, which=which, search=search),
+        lists=TASK_LISTS,
+        queues=queues,
+        has_more_queues=has_more_queues,
+        queue=queue,
+        which=which,
+        search=search,
+        # Number of attempts, and the events.
+        histories={
+            task_id: (
+                sum(event.detail is not None and "attempt" in event.detail for event in events),
+                [(event.at, f"{event.code}: {event.reason}") for event in events],
+            )
+            for task_id, events in histories.items()
+        },
+        is_search_incomplete=is_search_incomplete,
+        summary=f"{what}{f', queue {queue}' if queue else ''}{f', matching “{search}”' if search else ''}.",
+        is_first=is_first,
+    )
+
+
+def waited_s(task: TaskRow | TaskDetail) -> float | None:
+    """Time from ready to started, of a first attempt. None for later attempts, which waited for other reasons."""
+    # Started before it was ready: it has become ready again, for its second attempt.
+    if task.attempts != 1 or task.started_at is None or task.started_at < task.ready_at:
+        return None
+    return (task.started_at - task.ready_at).total_seconds()
+
+
+def task_page(
+    page_context: PageContext,
+    task: TaskDetail,
+    *,
+    answer: Sequence[str],
+    history: Sequence[tuple[datetime, str]],
+    events: Sequence[Event],
+    cost: Cost | None,
+) -> str:
+    def cut_note(text: str) -> str | None:
+        if len(text) <= MAX_JSON_CHARACTERS:
+            return None
+        return f"The first {count(MAX_JSON_CHARACTERS)} of {len(text):,} characters."
+
+    return render(
+        "task.html",
+        page_context,
+        here="tasks",
+        task=task,
+        waited_s=waited_s(task),
+        answer=answer,
+        history=history,
+        attempts=attempts_of(task, events),
+        texts=[
+            (name, indented_json(text), cut_note(text))
+            for name, text in (("Payload", task.payload), ("Result", task.result))
+            if text is not None
+        ],
+        cost=cost,
+    )

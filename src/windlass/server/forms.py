@@ -1,0 +1,56 @@
+"""Runs an operation that a dashboard form requests.
+
+A form brings its session's CSRF token. Without `is_confirmed` the response is a page that asks for confirmation. With
+it, the operation runs and the browser returns to the page it came from, which shows the result. The dashboard's script
+asks in a dialog and reads the result as JSON. Refused operations get the same errors as in the JSON API.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import parse_qsl, quote
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from windlass.dashboard.render import confirm_page
+from windlass.model.auth import Role
+from windlass.operations import OperationResult
+from windlass.server.auth import check_csrf, check_role
+from windlass.server.context import AppContext
+from windlass.server.errors import raise_if_refused
+from windlass.server.pages import NOTICE_COOKIE, html, page_context
+
+# Time in which the browser loads the next page.
+NOTICE_MAX_AGE_S = 30
+
+Operation = Callable[[Mapping[str, str]], Awaitable[OperationResult]]
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of a form. Of a repeated field, the last value."""
+    return dict(parse_qsl((await request.body()).decode(errors="replace"), keep_blank_values=True))
+
+
+async def submit_form(context: AppContext, request: Request, operate: Operation) -> Response:
+    """`operate` gets the fields of the form."""
+    fields = await read_form(request)
+    check_role(request, Role.OPERATOR)
+    check_csrf(request, fields.get("csrf"))
+    back = fields.get("back", "")
+    # Only paths of this server: no form may lead to another site.
+    if not back.startswith("/") or back.startswith(("//", "/\\")) or not back.isprintable():
+        back = "/"
+    if fields.get("is_confirmed") != "yes":
+        shown = page_context(context, request, await context.store.now(), is_live=False)
+        texts = {name: fields.get(name, "") for name in ("ask", "words", "verb")}
+        page = confirm_page(shown, path=request.url.path, back_to=back, fields={**fields, "back": back}, **texts)
+        return html(request, page)
+    result = await operate(fields)
+    raise_if_refused(result)
+    context.overview_feed.mark_changed()
+    message = f"{result.message[:1].upper()}{result.message[1:]}."
+    if "application/json" in request.headers.get("accept", ""):
+        return JSONResponse({"message": message})
+    response = RedirectResponse(back, 303)
+    # Cookies hold ASCII only; names of workers and fleets may hold more.
+    response.set_cookie(NOTICE_COOKIE, quote(message), max_age=NOTICE_MAX_AGE_S, httponly=True, samesite="strict")
+    return response

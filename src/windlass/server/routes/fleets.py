@@ -1,0 +1,152 @@
+"""Fleets: JSON routes and dashboard forms. The overview and the pages about workers show fleets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from pydantic import Field
+
+from windlass import operations
+from windlass.model.fleet import FleetConfig
+from windlass.model.overview import MAX_POINTS, FleetOverview, Sample
+from windlass.model.redaction import shown_settings
+from windlass.operations import OperationResult, RestartResult, SpawnResult, fleet_not_found
+from windlass.server.context import AppContext
+from windlass.server.errors import not_found
+from windlass.server.forms import submit_form
+from windlass.server.json_api import (
+    OPERATOR,
+    VIEWER,
+    FleetName,
+    RequestBody,
+    api_router,
+    extend,
+    json_response,
+    operation_response,
+)
+from windlass.server.openapi import documented
+
+# Samples are kept for no longer.
+MAX_HISTORY_S = 400 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetResponse(FleetOverview):
+    # Current settings without secrets. Null if another process runs the fleet.
+    settings: Mapping[str, Any] | None
+    # Time without a cycle beyond the expected interval. Null if cycles run as expected.
+    without_orchestrator_s: float | None
+
+
+class SpawnBody(RequestBody):
+    count: Annotated[int, Field(ge=1, le=10_000)] = Field(default=1, description="Number of additional workers.")
+
+
+class RestartBody(RequestBody):
+    slot: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(default=None, description="Only this slot.")
+
+
+_fleets = json_response(list[FleetResponse])
+_fleet = json_response(FleetResponse)
+_samples = json_response(list[Sample])
+
+
+def routes(context: AppContext) -> APIRouter:
+    router, viewer, operator = APIRouter(), api_router(VIEWER), api_router(OPERATOR)
+    _add_json_routes(viewer, operator, context)
+    _add_form_routes(router, context)
+    for part in (viewer, operator):
+        router.include_router(part)
+    return router
+
+
+def _fleet_response(overview: FleetOverview, settings: FleetConfig | None, now: datetime) -> FleetResponse:
+    return extend(
+        FleetResponse,
+        overview,
+        settings=shown_settings(settings.model_dump(mode="json")) if settings is not None else None,
+        without_orchestrator_s=overview.fleet.without_orchestrator_s(now),
+    )
+
+
+def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext) -> None:
+    store, feed = context.store, context.overview_feed
+
+    @viewer.get("/fleets", **documented(list[FleetResponse], "List fleets"))
+    async def fleets() -> Response:
+        seen = await feed.overview()
+        config = context.control.fleet_config
+        return _fleets([_fleet_response(each, config(each.fleet.name), seen.at) for each in seen.fleets])
+
+    @viewer.get("/fleets/{fleet}", **documented(FleetResponse, "Get a fleet"))
+    async def fleet(fleet: FleetName) -> Response:
+        seen = await feed.overview()
+        for each in seen.fleets:
+            if each.fleet.name == fleet:
+                return _fleet(_fleet_response(each, context.control.fleet_config(fleet), seen.at))
+        raise not_found(fleet_not_found(fleet, [each.fleet for each in seen.fleets]))
+
+    @viewer.get("/fleets/{fleet}/history", **documented(list[Sample], "Get samples"))
+    async def history(
+        fleet: FleetName,
+        since_s: Annotated[float, Query(gt=0, le=MAX_HISTORY_S, description="Length of the period.")] = 3_600.0,
+        points: Annotated[int, Query(ge=1, le=MAX_POINTS, description="Maximum number of samples.")] = 240,
+    ) -> Response:
+        """Tasks, workers and cost over time, averaged to at most `points` samples, oldest first."""
+        return _samples(await store.history(fleet, since_s, points))
+
+    @operator.post("/fleets/{fleet}/pause", **documented(OperationResult, "Pause a fleet"))
+    async def pause(fleet: FleetName) -> Response:
+        """Its workers finish their current tasks and claim no others. No workers are spawned."""
+        return operation_response(feed, await operations.pause_fleet(store, fleet))
+
+    @operator.post("/fleets/{fleet}/resume", **documented(OperationResult, "Resume a fleet"))
+    async def resume(fleet: FleetName) -> Response:
+        return operation_response(feed, await operations.resume_fleet(store, fleet))
+
+    @operator.post("/fleets/{fleet}/restart", **documented(RestartResult, "Restart a fleet"))
+    async def restart(fleet: FleetName, body: Annotated[RestartBody, Body(default_factory=RestartBody)]) -> Response:
+        """Declare the cause of failures fixed: restart counts are cleared, failed slots become free, a hold ends.
+
+        Workers drain, and later cycles spawn replacements. A fleet on hold with OTHER_ACCOUNT abandons the machines
+        that its API key does not list; they may still be billed."""
+        return operation_response(feed, await operations.restart_fleet(store, fleet, body.slot))
+
+    @operator.post("/fleets/{fleet}/spawn", **documented(SpawnResult, "Spawn workers"))
+    async def spawn(fleet: FleetName, body: Annotated[SpawnBody, Body(default_factory=SpawnBody)]) -> Response:
+        """Independent of the scaling policy, up to the fleet's free slots. Idle workers drain as usual."""
+        return operation_response(feed, await operations.spawn_workers(store, fleet, body.count))
+
+    @operator.post("/pause", **documented(OperationResult, "Pause all fleets"))
+    async def pause_all() -> Response:
+        return operation_response(feed, await operations.pause_all_fleets(store))
+
+    @operator.post("/resume", **documented(OperationResult, "Resume all fleets"))
+    async def resume_all() -> Response:
+        return operation_response(feed, await operations.resume_all_fleets(store))
+
+    @operator.post("/restart", **documented(RestartResult, "Restart all fleets"))
+    async def restart_all() -> Response:
+        return operation_response(feed, await operations.restart_all_fleets(store))
+
+
+def _add_form_routes(router: APIRouter, context: AppContext) -> None:
+    store = context.store
+
+    @router.post("/fleets/{fleet}/pause", include_in_schema=False)
+    async def pause(request: Request, fleet: FleetName) -> Response:
+        return await submit_form(context, request, lambda _: operations.pause_fleet(store, fleet))
+
+    @router.post("/fleets/{fleet}/resume", include_in_schema=False)
+    async def resume(request: Request, fleet: FleetName) -> Response:
+        return await submit_form(context, request, lambda _: operations.resume_fleet(store, fleet))
+
+    @router.post("/fleets/{fleet}/spawn", include_in_schema=False)
+    async def spawn(request: Request, fleet: FleetName) -> Response:
+        return await submit_form(context, request, lambda _: operations.spawn_workers(store, fleet))
+
+    @router.post("/fleets/{fleet}/restart", include_in_schema=False)
+    async def restart(request: Request, fleet: FleetName) -> Response:
+        return await submit_form(context, request, lambda _: operations.restart_fleet(store, fleet))

@@ -1,0 +1,218 @@
+"""Tasks: JSON routes, pages and dashboard forms."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query, Request, Response
+from pydantic import AwareDatetime, Field, JsonValue, TypeAdapter
+
+from windlass import operations
+from windlass.cost.queries import task_cost
+from windlass.dashboard.tasks import task_page, tasks_page
+from windlass.model.cost import Cost
+from windlass.model.event import Event
+from windlass.model.listing import TaskList, TaskRow
+from windlass.model.task import TaskStatus, TaskSummary, new_task
+from windlass.operations import EnqueueResult, OperationOutcome, OperationResult, RetryFailedResult, task_not_found
+from windlass.server.context import AppContext
+from windlass.server.errors import not_found
+from windlass.server.forms import submit_form
+from windlass.server.json_api import (
+    OPERATOR,
+    PRODUCER,
+    VIEWER,
+    Cursor,
+    Limit,
+    PageResponse,
+    QueueFilter,
+    ReasonBody,
+    RequestBody,
+    TaskId,
+    api_router,
+    json_response,
+    operation_response,
+    page_response,
+)
+from windlass.server.openapi import documented
+from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
+
+# Failed tasks per page: fewer, because each is shown with its history.
+FAILED_PAGE_ROWS = 25
+# Failed tasks that one click on "Retry all" requeues.
+MAX_RETRIED_BY_FORM = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResponse(TaskSummary):
+    payload: Any
+    result: Any
+    # Oldest first.
+    events: list[Event]
+    # Explains the current state, in sentences.
+    answer: list[str]
+    cost: Cost | None
+
+
+_Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class NewTaskBody(RequestBody):
+    queue: str = Field(description="The queue.", pattern="^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$", examples=["renders"])
+    payload: JsonValue = Field(default=None, description="Any JSON value.", examples=[{"prompt": "a lighthouse"}])
+    priority: _Integer = Field(default=0, description="Tasks with a higher priority are claimed first.")
+    run_after: AwareDatetime | None = Field(default=None, description="Not claimed before this time.")
+    max_attempts: Annotated[int, Field(ge=1, lt=2**31)] = Field(default=3, description="Attempts before it fails.")
+    timeout_s: Annotated[float, Field(gt=0, lt=1e9)] | None = Field(default=None, description="Per attempt.")
+    unique_key: str | None = Field(
+        default=None, description="Enqueueing the same key again returns the existing task.", examples=["order-1234"]
+    )
+
+
+class RetryFailedBody(RequestBody):
+    queue: str = Field(description="The queue.")
+    limit: Annotated[int, Field(ge=1, le=1_000)] = Field(default=1_000, description="Maximum number, oldest first.")
+
+
+_TASK = TypeAdapter(TaskResponse)
+_tasks = json_response(PageResponse[TaskRow])
+
+
+def routes(context: AppContext) -> APIRouter:
+    router, viewer, producer, operator = APIRouter(), api_router(VIEWER), api_router(PRODUCER), api_router(OPERATOR)
+    _add_json_routes(viewer, producer, operator, context)
+    _add_pages(router, context)
+    _add_form_routes(router, context)
+    for part in (viewer, producer, operator):
+        router.include_router(part)
+    return router
+
+
+def _add_json_routes(viewer: APIRouter, producer: APIRouter, operator: APIRouter, context: AppContext) -> None:
+    store, feed = context.store, context.overview_feed
+
+    @viewer.get("/tasks", **documented(PageResponse[TaskRow], "List tasks"))
+    async def tasks(
+        queue: QueueFilter = None,
+        status: Annotated[TaskList | None, Query(description="Without it all tasks, newest first.")] = None,
+        search: Annotated[
+            str | None, Query(max_length=200, description="An id, the start of a unique key, an error code or text.")
+        ] = None,
+        limit: Limit = 50,
+        cursor: Cursor = None,
+    ) -> Response:
+        """Without payloads and results. Queued tasks are in the order in which they will be claimed."""
+        page = await store.tasks_page(queue=queue, which=status, search=search, limit=limit, cursor=cursor)
+        return _tasks(page_response(page))
+
+    @viewer.get("/tasks/{task_id}", **documented(TaskResponse, "Get a task"))
+    async def task(task_id: TaskId) -> Response:
+        """With payload, result, events and cost."""
+        found = await store.task(task_id)
+        if found is None:
+            raise not_found(task_not_found(task_id))
+        summary = {field.name: getattr(found, field.name) for field in fields(TaskSummary)}
+        response = TaskResponse(
+            **summary,
+            payload=None,
+            result=None,
+            events=await store.events(task_id=task_id),
+            answer=(await context.control.explain(str(task_id))).answer,
+            cost=await task_cost(store, task_id, await store.now(), found.worker_id) if found.worker_id else None,
+        )
+        # Payload and result are copied as stored: PostgreSQL accepts deeper nesting and longer numbers than Python.
+        rest = _TASK.dump_json(response, exclude={"payload", "result"}).removesuffix(b"}")
+        parts = (rest, found.payload.encode(), (found.result or "null").encode())
+        return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
+
+    @producer.post("/tasks", **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200))
+    async def enqueue(body: NewTaskBody) -> Response:
+        """201 for a new task, 200 if the unique key already has one."""
+        new = new_task(**body.model_dump(), max_payload_bytes=context.max_payload_bytes)
+        result = await operations.enqueue_task(store, new)
+        response = operation_response(feed, result)
+        response.status_code = 201 if result.outcome is OperationOutcome.DONE else 200
+        return response
+
+    @operator.post("/tasks/retry-failed", **documented(RetryFailedResult, "Retry failed tasks"))
+    async def retry_failed(body: RetryFailedBody) -> Response:
+        """The oldest failed tasks of a queue. Cancelled tasks stay failed."""
+        return operation_response(feed, await operations.retry_failed_tasks(store, body.queue, limit=body.limit))
+
+    @operator.post("/tasks/{task_id}/retry", **documented(OperationResult, "Retry a task"))
+    async def retry(task_id: TaskId) -> Response:
+        """A failed or retrying task is requeued with its full number of attempts."""
+        return operation_response(feed, await operations.retry_task(store, task_id))
+
+    @operator.post("/tasks/{task_id}/cancel", **documented(OperationResult, "Cancel a task"))
+    async def cancel(task_id: TaskId, body: Annotated[ReasonBody, Body(default_factory=ReasonBody)]) -> Response:
+        """It fails with code CANCELLED. A worker that is running it stops the attempt."""
+        return operation_response(feed, await operations.cancel_task(store, task_id, body.reason))
+
+
+def _add_pages(router: APIRouter, context: AppContext) -> None:
+    store = context.store
+
+    @router.get("/tasks", include_in_schema=False)
+    async def tasks(
+        request: Request,
+        _viewer: PageViewer,
+        queue: PageFilter = None,
+        which: TaskList | None = None,
+        search: Annotated[str | None, Query(max_length=200)] = None,
+        cursor: PageCursor = None,
+    ) -> Response:
+        limit = FAILED_PAGE_ROWS if which is TaskList.FAILED else PAGE_ROWS
+        found = await store.tasks_page(
+            queue=queue or None, which=which, search=search or None, limit=limit, cursor=cursor
+        )
+        failed = [task.id for task in found.rows] if which is TaskList.FAILED else []
+        overview = await context.overview_feed.overview()
+        page = tasks_page(
+            page_context(context, request, await store.now()),
+            found,
+            queues=sorted({*overview.queues, *([queue] if queue else [])}),
+            has_more_queues=overview.has_more_queues,
+            queue=queue or None,
+            which=which.value if which is not None else None,
+            search=search or None,
+            histories={task_id: await store.events(task_id=task_id) for task_id in failed},
+            is_first=cursor is None,
+            is_search_incomplete=found.next_cursor is not None and len(found.rows) < limit,
+        )
+        return html(request, page)
+
+    @router.get("/tasks/{task_id}", include_in_schema=False)
+    async def task(request: Request, task_id: TaskId, _viewer: PageViewer) -> Response:
+        found = await store.task_in_full(task_id)
+        if found is None:
+            raise not_found(task_not_found(task_id))
+        explanation = await context.control.explain(str(task_id))
+        now = await store.now()
+        page = task_page(
+            # A complete task does not change any more. A failed one may be retried.
+            page_context(context, request, now, is_live=found.status is not TaskStatus.COMPLETE),
+            found,
+            answer=explanation.answer,
+            history=explanation.history,
+            events=await store.events(task_id=task_id),
+            cost=await task_cost(store, task_id, now, found.worker_id),
+        )
+        return html(request, page)
+
+
+def _add_form_routes(router: APIRouter, context: AppContext) -> None:
+    store = context.store
+
+    @router.post("/tasks/{task_id}/retry", include_in_schema=False)
+    async def retry(request: Request, task_id: TaskId) -> Response:
+        return await submit_form(context, request, lambda _: operations.retry_task(store, task_id))
+
+    @router.post("/tasks/{task_id}/cancel", include_in_schema=False)
+    async def cancel(request: Request, task_id: TaskId) -> Response:
+        return await submit_form(context, request, lambda _: operations.cancel_task(store, task_id))
+
+    @router.post("/queues/{queue}/retry", include_in_schema=False)
+    async def retry_failed(request: Request, queue: str) -> Response:
+        return await submit_form(
+            context, request, lambda _: operations.retry_failed_tasks(store, queue, limit=MAX_RETRIED_BY_FORM)
+        )

@@ -1,0 +1,274 @@
+"""What an operator changes: slots, requests, pauses, terminations; and reads about fleets."""
+
+from dataclasses import replace
+from datetime import timedelta
+from uuid import UUID
+
+import pytest
+
+from support.control_actions import ANN, FLEET, ControlStores, Leader, VirtualClock, intent
+from windlass.model.action import (
+    Drain,
+    Fail,
+    FailSlot,
+)
+from windlass.model.errors import BadInput
+from windlass.model.outcome import (
+    CreationRefused,
+    Deleted,
+)
+from windlass.model.snapshot import (
+    Cadence,
+    PlannerState,
+    RecentFailure,
+)
+from windlass.model.task import NewTask, TaskStatus
+from windlass.model.worker import RecoveredTasks, Registration, WorkerKind, WorkerStatus
+from windlass.store import fleets
+from windlass.store.memory import fleet_store as memory_fleets
+
+
+async def test_restarting_slots_forgets_what_they_remember(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1, 2)
+    await ann.commit(Fail("w0", "X", "x"), Fail("w1", "X", "x"), FailSlot(0, "x"), FailSlot(1, "x"), FailSlot(2, "x"))
+    assert await store.restart_slots("f", 1) == 1
+    assert [slot.slot for slot in (await ann.observe()).slots] == [0, 2]
+    assert await store.restart_slots("f") == 2
+    assert (await ann.observe()).slots == ()
+    assert await store.restart_slots("f") == 0
+
+
+async def test_requested_workers_are_asked_for_until_they_are_hired(store: ControlStores, ann: Leader) -> None:
+    assert await store.request_workers("f", 2) == 2
+    assert (await ann.observe()).requested == 2
+    await ann.commit(intents=(replace(intent("w0", 0), is_requested=True), intent("w1", 1)))
+    assert (await ann.observe()).requested == 1
+    assert await store.request_workers("f", 99) == FLEET.max_workers - 2
+    assert await store.request_workers("f", -1) == 1
+    assert await store.request_workers("f", -3) == 0
+    assert (await store.fleets())[0].requested_workers == 0
+
+
+async def test_nobody_can_ask_for_more_than_there_is_room_for(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1, 2, 3)
+    await ann.report(Deleted("w3", None, "X", "x"))
+    assert await store.request_workers("f", 9) == 1
+    await ann.commit(FailSlot(3, "x"))
+    assert (await ann.observe()).requested == 0, "the last slot is failed: nobody can be hired for this wish"
+    await ann.commit(Drain("w0", "IDLE", "idle"))
+    assert await store.request_workers("f", 9) == 1, "whoever leaves makes room"
+
+
+async def test_a_wish_that_no_slot_can_take_any_more_is_forgotten(store: ControlStores, ann: Leader) -> None:
+    """Else it would hire again, one by one, whoever is let go for having nothing to do."""
+    assert await store.request_workers("f", 3) == 3
+    await ann.hire(0, 1)
+    await ann.hire(2, 3)
+    assert (await ann.observe()).requested == 0
+
+
+@pytest.mark.parametrize("slot", [-1, 4, 17])
+async def test_a_slot_that_a_fleet_cannot_have_is_no_slot_to_restart(
+    store: ControlStores, ann: Leader, slot: int
+) -> None:
+    with pytest.raises(BadInput, match=f"slot {slot} not found in fleet f: its slots are 0 to 3"):
+        await store.restart_slots("f", slot)
+    assert (await ann.observe()).reset_at is None
+
+
+async def test_the_last_one_that_broke_is_seen_with_its_reason(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    assert ann.snapshot.last_failure is None
+    await ann.hire(0, 1, 2)
+    await ann.commit(Fail("w1", "MACHINE_GONE", "exit code 2"), Drain("w2", "IDLE", "idle"))
+    assert (await ann.observe()).last_failure == RecentFailure("w1", "MACHINE_GONE", "exit code 2", clock())
+    clock.advance(5)
+    await ann.hire(3)
+    await ann.report(CreationRefused("w3", "REFUSED", "there is no folder /x"))
+    assert (await ann.observe()).last_failure == RecentFailure("w3", "REFUSED", "there is no folder /x", clock())
+
+
+async def test_fleet_has_last_cycle_time_and_leader_flag(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    (before,) = await store.fleets()
+    assert (before.planned_at, before.next_plan_in_s, before.is_led) == (None, None, True)
+    await ann.commit(planner_state=PlannerState(Cadence(planned_at=clock(), next_plan_in_s=10.0)))
+    clock.advance(29)
+    (fleet,) = await store.fleets()
+    assert (fleet.planned_at, fleet.next_plan_in_s, fleet.is_led) == (clock() - timedelta(seconds=29), 10.0, True)
+    assert fleet.without_orchestrator_s(clock()) is None
+    clock.advance(1)
+    (fleet,) = await store.fleets()
+    assert (fleet.is_led, fleet.without_orchestrator_s(clock())) == (False, 30.0)
+
+
+async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlStores, ann: Leader) -> None:
+    """A wish that came after the cycle looked is still to be fulfilled."""
+    await store.request_workers("f", 2)
+    await ann.hire(0, 1)
+    assert (await ann.observe()).requested == 2
+    await ann.commit(intents=(replace(intent("not granted", 0), is_requested=True),))
+    await ann.report(Deleted("w1", None, "X", "x"), intents=(replace(intent("y1", 1), is_requested=True),))
+    assert (await ann.observe()).requested == 1
+
+
+async def test_snapshot_has_times_of_slot_and_fleet_restarts(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    assert (ann.snapshot.reset_at, ann.snapshot.restarted_at) == (None, None)
+    clock.advance(5)
+    await store.restart_slots("f", 0)
+    of_a_slot = clock()
+    clock.advance(5)
+    seen = await ann.observe()
+    assert (seen.reset_at, seen.restarted_at) == (of_a_slot, None)
+    await store.restart_slots("f")
+    of_all = clock()
+    clock.advance(5)
+    seen = await ann.observe()
+    assert (seen.reset_at, seen.restarted_at) == (of_all, of_all)
+    await store.restart_slots("f", 0)
+    seen = await ann.observe()
+    assert (seen.reset_at, seen.restarted_at) == (clock(), of_all)
+
+
+async def test_a_database_has_one_identity(store: ControlStores) -> None:
+    assert str(UUID(await store.instance_id())) == await store.instance_id()
+
+
+async def test_the_newest_cycle_that_saw_a_worker_is_found(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.observe()
+    first = (await ann.commit(decision="one")).cycle_id
+    await ann.report(Deleted("w0", None, "X", "x"))
+    await ann.observe()
+    await ann.commit(decision="two")
+    found = await store.last_cycle_with("f", "w0")
+    assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
+    assert await store.last_cycle_with("f", "nobody") is None
+    assert await store.last_cycle_with("g", "w0") is None
+    # However long ago it ended: it is looked for from its end on.
+    for number in range(201):
+        clock.advance(1)
+        await ann.observe()
+        await ann.commit(decision=f"later {number}")
+    assert (await store.last_cycle_with("f", "w0")).cycle.id == first  # type: ignore[union-attr]
+
+
+async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    assert await store.running_tasks() == {}
+    ids = [await store.enqueue(NewTask("a")) for _ in range(3)]
+    await store.claim("hand", ("a",), 2)
+    assert await store.running_tasks() == {"hand": ids[:2]}
+
+
+async def test_how_many_come_before_a_task(
+    store: ControlStores, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await store.enqueue(NewTask("a")), await store.enqueue(NewTask("a"))
+    urgent = await store.enqueue(NewTask("a", priority=1))
+    await store.enqueue(NewTask("b"))
+    await store.enqueue(NewTask("a", priority=9, run_after=clock() + timedelta(seconds=9)))
+    assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 2, 0]
+    for module in (fleets, memory_fleets):
+        monkeypatch.setattr(module, "MAX_AHEAD", 0)
+    assert [await store.ready_before(task_id) for task_id in (urgent, first, second, 4711)] == [0, 1, 1, 0]
+
+
+async def test_queues_with_tasks_returns_only_queues_with_queued_tasks(
+    store: ControlStores, clock: VirtualClock
+) -> None:
+    queues = ("ready", "later", "busy", "held", "empty")
+    await store.register(Registration("hand", ("busy",), fleet="f"))
+    await store.register(Registration("d", ("held",), fleet="f", kind=WorkerKind.DISPATCHER))
+    for queue in ("ready", "busy", "held"):
+        await store.enqueue(NewTask(queue))
+    await store.enqueue(NewTask("later", run_after=clock() + timedelta(seconds=9)))
+    await store.claim("hand", ("busy",), 1)
+    await store.claim("d", ("held",), 1)
+    assert await store.queues_with_tasks(queues) == {"ready", "held"}
+    clock.advance(10)
+    assert await store.queues_with_tasks(queues) == {"ready", "held", "later"}
+    assert await store.queues_with_tasks(()) == set()
+
+
+async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0, 1)
+    await store.set_paused(["w1"], True)
+    assert await store.pause_fleet("f", True) == 1
+    assert (await ann.observe()).is_paused
+    assert (await store.fleets())[0].is_paused
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    assert {worker.id: worker.is_paused for worker in await store.workers()} == {"w0": True, "w1": True, "hand": True}
+    await store.enqueue(NewTask("a"))
+    assert await store.claim("hand", ("a",), 1) == []
+    assert await store.pause_fleet("f", False) == 3
+    assert not (await ann.observe()).is_paused
+    assert len(await store.claim("hand", ("a",), 1)) == 1
+
+
+async def test_terminated_worker_loses_tasks_without_counting_a_restart(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    assert await store.terminate_worker("w0", "it annoys me") is True
+    worker = await store.worker("w0")
+    assert (worker.status, worker.code, worker.reason) == (WorkerStatus.ERROR, "MANUAL", "it annoys me")
+    assert (await store.task(task_id)).status is TaskStatus.QUEUED
+    snapshot = await ann.observe()
+    assert [hiring.has_failed for hiring in snapshot.launches] == [False]
+    assert snapshot.slots == ()
+    assert await store.terminate_worker("w0", "again") is False
+    assert await store.terminate_worker("nobody", "x") is False
+
+
+async def test_a_worker_started_by_hand_that_is_ended_at_once_is_over(store: ControlStores, ann: Leader) -> None:
+    await store.register(Registration("hand", ("a",), fleet="f"))
+    assert await store.terminate_worker("hand", "x") is True
+    worker = await store.worker("hand")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "MANUAL")
+    assert worker.terminated_at is not None
+
+
+async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
+    store: ControlStores, ann: Leader, clock: VirtualClock
+) -> None:
+    await ann.hire(0)
+    for worker_id in ("w0", "judge"):
+        await store.register(Registration(worker_id, ("a",)))
+        await store.heartbeat(worker_id)
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+
+    async def judged_after(seconds: int) -> list[RecoveredTasks]:
+        for _ in range(seconds // 10):
+            clock.advance(10)
+            await store.heartbeat("judge")
+        return await store.recover_lost_workers("judge")
+
+    # While somebody leads, and for two of the lost one's leases after.
+    for _ in range(20):
+        await store.acquire_lease(ANN)
+        assert await judged_after(10) == []
+    await store.release_lease(ANN)
+    assert await judged_after(60) == []
+    assert await judged_after(10) == [RecoveredTasks("w0", tasks_requeued=1, tasks_failed=0)]
+    assert (await store.task(task_id)).status is TaskStatus.QUEUED
+    # What the control loop finds when it is back: a broken worker, whose slot has counted it.
+    snapshot = await ann.observe()
+    (broken,) = snapshot.workers
+    assert (broken.id, broken.status, broken.code) == ("w0", WorkerStatus.ERROR, "STALE_HEARTBEAT")
+    assert [(slot.slot, len(slot.restarts)) for slot in snapshot.slots] == [(0, 1)]
+    assert [hiring.has_failed for hiring in snapshot.launches] == [True]
+
+
+async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores) -> None:
+    for asked in (store.restart_slots("no"), store.request_workers("no", 1), store.pause_fleet("no", True)):
+        with pytest.raises(BadInput, match="fleet no not found"):
+            await asked
+    assert await store.fleets() == []

@@ -1,0 +1,313 @@
+"""Bills, spans of tasks, settlements and reports of the ledger."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from support.control_actions import (
+    PARTS,
+    RETENTION,
+    ControlStores,
+    Leader,
+    VirtualClock,
+    do,
+    told,
+)
+from support.stores import PostgresStores
+from windlass.cost.ledger import settle
+from windlass.model.action import (
+    Adopt,
+    Fail,
+    Promote,
+    RecordPrice,
+)
+from windlass.model.cost import Bill, Span, Spending, Tariff
+from windlass.model.machine import Machine, MachineState, ProviderTraits
+from windlass.model.outcome import (
+    Created,
+    Deleted,
+    OrphanDeleted,
+)
+from windlass.model.task import Finished, NewTask
+from windlass.model.worker import Registration, WorkerStatus
+
+PRICED = Machine("m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_000, price_parts=PARTS, currency="EUR")
+
+
+async def hire_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: int = 3600, born_s: float = 0) -> None:
+    await ann.observe()
+    await ann.hire(slot)
+    made = replace(PRICED, id=f"m{slot}", name=f"w{slot}", created_at=clock() - timedelta(seconds=born_s))
+    await ann.report(Created(f"w{slot}", made, billing_unit_s=unit_s))
+
+
+async def settle_all(store: ControlStores, fleet: str = "f") -> int:
+    now = await store.now()
+    return await store.settle([settle(account, now) for account in await store.accounts_to_settle(fleet, 100)])
+
+
+async def test_costs_by_queue_add_up_to_costs_by_fleet(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await hire_priced(ann, clock)
+    await store.register(Registration("w0", ("a", "b"), fleet="f"))
+    for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
+        await do(store, clock, "w0", seconds, queue)
+        clock.advance(300)
+    assert await settle_all(store) == 1
+    by_queue, by_fleet = await told(store, "queue"), await told(store, "fleet")
+    assert set(by_queue) == {"a", "b", None}
+    assert by_queue["a"][1:] == by_queue["b"][1:] == (0, 0, 0)
+    assert [sum(parts) for parts in zip(*by_queue.values(), strict=True)] == list(by_fleet["f"])
+    if isinstance(store, PostgresStores):
+        async with store.database.connection("forgetting the charges themselves") as connection:
+            await connection.execute("truncate windlass.charges")
+        assert await told(store, "queue") == by_queue
+
+
+async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock, born_s=7)
+    await ann.hire(1)
+    await ann.report(Created("w1", Machine("m1", "w1", MachineState.RUNNING)))
+    priced, free = (await ann.observe()).workers
+    assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), clock() - timedelta(seconds=7))
+    assert free.bill is None
+
+
+async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    orphan = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
+    for _ in range(2):
+        await ann.report(OrphanDeleted(orphan, "nobody's", 60, clock() - timedelta(seconds=10)))
+    clock.advance(60)
+    await settle_all(store)
+    assert await told(store, "worker") == {"orphan-m9": (0, 20_000, 0, 40_000)}
+    worker = await store.worker("orphan-m9")
+    assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "ORPHAN")
+    assert worker.reason == "machine of nobody: nobody's"
+
+
+async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    await ann.observe()
+    found = replace(PRICED, created_at=clock() - timedelta(seconds=3))
+    ann.snapshot = replace(ann.snapshot, machines=(found,), traits=ProviderTraits(billing_unit_s=60))
+    await ann.commit(Adopt("w0", "m0", "found"))
+    (view,) = (await ann.observe()).workers
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, PARTS), clock() - timedelta(seconds=3))
+
+
+async def test_a_price_in_no_currency_is_kept_apart_from_all_others(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", replace(PRICED, currency=None)))
+    (view,) = (await ann.observe()).workers
+    assert view.bill is not None
+    assert view.bill.tariff.currency == "XXX"  # ISO 4217
+
+
+async def test_late_price_applies_from_machine_creation(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(Created("w0", replace(PRICED, price_micros_per_hour=None)))
+    born = clock()
+    clock.advance(60)
+    await ann.observe()
+    listed = replace(PRICED, created_at=born)
+    ann.snapshot = replace(ann.snapshot, machines=(listed,), traits=ProviderTraits(billing_unit_s=3600))
+    await ann.commit(RecordPrice("w0", "m0", "known now"))
+    (view,) = (await ann.observe()).workers
+    assert view.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), born)
+    ann.snapshot = replace(ann.snapshot, machines=(replace(listed, price_micros_per_hour=1),))
+    await ann.commit(RecordPrice("w0", "m0", "dearer"))
+    (again,) = (await ann.observe()).workers
+    assert again.bill == view.bill, "what was agreed stays"
+
+
+async def test_what_a_worker_did_in_its_hour_is_charged_when_it_is_gone(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    clock.advance(20)
+    await ann.observe()
+    clock.advance(20)
+    await ann.observe()
+    clock.advance(20)
+    await ann.observe()
+    await ann.commit(Promote("w0", "heard"))
+    first = await do(store, clock, "w0", 100)
+    second = await do(store, clock, "w0", 200, "b")
+    clock.advance(40)
+    await ann.observe()
+    await ann.report(Deleted("w0", "m0", "IDLE", "x", clock() - timedelta(seconds=10)))
+    assert len((await ann.observe()).ended_bills) == 1
+    assert await settle_all(store) == 0, "what it did last may still be on its way"
+    clock.advance(60)
+    assert (await ann.observe()).is_settlement_due
+    assert await settle_all(store) == 1
+    assert await settle_all(store) == 0
+    snapshot = await ann.observe()
+    assert (snapshot.is_settlement_due, snapshot.ended_bills) == (False, ())
+    assert snapshot.spending == (Spending("EUR", 3_600_000, 3_600_000, 3_600_000),)
+    assert await told(store, "worker") == {"w0": (300_000, 60_000, 30_000, 3_210_000)}
+    assert await told(store, "fleet") == {"f": (300_000, 60_000, 30_000, 3_210_000)}
+    assert await told(store, "day") == {"2030-01-01": (300_000, 60_000, 30_000, 3_210_000)}
+    assert await told(store, "queue") == {
+        "a": (100_000, 0, 0, 0), "b": (200_000, 0, 0, 0), None: (0, 60_000, 30_000, 3_210_000),
+    }  # fmt: skip
+    assert list(await told(store, "task")) == [None, str(second), str(first)]
+    (charge,) = await store.charges_of_task(second)
+    assert (charge.worker_id, charge.queue, charge.amount_micros) == ("w0", "b", 200_000)
+    assert await store.open_accounts() == []
+
+
+async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await hire_priced(ann, clock)
+    await ann.commit(Promote("w0", "heard"))
+    task_id = await store.enqueue(NewTask("a"))
+    (claim,) = await store.claim("w0", ("a",), 1)
+    clock.advance(3600)
+    assert not (await ann.observe()).is_settlement_due
+    clock.advance(60)
+    assert (await ann.observe()).is_settlement_due
+    assert await settle_all(store) == 1
+    assert await told(store, "task") == {str(task_id): (3_600_000, 0, 0, 0)}
+    (view,) = (await ann.observe()).workers
+    assert view.bill is not None
+    assert view.bill.settled_until == view.bill.since + timedelta(hours=1)
+    clock.advance(1740)
+    await store.finish_and_claim("w0", [Finished(task_id, claim.token, None)], (), 0)
+    clock.advance(1860)
+    await settle_all(store)
+    assert await told(store, "worker") == {"w0": (5_400_000, 0, 1_800_000, 0)}
+    assert [charge.amount_micros for charge in await store.charges_of_task(task_id)] == [3_600_000, 1_800_000]
+    assert (await ann.observe()).spending == (Spending("EUR", 0, 7_200_000, 7_200_000),)
+
+
+async def test_the_monthly_cap_makes_the_rest_of_the_month_free(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    clock.advance(5 * 3600)
+    await ann.observe()
+    await ann.report(Deleted("w0", "m0", "X", "x"))
+    clock.advance(60)
+    await settle_all(store)
+    assert await told(store, "fleet") == {"f": (0, 9_000_000, 0, 0)}
+
+
+async def end_by_finish(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await store.finish_and_claim("w0", [Finished(claim.task_id, claim.token, None)], ("a",), 1)
+
+
+async def end_by_finish_alone(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await store.finish_and_claim("w0", [Finished(claim.task_id, claim.token, None)], (), 0)
+
+
+async def end_by_failure(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await store.fail("w0", claim.task_id, claim.token, "broke")
+
+
+async def end_by_release(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await store.release("w0", claim.task_id, claim.token, "not now")
+
+
+async def end_by_cancelling(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await store.cancel_task(claim.task_id, "not wanted")
+
+
+async def end_by_losing_the_worker(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await ann.observe()
+    await ann.commit(Fail("w0", "CRASHED", "x"))
+
+
+async def end_by_leaving(store: ControlStores, claim: Any, ann: Leader) -> None:
+    await store.deregister("w0", "told to")
+
+
+WAYS_TO_END = [
+    end_by_finish, end_by_finish_alone, end_by_failure, end_by_release, end_by_cancelling, end_by_losing_the_worker,
+    end_by_leaving,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", WAYS_TO_END)
+@pytest.mark.parametrize("is_priced", [True, False], ids=["priced", "free"])
+async def test_every_end_of_attempt_records_billed_span(
+    store: ControlStores, clock: VirtualClock, ann: Leader, end: Any, is_priced: bool
+) -> None:
+    if is_priced:
+        await hire_priced(ann, clock)
+    else:
+        await ann.hire(0)
+        await ann.report(Created("w0", Machine("m0", "w0", MachineState.RUNNING)))
+    await store.enqueue(NewTask("a"))
+    (claim,) = await store.claim("w0", ("a",), 1)
+    begun = clock()
+    clock.advance(10)
+    await end(store, claim, ann)
+    await end(store, claim, ann)
+    accounts = await store.open_accounts(fleet="f")
+    spans = [span for account in accounts for span in account.spans]
+    assert spans == ([Span(claim.task_id, "a", begun, clock())] if is_priced else [])
+    assert await store.open_accounts(worker_id="nobody") == []
+
+
+async def test_what_was_done_before_the_machine_was_known_is_remembered_too(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    """A worker may be at work before the answer to its creation is written down, or before its machine is adopted."""
+    await ann.hire(0)
+    begun = clock()
+    task_id = await do(store, clock, "w0", 20)
+    await ann.report(Created("w0", replace(PRICED, created_at=begun), billing_unit_s=3600))
+    (account,) = await store.open_accounts()
+    assert account.spans == (Span(task_id, "a", begun, clock()),)
+
+
+async def test_an_account_that_changed_since_it_was_read_is_left_as_it_is(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    clock.advance(3700)
+    (account,) = await store.accounts_to_settle("f", 10)
+    closed = settle(account, clock())
+    await ann.observe()
+    await ann.report(Deleted("w0", "m0", "X", "x"))
+    assert await store.settle([closed]) == 0
+    clock.advance(60)
+    assert await settle_all(store) == 1
+    assert await store.settle([closed, closed]) == 0
+    assert await told(store, "worker") == {"w0": (0, 3_700_000, 0, 3_500_000)}
+
+
+async def test_a_bounded_number_is_settled_longest_due_first(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock, 1)
+    clock.advance(1)
+    await hire_priced(ann, clock, 0)
+    clock.advance(4000)
+    assert [account.worker_id for account in await store.accounts_to_settle("f", 1)] == ["w1"]
+    assert [account.worker_id for account in await store.accounts_to_settle("f", 9)] == ["w1", "w0"]
+    assert await store.accounts_to_settle("g", 9) == []
+
+
+async def test_retention_keeps_workers_with_unsettled_bills(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    await ann.report(Deleted("w0", "m0", "X", "x"))
+    clock.advance(RETENTION.events_s + 1)
+    await store.sweep()
+    assert await store.worker("w0") is not None
+    assert await settle_all(store) == 1
+    await store.sweep()
+    assert await store.worker("w0") is None
+    assert await told(store, "worker") == {"w0": (0, 0, 0, 3_600_000)}
+    clock.advance(RETENTION.charges_s)
+    await store.sweep()
+    assert await told(store, "worker") == await told(store, "fleet") == {}

@@ -1,0 +1,179 @@
+"""Recording outcomes of provider calls, and legal status transitions."""
+
+import pytest
+
+from support.control_actions import ControlStores, Leader, SetStatus, VirtualClock, events, intent, machine
+from windlass.model.action import (
+    Action,
+    Adopt,
+    Drain,
+    Fail,
+)
+from windlass.model.errors import BadInput
+from windlass.model.machine import Machine, MachineState
+from windlass.model.outcome import (
+    Created,
+    CreationRefused,
+    CreationUnclear,
+    Deleted,
+    NotDeleted,
+    OrphanDeleted,
+)
+from windlass.model.snapshot import (
+    ProviderRefusal,
+)
+from windlass.model.task import NewTask, TaskStatus
+from windlass.model.worker import WorkerStatus
+
+
+async def test_a_created_machine_is_known_from_then_on(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.hire(0)
+    clock.advance(2)
+    await ann.report(Created("w0", machine(1)))
+    known_at = clock()
+    clock.advance(2)
+    await ann.report(Created("w0", machine(1)), Created("w0", machine(2)), CreationUnclear("w0", "late word"))
+    (view,) = (await ann.observe()).workers
+    assert (view.machine_id, view.machine_at, view.creation) == ("m1", known_at, "created")
+    worker = await store.worker("w0")
+    assert (worker.machine_id, worker.instance_type, worker.place) == ("m1", "tiny", "nbg1")
+
+
+async def test_an_unclear_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.report(CreationUnclear("w0", "no answer"))
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.creation, view.machine_id) == ("spawning", "ambiguous", None)
+    assert "MACHINE_AMBIGUOUS" in await events(store, "w0")
+
+
+@pytest.mark.parametrize(("code", "is_failure"), [("REFUSED", True), ("NO_CAPACITY", False), ("LEASE_LOST", False)])
+async def test_refused_creation_terminates_worker(
+    store: ControlStores, ann: Leader, code: str, is_failure: bool
+) -> None:
+    await ann.hire(0)
+    await ann.report(CreationRefused("w0", code, "said no"))
+    worker = await store.worker("w0")
+    assert (worker.status, worker.code, worker.reason) == (WorkerStatus.TERMINATED, code, "said no")
+    snapshot = await ann.observe()
+    assert [hiring.has_failed for hiring in snapshot.launches] == [is_failure]
+    assert snapshot.slots == ()
+    assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
+
+
+@pytest.mark.parametrize("meanwhile", [Fail("w0", "SPAWNING_TIMEOUT", "x"), Drain("w0", "MANUAL", "x")])
+async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
+    store: ControlStores, ann: Leader, meanwhile: Action
+) -> None:
+    await ann.hire(0)
+    await ann.commit(meanwhile)
+    await ann.report(CreationRefused("w0", "NO_CAPACITY", "said no"))
+    assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
+
+
+@pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY", "PROVIDER_PAUSE"])
+async def test_fleet_refusal_is_observed_until_next_machine(clock: VirtualClock, ann: Leader, code: str) -> None:
+    assert (await ann.observe()).refusal is None
+    await ann.hire(0, 1, 2, 3)
+    clock.advance(5)
+    refused_at = clock()
+    await ann.report(CreationRefused("w0", code, "said no"))
+    await ann.report(Created("w1", machine(1, "w1")))  # at the same moment, so it may have come first
+    clock.advance(5)
+    await ann.report(CreationRefused("w2", "REFUSED", "a plain no is about one machine"))
+    assert (await ann.observe()).refusal == ProviderRefusal(code, "said no", refused_at)
+    await ann.report(Created("w3", machine(3, "w3")))
+    assert (await ann.observe()).refusal is None
+
+
+async def test_of_refusals_at_the_same_moment_the_one_hired_last_is_seen(ann: Leader) -> None:
+    await ann.hire(0, 1)
+    await ann.report(CreationRefused("w0", "DENIED", "zero"), CreationRefused("w1", "DENIED", "one"))
+    refusal = (await ann.observe()).refusal
+    assert refusal is not None
+    assert refusal.reason == "one"
+
+
+async def test_a_machine_that_was_found_outweighs_a_refusal(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    await ann.commit(Adopt("w0", "m1", "found"))
+    await ann.report(CreationRefused("w0", "REFUSED", "said no"))
+    (view,) = (await ann.observe()).workers
+    assert (view.status, view.machine_id) == ("spawning", "m1")
+
+
+async def test_deleted_machine_terminates_worker_and_requeues_tasks(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.hire(0)
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    await ann.commit(Drain("w0", "IDLE", "idle"))
+    await ann.report(Deleted("w0", None, "DRAIN_TIMEOUT", "still at work"))
+    worker = await store.worker("w0")
+    assert (worker.status, worker.terminated_at, worker.code) == (WorkerStatus.TERMINATED, clock(), "IDLE")
+    task = await store.task(task_id)
+    assert (task.status, task.error_code) == (TaskStatus.QUEUED, "DRAIN_TIMEOUT")
+    before = await events(store)
+    await ann.report(Deleted("w0", None, "X", "x"), Deleted("nobody", None, "X", "x"))
+    assert await events(store) == before
+
+
+@pytest.mark.parametrize(
+    ("known", "deleted", "is_over"),
+    [
+        pytest.param(None, None, True, id="never had one"),
+        pytest.param(None, "m1", True, id="found and deleted before it was known"),
+        pytest.param("m1", "m1", True, id="its own is gone"),
+        pytest.param("m1", None, False, id="got one since it was said to have none"),
+        pytest.param("m2", "m1", False, id="has another one"),
+    ],
+)
+async def test_the_end_of_a_machine_ends_only_the_worker_that_has_no_other(
+    store: ControlStores, ann: Leader, known: str | None, deleted: str | None, is_over: bool
+) -> None:
+    """Facts are written down whoever reports them: a leader of old may speak of what was so then."""
+    await ann.hire(0)
+    if known is not None:
+        await ann.report(Created("w0", machine(int(known[1:]))))
+    task_id = await store.enqueue(NewTask("a"))
+    await store.claim("w0", ("a",), 1)
+    await ann.report(Deleted("w0", deleted, "X", "x"))
+    assert ((await store.worker("w0")).status is WorkerStatus.TERMINATED) is is_over
+    assert ((await store.task(task_id)).status is TaskStatus.QUEUED) is is_over
+
+
+async def test_failed_deletions_and_orphans_only_record_events(store: ControlStores, ann: Leader) -> None:
+    await ann.hire(0)
+    before = await store.workers()
+    await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
+    assert await store.workers() == before
+    assert await events(store, "w0") == ["WORKER_SPAWNED", "MACHINE_NOT_DELETED"]
+    assert await events(store, "w7") == ["ORPHAN_DELETED"]
+
+
+LIFE = [
+    WorkerStatus.SPAWNING,
+    WorkerStatus.ACTIVE,
+    WorkerStatus.TERMINATING,
+    WorkerStatus.ERROR,
+    WorkerStatus.TERMINATED,
+]
+
+
+@pytest.mark.parametrize("before", LIFE)
+async def test_a_workers_status_moves_only_along_its_life(
+    store: ControlStores, ann: Leader, set_status: SetStatus, before: WorkerStatus
+) -> None:
+    for number, after in enumerate(LIFE):
+        worker_id = f"w{before}{number}"
+        await ann.commit(intents=(intent(worker_id, 0),))
+        await set_status(worker_id, before)
+        if LIFE.index(after) < LIFE.index(before):
+            with pytest.raises(BadInput, match=f"cannot change from {before} to {after}"):
+                await set_status(worker_id, after)
+            assert (await store.worker(worker_id)).status is before
+        else:
+            await set_status(worker_id, after)
+            assert (await store.worker(worker_id)).status is after
+        await set_status(worker_id, WorkerStatus.TERMINATED)

@@ -1,0 +1,132 @@
+"""Heartbeats: lost claims, progress, vitals."""
+
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from support.queue_actions import add, claim_one, claimed, codes, complete, fail, held, register, status_of, task_of
+from support.stores import AnyStore
+from windlass.model.errors import BadInput
+from windlass.model.task import TaskStatus
+from windlass.model.worker import HeldClaim, WorkerStatus
+from windlass.policy.backoff import RETRY_FIRST_S
+
+
+async def test_a_heartbeat_is_kept_with_its_vitals(store: AnyStore, clock: Any) -> None:
+    await register(store, "w1", pid=1)
+    clock.advance(5)
+    vitals = {"pid": 42, "vram_total_mb": 80_000, "vram_used_mb": 1_000, "gpu": "H200"}
+    pulse = await store.heartbeat("w1", (), vitals)
+    assert (pulse.status, pulse.is_paused, pulse.lost) == (WorkerStatus.ACTIVE, False, frozenset())
+    await store.heartbeat("w1", (), {"vram_used_mb": 2_000, "load": 0.5})
+    worker = await store.worker("w1")
+    assert worker is not None
+    assert (worker.last_heartbeat, worker.pid) == (clock(), 42)
+    assert (worker.vram_total_mb, worker.vram_used_mb) == (80_000, 2_000)
+    assert worker.metadata == {"gpu": "H200", "load": 0.5}
+
+
+async def test_vitals_that_cannot_be_stored_are_refused(store: AnyStore) -> None:
+    await register(store, "w1")
+    for vitals in ({"pid": "many"}, {"load": float("nan")}):
+        with pytest.raises(BadInput):
+            await store.heartbeat("w1", (), vitals)
+    worker = await store.worker("w1")
+    assert worker is not None
+    assert worker.last_heartbeat is None
+
+
+async def test_a_heartbeat_tells_whether_the_worker_is_paused_or_to_end(store: AnyStore) -> None:
+    await register(store, "w1")
+    await store.set_paused(["w1"], True)
+    assert (await store.heartbeat("w1")).is_paused
+    await store.set_terminating(["w1"], "enough")
+    pulse = await store.heartbeat("w1")
+    assert (pulse.status, pulse.is_paused) == (WorkerStatus.TERMINATING, True)
+
+
+async def test_a_heartbeat_tells_which_claims_are_lost(store: AnyStore) -> None:
+    await register(store, "w1")
+    for _ in range(4):
+        await add(store)
+    kept, released, cancelled, finished = await store.claim("w1", ("q",), 4)
+    await store.release("w1", released.task_id, released.token, "given back")
+    await store.cancel_task(cancelled.task_id, "not wanted")
+    await complete(store, finished)
+    stranger = HeldClaim(999_999_999, uuid4())
+    pulse = await store.heartbeat("w1", [held(kept), held(released), held(cancelled), held(finished), stranger])
+    assert pulse.lost == {released.token, cancelled.token, finished.token, stranger.token}
+
+
+async def test_a_heartbeat_brings_progress(store: AnyStore) -> None:
+    claim = await claimed(store)
+    await store.heartbeat("w1", [held(claim, 0.25, "frame 1 of 4")])
+    task = await task_of(store, claim)
+    assert (task.progress, task.progress_note) == (0.25, "frame 1 of 4")
+    await store.heartbeat("w1", [held(claim)])
+    assert (await task_of(store, claim)).progress == 0.25
+    await store.heartbeat("w1", [held(claim, 0.1)])
+    task = await task_of(store, claim)
+    assert task.progress == pytest.approx(0.1, abs=1e-6)
+    assert task.progress_note is None
+
+
+async def test_a_progress_note_may_be_any_text(store: AnyStore) -> None:
+    claim = await claimed(store)
+    await store.heartbeat("w1", [held(claim, 0.5, "NUL \x00, half a pair \udc80" + "x" * 600)])
+    note = (await task_of(store, claim)).progress_note or ""
+    assert note.startswith("NUL \\0, half a pair \\udc80x")
+    assert len(note) == 500
+
+
+async def test_progress_of_a_lost_claim_is_not_taken(store: AnyStore) -> None:
+    old = await claimed(store)
+    await store.release("w1", old.task_id, old.token, "given back")
+    await register(store, "w2")
+    new = await claim_one(store, "w2")
+    await store.heartbeat("w1", [held(old, 0.9, "almost")])
+    assert (await task_of(store, new)).progress is None
+
+
+async def test_progress_starts_anew_with_each_attempt(store: AnyStore, clock: Any) -> None:
+    claim = await claimed(store)
+    await store.heartbeat("w1", [held(claim, 0.9, "almost")])
+    await fail(store, claim, jitter=0)
+    clock.advance(RETRY_FIRST_S)
+    await claim_one(store)
+    task = await task_of(store, claim)
+    assert (task.progress, task.progress_note) == (None, None)
+
+
+async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: AnyStore, clock: Any) -> None:
+    claim = await claimed(store)
+    await store.deregister("w1", "done")
+    before = await store.worker("w1")
+    clock.advance(1)
+    pulse = await store.heartbeat("w1", [held(claim, 0.5)], {"pid": 99})
+    assert (pulse.status, pulse.is_paused, pulse.lost) == (WorkerStatus.TERMINATED, False, {claim.token})
+    assert await store.worker("w1") == before
+    assert (await task_of(store, claim)).progress is None
+
+
+async def test_an_unknown_worker_learns_that_it_is_unknown(store: AnyStore) -> None:
+    token = uuid4()
+    pulse = await store.heartbeat("nobody", [HeldClaim(1, token)])
+    assert (pulse.status, pulse.is_paused, pulse.lost) == (None, False, {token})
+    assert await store.worker("nobody") is None
+
+
+async def test_unreceived_claim_is_released_after_a_lease(store: AnyStore, clock: Any) -> None:
+    await register(store, "w1", lease_s=30)
+    ids = [await add(store), await add(store)]
+    received, _never_received = await store.claim("w1", ("q",), 2)
+    clock.advance(30)
+    await store.heartbeat("w1", [held(received)])
+    assert await status_of(store, ids[1]) is TaskStatus.RUNNING
+    clock.advance(0.000001)
+    await store.heartbeat("w1", [held(received)])
+    assert await status_of(store, ids[0]) is TaskStatus.RUNNING
+    task = await task_of(store, ids[1])
+    assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
+    assert await codes(store, task_id=ids[1]) == ["TASK_RELEASED"]

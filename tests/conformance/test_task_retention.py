@@ -1,0 +1,88 @@
+"""Purging finished tasks, and retention."""
+
+from typing import Any
+
+import pytest
+
+from support.queue_actions import add, claimed, complete, finished_task, late_results, register, status_of
+from support.stores import AnyStore
+from windlass.model.task import Finished, NewTask, TaskStatus
+
+
+async def test_purging_deletes_finished_tasks_that_are_old_enough(store: AnyStore, clock: Any) -> None:
+    await register(store, "w1")
+    old = await finished_task(store)
+    clock.advance(60)
+    young = await finished_task(store)
+    assert await store.purge(None, [TaskStatus.COMPLETE], 60) == 1
+    assert await store.task(old) is None
+    assert await store.purge(None, [TaskStatus.COMPLETE], 0.000001) == 0
+    assert await store.purge(None, [TaskStatus.COMPLETE], 0) == 1
+    assert await store.task(young) is None
+
+
+async def test_purging_keeps_other_queues_and_statuses(store: AnyStore) -> None:
+    await register(store, "w1")
+    complete_q, complete_r = await finished_task(store, "q"), await finished_task(store, "r")
+    failed_q = await finished_task(store, "q", is_failure=True)
+    queued = await add(store, "q")
+    assert await store.purge("q", [TaskStatus.COMPLETE, TaskStatus.QUEUED], 0) == 1
+    assert await store.task(complete_q) is None
+    assert [task.id for task in await store.tasks()] == [queued, failed_q, complete_r]
+    assert await store.purge(None, [TaskStatus.FAILED, TaskStatus.COMPLETE], 0) == 2
+    assert await store.purge(None, [], 0) == 0
+
+
+async def test_sweeping_applies_the_retention_of_each_kind(store: AnyStore, clock: Any) -> None:
+    """Here completed tasks are kept for 1 h, failed ones for 2 h, events for 3 h and ended workers as long as all."""
+    await register(store, "w1")
+    done, failed, waiting = await finished_task(store), await finished_task(store, is_failure=True), await add(store)
+    await store.deregister("w1", "done")
+    assert await store.sweep() == 0
+    clock.advance(3600)
+    assert await store.sweep() == 0
+    clock.advance(1)
+    assert await store.sweep() == 1
+    assert await store.task(done) is None
+    clock.advance(3600)
+    assert await store.sweep() == 1
+    assert await store.task(failed) is None
+    assert len(await store.events()) == 3
+    clock.advance(3600)
+    assert await store.sweep() == 4
+    assert await store.events() == []
+    assert await store.events(worker_id="w1") == []
+    assert await store.worker("w1") is None
+    assert await store.sweep() == 0
+    assert await status_of(store, waiting) is TaskStatus.QUEUED
+
+
+async def test_a_retried_task_no_longer_counts_as_finished(store: AnyStore, clock: Any) -> None:
+    await register(store, "w1")
+    task_id = await finished_task(store, is_failure=True)
+    await store.retry_task(task_id)
+    assert await store.finished_since(60) == {TaskStatus.COMPLETE: 0, TaskStatus.FAILED: 0}
+    assert await store.purge(None, [TaskStatus.FAILED], 0) == 0
+    clock.advance(7201)
+    assert await store.sweep() == 0
+    assert await status_of(store, task_id) is TaskStatus.QUEUED
+
+
+@pytest.mark.parametrize("count", [1_000, 2_500])
+async def test_sweeping_goes_on_until_nothing_is_left(store: AnyStore, clock: Any, count: int) -> None:
+    await register(store, "w1")
+    await store.enqueue_many(NewTask("q") for _ in range(count))
+    while claims := await store.claim("w1", ("q",), count):
+        await store.finish_and_claim("w1", [Finished(c.task_id, c.token, None) for c in claims], (), 0)
+    clock.advance(3601)
+    assert await store.sweep() == count
+    assert await store.sweep() == 0
+
+
+async def test_the_late_result_of_a_swept_task_changes_nothing(store: AnyStore, clock: Any) -> None:
+    claim = await claimed(store)
+    await complete(store, claim)
+    clock.advance(3601)
+    await store.sweep()
+    assert await complete(store, claim) == [claim.token]
+    assert await late_results(store) == 1

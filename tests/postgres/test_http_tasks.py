@@ -1,0 +1,86 @@
+"""Routes and pages about tasks."""
+
+import pytest
+
+from support.api_fixture import API, COOKIE, ApiFixture, problem_of
+from windlass.model.auth import Role, csrf_token
+from windlass.model.task import Finished, new_task
+from windlass.model.worker import Registration
+from windlass.store.connect import connected
+
+
+async def test_task_is_enqueued_failed_retried_and_cancelled(api: ApiFixture) -> None:
+    operator = await api.client_as(Role.OPERATOR)
+    body = {"queue": "a", "payload": {"n": 1}, "unique_key": "k", "max_attempts": 1}
+    created = await operator.post(f"{API}/tasks", json=body)
+    again = await operator.post(f"{API}/tasks", json=body)
+    assert (created.status_code, again.status_code) == (201, 200)
+    task_id = created.json()["task_id"]
+    assert (again.json()["task_id"], again.json()["outcome"]) == (task_id, "unchanged")
+    await api.store.register(Registration("hand", ("a",)))
+    (claim,) = await api.store.claim("hand", ["a"])
+    await api.store.fail("hand", task_id, claim.token, "ValueError: broken")
+    shown = (await operator.get(f"{API}/tasks/{task_id}")).json()
+    assert (shown["status"], shown["payload"]) == ("failed", {"n": 1})
+    assert [event["code"] for event in shown["events"]] == ["TASK_FAILED"]
+    assert "failed permanently" in shown["answer"][0]
+    (found,) = (await operator.get(f"{API}/tasks", params={"status": "failed", "search": "broken"})).json()["items"]
+    assert found["id"] == task_id
+    assert (await operator.post(f"{API}/tasks/{task_id}/retry")).json()["outcome"] == "done"
+    assert problem_of(await operator.post(f"{API}/tasks/{task_id}/retry")) == (409, "CONFLICT")
+    cancelled = await operator.post(f"{API}/tasks/{task_id}/cancel", json={"reason": "no need"})
+    assert cancelled.json()["changed"] == 1
+    assert problem_of(await operator.post(f"{API}/tasks/99/cancel")) == (404, "NOT_FOUND")
+    for reason in ("", "  "):
+        without_reason = await operator.post(f"{API}/tasks/{task_id}/cancel", json={"reason": reason})
+        assert problem_of(without_reason) == (400, "BAD_INPUT")
+    nothing_to_retry = await operator.post(f"{API}/tasks/retry-failed", json={"queue": "a"})
+    assert (nothing_to_retry.json()["outcome"], nothing_to_retry.json()["changed"]) == ("unchanged", 0)
+
+
+async def test_task_page_cuts_payload_and_is_static_when_complete(api: ApiFixture) -> None:
+    task_id = await api.store.enqueue(new_task("a", "begin " + "\N{PILE OF POO}" * 200_000))
+    await api.store.register(Registration("hand", ("a",)))
+    (claim,) = await api.store.claim("hand", ["a"])
+    page = (await api.localhost.get(f"/tasks/{task_id}")).text
+    assert "data-stream" in page
+    assert "The first 64,000 of 200,008 characters." in page
+    assert len(page) < 100_000
+    await api.store.finish_and_claim("hand", [Finished(task_id, claim.token, '{"ok": true}')], (), 0)
+    for encoding in ("gzip", "identity"):
+        done = await api.localhost.get(f"/tasks/{task_id}", headers={"Accept-Encoding": encoding})
+        assert "data-stream" not in done.text
+        assert "&#34;ok&#34;: true" in done.text
+
+
+DEEP = 3_000
+
+
+ODD_PAYLOADS = {
+    "nested deeply": "[" * DEEP + "]" * DEEP,
+    "nested less deeply": '{"a": ' * 850 + "1" + "}" * 850,
+    "a number of 5,000 digits": "9" * 5_000,
+    "a number close to zero": f"0.{'0' * 399}1",
+}
+
+
+@pytest.mark.parametrize("payload", ODD_PAYLOADS.values(), ids=ODD_PAYLOADS)
+async def test_any_stored_payload_is_returned_unchanged(api: ApiFixture, dsn: str, payload: str) -> None:
+    async with connected(dsn, "enqueueing") as connection:
+        task_id = await connection.fetchval("select windlass.enqueue('a', $1::text::jsonb)", payload)
+        await connection.execute("update windlass.tasks set result = payload where id = $1", task_id)
+    response = await api.localhost.get(f"{API}/tasks/{task_id}")
+    assert response.status_code == 200
+    assert response.text.endswith(f',"payload":{payload},"result":{payload}}}')
+    page = await api.localhost.get(f"/tasks/{task_id}")
+    assert page.status_code == 200
+    assert payload[:2_000].replace("}", "")[-100:].replace('"', "&#34;") in page.text
+
+
+async def test_retry_form_refuses_invalid_queue_names(api: ApiFixture) -> None:
+    browser = await api.browser()
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes", "back": "/tasks"}
+    assert problem_of(await browser.post("/queues/%E2%82%AC/retry", data=form))[0] == 400
+    done = await browser.post("/queues/a/retry", data=form)
+    assert done.status_code == 303
+    assert "No failed tasks to retry in a." in (await browser.get("/tasks")).text
