@@ -18,18 +18,18 @@ CHUNKS = 4
 
 
 def eventful_world(orchestrators: int) -> World:
-    around = Surroundings(
+    surroundings = Surroundings(
         config=fleet_config(max_workers=3, poll_interval_s=10.0, stop_timeout_s=20.0, idle_timeout_s=10.0),
         max_list_age_s=5.0,
         max_late_s=10.0,
         habits=WorkerHabits(task_s=(10.0, 15.0)),
         arrivals=((0.5, 5), (100.0, 2)),
     )
-    world = World(Scenario(0, {"red": around}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=170.0))
+    world = World(Scenario(0, {"red": surroundings}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=170.0))
 
     def plan_events(_: World) -> None:
         cloud = world.clouds["red"]
-        cloud.books["stray"] = Entry("stray", "red-2-formerly", "red", 2, 0.0, runs_from=0.0)
+        cloud.books["orphan"] = Entry("orphan", "red-2-formerly", "red", 2, 0.0, runs_from=0.0)
         cloud.next_create(takes_s=35.0)
         cloud.next_create(takes_s=3.0, times_out_after_taking_effect=True)
         cloud.next_create(takes_s=35.0)
@@ -44,12 +44,12 @@ def eventful_world(orchestrators: int) -> World:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["restarted", "replaced"])
-def life(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
+def history(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
     return request.param, calls_of(lambda: eventful_world(request.param))
 
 
-def test_history_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
-    _, calls = life
+def test_history_has_a_call_of_every_kind(history: tuple[int, list[str]]) -> None:
+    _, calls = history
     assert set(calls) == {
         "acquire_lease",
         "list_machines",
@@ -65,7 +65,7 @@ def test_history_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_crash_at_any_call_is_repaired(life: tuple[int, list[str]], when: When, chunk: int) -> None:
-    orchestrators, calls = life
+def test_crash_at_any_call_is_repaired(history: tuple[int, list[str]], when: When, chunk: int) -> None:
+    orchestrators, calls = history
     for number in range(chunk, len(calls), CHUNKS):
         crash_at(lambda: eventful_world(orchestrators), CrashPoint(number, when))

@@ -1,4 +1,4 @@
-"""Virtual time: it jumps, it does not depend on the world's, and it says when nobody will ever move again."""
+"""The event loop in virtual time: it skips waits, detects deadlocks and livelocks, and kills or freezes processes."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from windlass.simulator.loop import EPOCH, Deadlock, Livelock, run, virtual_now
 from windlass.simulator.processes import SimulatedProcess, start_outside, track_processes
 
 
-def test_an_hour_of_sleep_takes_no_time() -> None:
+def test_an_hour_of_virtual_sleep_takes_under_five_seconds() -> None:
     async def sleep() -> float:
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()
@@ -19,7 +19,7 @@ def test_an_hour_of_sleep_takes_no_time() -> None:
     assert time.monotonic() - started < 5
 
 
-def test_whoever_sleeps_less_wakes_first() -> None:
+def test_shortest_sleep_wakes_first() -> None:
     async def race() -> list[str]:
         woken: list[str] = []
 
@@ -33,15 +33,15 @@ def test_whoever_sleeps_less_wakes_first() -> None:
     assert run(race()) == ["short", "long", "same"]
 
 
-def test_moments_follow_the_loops_clock() -> None:
-    async def look() -> float:
+def test_virtual_now_follows_the_clock_of_the_loop() -> None:
+    async def elapsed_s() -> float:
         await asyncio.sleep(1.5)
         return (virtual_now() - EPOCH).total_seconds()
 
-    assert run(look()) == 1.5
+    assert run(elapsed_s()) == 1.5
 
 
-def test_waiting_for_nobody_is_a_deadlock() -> None:
+def test_wait_without_a_waker_is_a_deadlock() -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 
@@ -49,7 +49,7 @@ def test_waiting_for_nobody_is_a_deadlock() -> None:
         run(wait())
 
 
-def test_spinning_is_a_livelock() -> None:
+def test_endless_loop_without_time_is_a_livelock() -> None:
     async def spin() -> None:
         while True:
             await asyncio.sleep(0)
@@ -58,19 +58,19 @@ def test_spinning_is_a_livelock() -> None:
         run(spin())
 
 
-def test_a_killed_process_does_nothing_more_and_what_it_sent_arrives() -> None:
-    async def tell() -> list[str]:
+def test_killed_process_stops_and_its_sent_messages_arrive() -> None:
+    async def kill_after_a_send() -> list[str]:
         track_processes(asyncio.get_running_loop())
-        told: list[str] = []
+        events: list[str] = []
         process = SimulatedProcess("p")
 
         async def deliver() -> None:
             await asyncio.sleep(2.0)
-            told.append("delivered")
+            events.append("delivered")
 
         async def child() -> None:
             await asyncio.sleep(3.0)
-            told.append("child")
+            events.append("child")
 
         async def main() -> None:
             start_outside(deliver())
@@ -78,19 +78,19 @@ def test_a_killed_process_does_nothing_more_and_what_it_sent_arrives() -> None:
                 await asyncio.gather(child(), asyncio.sleep(3.0))
             finally:
                 await process.gate()
-                told.append("a word from the grave")
+                events.append("clean-up after the kill")
 
         process.start(main())
         await asyncio.sleep(1.0)
         process.kill()
         await asyncio.sleep(10.0)
-        return told
+        return events
 
-    assert run(tell()) == ["delivered"]
+    assert run(kill_after_a_send()) == ["delivered"]
 
 
-def test_a_frozen_process_goes_on_where_it_stood() -> None:
-    async def tell() -> list[float]:
+def test_frozen_process_continues_where_it_stopped() -> None:
+    async def freeze_and_thaw() -> list[float]:
         track_processes(asyncio.get_running_loop())
         steps: list[float] = []
         process = SimulatedProcess("p")
@@ -109,4 +109,4 @@ def test_a_frozen_process_goes_on_where_it_stood() -> None:
         await asyncio.sleep(5.0)
         return steps
 
-    assert run(tell()) == [0.0, 10.0, 11.0]
+    assert run(freeze_and_thaw()) == [0.0, 10.0, 11.0]
