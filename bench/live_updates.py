@@ -86,7 +86,7 @@ def measure(new_page: Callable[[], Page], link: str, rounds: int) -> list[float]
     other.context.add_cookies(cookies)
     other.goto(link.partition("/login")[0])
     for page in (one, other):
-        expect(page.locator("#link")).to_have_text("live")
+        expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator(f"#fleet-{FLEET} .chip")).to_have_count(1)
     one.evaluate(RECORD_CLICK)
     other.evaluate(RECORD_CHANGE)

@@ -37,7 +37,7 @@ def main() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo, sync_playwright() as playwright:
         try:
             browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            link = wait_for(demo, r"watch it in a browser: (\S+)")
+            link = wait_for(demo, r"dashboard: (\S+)")
             page = browser.new_page(viewport=DESKTOP, device_scale_factor=1, color_scheme="light")
             page.goto(link)
             with windlass.SyncClient(data_dir=wait_for(demo, DATA_DIR)) as client:
@@ -84,7 +84,7 @@ def take_all(browser: Browser, operator: Page, folder: Path) -> None:
         page = context.new_page()
         for title, path in PAGES.items():
             page.goto(path)
-            page.locator("#link", has_text="live").wait_for()
+            page.locator("#connection", has_text="live").wait_for()
             page.wait_for_timeout(300)
             page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
         for listed, title in (("/workers", "worker"), ("/tasks", "task"), ("/cycles", "cycle")):

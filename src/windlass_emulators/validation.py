@@ -8,10 +8,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from windlass_emulators.http import Json, VendorApiError
 
-BodyT = TypeVar("BodyT", bound="RequestBody")
+BodyT = TypeVar("BodyT", bound="VendorRequestBody")
 
 
-class RequestBody(BaseModel):
+class VendorRequestBody(BaseModel):
     """Strict: no value is converted to another type. `model_fields_set` tells which fields the client sent."""
 
     model_config = ConfigDict(strict=True)

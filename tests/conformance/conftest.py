@@ -1,4 +1,4 @@
-"""Fixtures of the conformance suites: one store of each kind, and each as workers see it over HTTP."""
+"""Fixtures of the conformance suites: each kind of store, and each with worker calls over HTTP."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -43,7 +43,7 @@ async def _store(kind: str, request: pytest.FixtureRequest, clock: Any) -> Async
 
 @pytest.fixture
 def hire(request: pytest.FixtureRequest, store: Any, clock: Any) -> Callable[[str, str, int], Awaitable[None]]:
-    """Hires a worker (id, fleet, slot) as an orchestrator will."""
+    """Spawns a worker (id, fleet, slot) as an orchestrator does."""
     behind = store.behind if isinstance(store, OverHttp) else store
 
     async def hire(worker_id: str, fleet: str, slot: int) -> None:

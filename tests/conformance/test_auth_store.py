@@ -79,7 +79,7 @@ async def end(store: Stores, worker_id: str = "w0") -> None:
     await store.commit_outcomes(ANN, observed[0], "gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], [], None)
 
 
-def test_a_token_has_256_bits_of_chance_behind_its_prefix() -> None:
+def test_token_has_256_random_bits_after_its_prefix() -> None:
     tokens = {new_token(JOIN_PREFIX, SystemRandom()) for _ in range(100)}
     assert len(tokens) == 100
     assert all(is_token(token, JOIN_PREFIX) and not is_token(token, WORKER_PREFIX) for token in tokens)
@@ -99,19 +99,19 @@ async def test_join_token_identifies_machine_until_it_expires(store: Stores, clo
     assert caller.is_expired
 
 
-async def test_a_worker_hired_without_a_join_token_cannot_join(store: Stores) -> None:
+async def test_worker_spawned_without_join_token_cannot_join(store: Stores) -> None:
     await hire(store, join=None)
     assert await store.authenticate(JOIN) is None
     assert await store.activate("w0", JOIN, TOKEN) is Activation.UNKNOWN
 
 
-async def test_a_join_token_is_exchanged_for_a_worker_token(store: Stores) -> None:
+async def test_join_token_is_exchanged_for_worker_token(store: Stores) -> None:
     await hire(store)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
     assert await store.authenticate(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
     worker = await store.worker("w0")
     assert worker is not None
-    # Only its own heartbeat says that it works.
+    # Only its own heartbeat proves that it runs.
     assert (worker.status, worker.last_heartbeat) == (WorkerStatus.SPAWNING, None)
     assert [event.code for event in await store.events(worker_id="w0")] == ["WORKER_SPAWNED", "WORKER_JOINED"]
 
@@ -151,21 +151,21 @@ async def test_join_token_exchange_is_repeatable_while_worker_lives(store: Store
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
 
 
-async def test_a_join_token_is_used_once(store: Stores) -> None:
+async def test_join_token_is_used_once(store: Stores) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     assert await store.activate("w0", JOIN, OTHER_TOKEN) is Activation.USED
     assert await store.authenticate(OTHER_TOKEN) is None
 
 
-async def test_an_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
+async def test_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
     await hire(store)
     clock.advance(TTL_S)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.EXPIRED
     assert await store.authenticate(TOKEN) is None
 
 
-async def test_a_join_token_is_bound_to_its_worker(store: Stores) -> None:
+async def test_join_token_is_bound_to_its_worker(store: Stores) -> None:
     await hire(store, "w0", 0, JOIN)
     await hire(store, "w1", 1, OTHER_JOIN)
     assert await store.activate("w1", JOIN, TOKEN) is Activation.UNKNOWN
@@ -179,7 +179,7 @@ async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
     await store.terminate_worker("w0", "by hand")
     caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
-    # In error: it may still hear so, from the store.
+    # In status error it may still call and read its status.
     assert not caller.has_ended
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
     await end(store)
@@ -189,7 +189,7 @@ async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
         assert caller.has_ended
 
 
-async def test_the_tokens_of_a_worker_that_was_forgotten_are_nobodys(store: Stores, clock: Any) -> None:
+async def test_tokens_of_purged_worker_are_unknown(store: Stores, clock: Any) -> None:
     await hire(store)
     await store.activate("w0", JOIN, TOKEN)
     await end(store)
@@ -199,7 +199,7 @@ async def test_the_tokens_of_a_worker_that_was_forgotten_are_nobodys(store: Stor
     assert await store.authenticate(JOIN) is None
 
 
-async def test_an_api_token_is_known_until_it_is_revoked(store: Stores, clock: Any) -> None:
+async def test_api_token_is_valid_until_revoked(store: Stores, clock: Any) -> None:
     created = await store.create_token("cron", Role.OPERATOR, TOKEN)
     assert (created.name, created.role, created.created_at) == ("cron", Role.OPERATOR, clock())
     assert (created.last_used_at, created.revoked_at) == (None, None)
@@ -214,7 +214,7 @@ async def test_an_api_token_is_known_until_it_is_revoked(store: Stores, clock: A
     assert token.revoked_at == clock()
 
 
-async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores, clock: Any) -> None:
+async def test_last_use_of_api_token_is_recorded_to_the_minute(store: Stores, clock: Any) -> None:
     first = clock()
     await store.create_token("cron", Role.VIEWER, TOKEN)
     for advance_s, noted in ((0, first), (60, first), (0.000001, None)):
@@ -224,7 +224,7 @@ async def test_the_last_use_of_an_api_token_is_noted_to_the_minute(store: Stores
         assert token.last_used_at == (noted if noted is not None else clock())
 
 
-async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> None:
+async def test_name_of_revoked_token_can_be_reused(store: Stores) -> None:
     await store.create_token("cron", Role.VIEWER, TOKEN)
     with pytest.raises(BadInput, match="a token cron exists already"):
         await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
@@ -237,12 +237,12 @@ async def test_a_name_is_free_again_once_its_token_is_revoked(store: Stores) -> 
     ]
 
 
-async def test_a_name_that_is_none_is_refused(store: Stores) -> None:
+async def test_invalid_token_name_is_refused(store: Stores) -> None:
     with pytest.raises(BadInput):
         await store.create_token("no name", Role.VIEWER, hash_of(new_token(API_PREFIX, SystemRandom())))
 
 
-# ------------------------------------------------------------------------------------- workers that nobody hired
+# ------------------------------------------------------------------------------------- self-registered workers
 
 API = f"{API_PREFIX}{'a' * 64}"
 MINE = Registration("mine", ("a", "b"), lease_s=30.0)
@@ -262,7 +262,7 @@ async def test_self_registered_worker_is_known_by_its_token(store: Stores) -> No
     assert caller.has_ended
 
 
-async def test_revoking_an_api_token_ends_the_tokens_of_those_it_let_in(store: Stores) -> None:
+async def test_revoking_api_token_ends_its_self_registered_workers(store: Stores) -> None:
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     await store.self_register(hash_of(API), TOKEN, MINE)
     await store.revoke_token("anywhere")
@@ -285,7 +285,7 @@ async def test_self_registration_needs_worker_role_and_free_name(store: Stores) 
     assert await store.authenticate(TOKEN) is None
 
 
-async def test_workers_that_enlisted_work_and_look_after_each_other(store: Stores, clock: Any) -> None:
+async def test_self_registered_workers_recover_lost_peers(store: Stores, clock: Any) -> None:
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     long_poll_hub = LongPollHub(store.wait_for_work)
     app = make_app(worker_api_context(store, store, long_poll_hub))
@@ -296,7 +296,7 @@ async def test_workers_that_enlisted_work_and_look_after_each_other(store: Store
         task_id = await store.enqueue(new_task("a", 1))
         (claim,) = await other.claim("other", ["a"])
         assert claim.task_id == task_id
-        # The heartbeat has a transport of its own.
+        # The heartbeat uses its own transport.
         async with SelfRegisteredTransport(enlistments[0]) as heart:
             for _ in range(8):
                 await heart.heartbeat("mine")
@@ -304,7 +304,7 @@ async def test_workers_that_enlisted_work_and_look_after_each_other(store: Store
             await heart.heartbeat("mine")
         assert await one.run_maintenance("mine") == [RecoveredTasks("other", 1, 0)]
         assert (await other.heartbeat("other")).status is not WorkerStatus.ACTIVE
-        # Declared lost, it joins again under a new name.
+        # After it was declared lost, it registers under a new name.
         assert await other.register(replace(MINE, worker_id="again")) is WorkerStatus.ACTIVE
         with pytest.raises(BadInput, match="not c"):
             await other.claim("again", ["c"])
@@ -317,7 +317,7 @@ LINK, SESSION, OTHER_SESSION = hash_of("link"), hash_of("session"), hash_of("ano
 
 
 @pytest.mark.parametrize("role", SESSION_ROLES)
-async def test_a_link_opens_one_session_of_its_role(store: Stores, role: Role) -> None:
+async def test_link_opens_one_session_with_its_role(store: Stores, role: Role) -> None:
     await store.create_link(LINK, role, 60)
     assert await store.session_role(LINK) is None
     assert await store.open_session(LINK, SESSION, 60)
@@ -341,7 +341,7 @@ async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
     assert not await store.revoke_session(session_id(SESSION))
 
 
-async def test_sessions_and_unused_links_are_listed_and_revoked_by_their_id(store: Stores, clock: Any) -> None:
+async def test_sessions_and_unused_links_are_listed_and_revoked(store: Stores, clock: Any) -> None:
     opened_at = clock()
     await store.create_link(LINK, Role.VIEWER, 60)
     assert await store.open_session(LINK, SESSION, 600)
@@ -374,7 +374,7 @@ async def test_server_address_is_listed_while_it_is_renewed(store: Stores, clock
     assert await store.servers() == []
 
 
-async def test_whether_any_token_is_in_use(store: Stores) -> None:
+async def test_has_tokens_ignores_revoked_tokens(store: Stores) -> None:
     assert not await store.has_tokens()
     await store.create_token("ann", Role.VIEWER, TOKEN)
     assert await store.has_tokens()

@@ -13,7 +13,7 @@ from windlass.model.task import Finished, TaskStatus
 from windlass.policy.backoff import RETRY_FIRST_S
 
 
-async def test_a_claim_carries_the_task_and_marks_it_running(store: AnyStore, clock: Any) -> None:
+async def test_claim_returns_task_and_marks_it_running(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await add(store, payload={"a": 1}, priority=2, timeout_s=60, max_attempts=4)
     created_at = clock()
@@ -34,7 +34,7 @@ async def test_claims_go_first_in_first_out_within_priority(store: AnyStore) -> 
     assert [(await claim_one(store)).task_id for _ in range(5)] == [*high, *low, least]
 
 
-async def test_several_claims_at_once_come_best_first(store: AnyStore) -> None:
+async def test_batch_of_claims_is_ordered_by_priority(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store, priority=priority) for priority in (0, 3, 1, 3)]
     claims = await store.claim("w1", ("q",), 3)
@@ -42,7 +42,7 @@ async def test_several_claims_at_once_come_best_first(store: AnyStore) -> None:
     assert len({claim.token for claim in claims}) == 3
 
 
-async def test_no_more_is_claimed_than_asked_for_or_there(store: AnyStore) -> None:
+async def test_claim_returns_at_most_limit_and_available_tasks(store: AnyStore) -> None:
     await register(store, "w1")
     for _ in range(3):
         await add(store)
@@ -52,7 +52,7 @@ async def test_no_more_is_claimed_than_asked_for_or_there(store: AnyStore) -> No
     assert await store.claim("w1", ("q",), 2) == []
 
 
-async def test_a_negative_limit_is_refused(store: AnyStore) -> None:
+async def test_negative_limit_is_refused(store: AnyStore) -> None:
     await register(store, "w1")
     await add(store)
     with pytest.raises(BadInput):
@@ -63,7 +63,7 @@ async def test_a_negative_limit_is_refused(store: AnyStore) -> None:
         await store.events(limit=-1)
 
 
-async def test_only_the_queues_asked_for_are_claimed(store: AnyStore) -> None:
+async def test_claim_takes_only_from_given_queues(store: AnyStore) -> None:
     await register(store, "w1")
     other = await add(store, "other")
     assert await store.claim("w1", ("q", "r")) == []
@@ -85,21 +85,21 @@ async def test_queue_with_best_head_task_is_served_first(store: AnyStore) -> Non
     ]
 
 
-async def test_one_claim_may_take_from_several_queues(store: AnyStore) -> None:
+async def test_one_claim_takes_from_several_queues(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store, "a"), await add(store, "b"), await add(store, "b")]
     claims = await store.claim("w1", ("b", "a"), 10)
     assert [claim.task_id for claim in claims] == ids
 
 
-async def test_a_queue_named_twice_is_served_once(store: AnyStore) -> None:
+async def test_queue_named_twice_is_claimed_once(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store), await add(store)]
     claims = await store.claim("w1", ("q", "q"), 5)
     assert [claim.task_id for claim in claims] == ids
 
 
-async def test_a_scheduled_task_is_claimed_when_its_time_has_come(store: AnyStore, clock: Any) -> None:
+async def test_scheduled_task_is_claimable_when_due(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await add(store, run_after=clock() + timedelta(seconds=60))
     clock.advance(59.999999)
@@ -109,7 +109,7 @@ async def test_a_scheduled_task_is_claimed_when_its_time_has_come(store: AnyStor
     assert (await task_of(store, task_id)).run_after is None
 
 
-async def test_a_task_that_became_due_takes_its_old_place(store: AnyStore, clock: Any) -> None:
+async def test_due_task_is_claimed_in_order_of_its_id(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     scheduled = await add(store, run_after=clock() + timedelta(seconds=1))
     later = await add(store)
@@ -117,7 +117,7 @@ async def test_a_task_that_became_due_takes_its_old_place(store: AnyStore, clock
     assert [(await claim_one(store)).task_id for _ in range(2)] == [scheduled, later]
 
 
-async def test_the_next_waiting_task_of_the_queues_is_known(store: AnyStore, clock: Any) -> None:
+async def test_next_run_after_is_earliest_scheduled_time(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     assert await store.next_run_after(("q", "r")) is None
     await add(store, "q")
@@ -133,7 +133,7 @@ async def test_the_next_waiting_task_of_the_queues_is_known(store: AnyStore, clo
     assert await store.next_run_after(("q", "r")) == late
 
 
-async def test_the_next_waiting_task_may_be_one_that_waits_for_its_retry(store: AnyStore, clock: Any) -> None:
+async def test_next_run_after_includes_retrying_tasks(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await fail(store, claim, jitter=0)
     assert await store.next_run_after(("q",)) == clock() + timedelta(seconds=RETRY_FIRST_S)
@@ -141,7 +141,7 @@ async def test_the_next_waiting_task_may_be_one_that_waits_for_its_retry(store: 
     assert await store.next_run_after(("q",)) is None
 
 
-async def test_an_unregistered_worker_may_not_claim(store: AnyStore) -> None:
+async def test_unregistered_worker_cannot_claim(store: AnyStore) -> None:
     await add(store)
     with pytest.raises(UnknownWorker):
         await store.claim("nobody", ("q",))
@@ -149,7 +149,7 @@ async def test_an_unregistered_worker_may_not_claim(store: AnyStore) -> None:
         await store.finish_and_claim("nobody", [], ("q",), 1)
 
 
-async def test_a_paused_worker_gets_nothing_until_it_is_resumed(store: AnyStore) -> None:
+async def test_paused_worker_gets_no_tasks_until_resumed(store: AnyStore) -> None:
     await register(store, "w1")
     await add(store)
     assert await store.set_paused(["w1"], True) == 1
@@ -158,7 +158,7 @@ async def test_a_paused_worker_gets_nothing_until_it_is_resumed(store: AnyStore)
     assert await store.claim("w1", ("q",)) != []
 
 
-async def test_a_terminating_worker_gets_nothing_but_may_finish(store: AnyStore) -> None:
+async def test_terminating_worker_can_finish_but_not_claim(store: AnyStore) -> None:
     claim = await claimed(store)
     await add(store)
     await store.set_terminating(["w1"], "enough")
@@ -168,7 +168,7 @@ async def test_a_terminating_worker_gets_nothing_but_may_finish(store: AnyStore)
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_worker_that_has_ended_is_told_so_when_it_claims(store: AnyStore) -> None:
+async def test_claim_of_ended_worker_raises_unknown_worker(store: AnyStore) -> None:
     await register(store, "w1")
     task_id = await add(store)
     await store.deregister("w1", "done")
@@ -189,13 +189,13 @@ async def test_ended_worker_learns_that_results_are_lost(store: AnyStore) -> Non
         await store.finish_and_claim("w1", [], ("q",), 1)
 
 
-async def test_a_spawning_worker_may_claim(store: AnyStore, hire: Any) -> None:
+async def test_spawning_worker_can_claim(store: AnyStore, hire: Any) -> None:
     await hire("h1", "gpus", 0)
     await add(store)
     assert await store.claim("h1", ("q",)) != []
 
 
-async def test_the_first_claim_of_a_worker_is_remembered(store: AnyStore, clock: Any) -> None:
+async def test_first_claim_time_of_worker_is_recorded(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     await store.claim("w1", ("q",))
     worker = await store.worker("w1")

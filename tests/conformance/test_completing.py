@@ -23,7 +23,7 @@ from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import Finished, TaskStatus
 
 
-async def test_a_finished_task_is_complete_with_its_result(store: AnyStore, clock: Any) -> None:
+async def test_finished_task_is_complete_with_result(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     clock.advance(3)
     assert await complete(store, claim, result='{"url": "s3://x"}') == []
@@ -32,7 +32,7 @@ async def test_a_finished_task_is_complete_with_its_result(store: AnyStore, cloc
     assert json.loads(task.result or "") == {"url": "s3://x"}
 
 
-async def test_finishing_hands_out_the_next_in_the_same_turn(store: AnyStore) -> None:
+async def test_finish_and_claim_returns_next_task(store: AnyStore) -> None:
     claim = await claimed(store)
     ids = [await add(store) for _ in range(3)]
     turn = await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, None)], ("q",), 2)
@@ -89,7 +89,7 @@ async def test_repeated_completion_is_accepted_unchanged(store: AnyStore, clock:
     assert await late_results(store) == 0
 
 
-async def test_a_batch_reports_exactly_the_claims_that_were_lost(store: AnyStore) -> None:
+async def test_batch_reports_exactly_the_lost_claims(store: AnyStore) -> None:
     await register(store, "w1")
     for _ in range(4):
         await add(store)
@@ -106,7 +106,7 @@ async def test_a_batch_reports_exactly_the_claims_that_were_lost(store: AnyStore
     assert await late_results(store) == 3
 
 
-async def test_two_attempts_of_one_task_in_a_batch_are_told_apart(store: AnyStore) -> None:
+async def test_batch_distinguishes_two_attempts_of_one_task(store: AnyStore) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")
     new = await claim_one(store)
@@ -117,21 +117,21 @@ async def test_two_attempts_of_one_task_in_a_batch_are_told_apart(store: AnyStor
     assert await status_of(store, new) is TaskStatus.COMPLETE
 
 
-async def test_a_result_that_is_not_json_finishes_nothing(store: AnyStore) -> None:
+async def test_result_that_is_not_json_completes_nothing(store: AnyStore) -> None:
     claim = await claimed(store)
     with pytest.raises(BadInput):
         await complete(store, claim, result="{")
     assert await status_of(store, claim) is TaskStatus.RUNNING
 
 
-async def test_an_unregistered_worker_that_wants_more_finishes_nothing(store: AnyStore) -> None:
+async def test_unregistered_worker_with_a_limit_completes_nothing(store: AnyStore) -> None:
     claim = await claimed(store)
     with pytest.raises(UnknownWorker):
         await store.finish_and_claim("nobody", [Finished(claim.task_id, claim.token, None)], ("q",), 1)
     assert await status_of(store, claim) is TaskStatus.RUNNING
 
 
-async def test_the_result_of_a_worker_nobody_knows_is_noted(store: AnyStore) -> None:
+async def test_late_result_of_unknown_worker_records_event(store: AnyStore) -> None:
     assert await store.fail("nobody", 999_999_999, uuid4(), "it broke") is None
     (event,) = await store.events(worker_id="nobody")
     assert (event.code, event.task_id, event.fleet) == ("LATE_RESULT", 999_999_999, None)

@@ -14,7 +14,7 @@ from windlass.model.errors import BadInput
 from windlass.model.task import NewTask, TaskStatus, new_task
 
 
-async def test_an_enqueued_task_waits_with_everything_it_was_given(store: AnyStore, clock: Any) -> None:
+async def test_enqueued_task_is_queued_with_all_its_fields(store: AnyStore, clock: Any) -> None:
     task_id = await add(
         store, payload={"b": [1, "ü"], "a": None}, priority=-7, max_attempts=5, timeout_s=1.5, unique_key="k"
     )
@@ -26,11 +26,11 @@ async def test_an_enqueued_task_waits_with_everything_it_was_given(store: AnySto
     assert (task.progress, task.error, task.error_code, task.result, task.run_after) == (None,) * 5
 
 
-async def test_an_unknown_task_is_none(store: AnyStore) -> None:
+async def test_unknown_task_is_none(store: AnyStore) -> None:
     assert await store.task(999_999_999) is None
 
 
-async def test_ids_grow(store: AnyStore) -> None:
+async def test_task_ids_increase(store: AnyStore) -> None:
     ids = [await add(store) for _ in range(3)]
     assert ids == sorted(set(ids))
 
@@ -62,32 +62,32 @@ async def test_event_of_long_error_keeps_its_end(store: AnyStore) -> None:
     assert event.reason.endswith("OSError: no disk")
 
 
-async def test_a_key_is_unique_within_its_queue_only(store: AnyStore) -> None:
+async def test_unique_key_is_unique_within_its_queue(store: AnyStore) -> None:
     assert await add(store, "q", unique_key="k") != await add(store, "r", unique_key="k")
 
 
-async def test_a_key_stays_taken_after_its_task_completed(store: AnyStore) -> None:
+async def test_unique_key_stays_taken_after_completion(store: AnyStore) -> None:
     claim = await claimed(store, unique_key="k")
     await complete(store, claim)
     assert await add(store, unique_key="k") == claim.task_id
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_key_is_free_again_once_its_task_was_purged(store: AnyStore) -> None:
+async def test_unique_key_is_free_after_purge(store: AnyStore) -> None:
     claim = await claimed(store, unique_key="k")
     await complete(store, claim)
     await store.purge(None, [TaskStatus.COMPLETE], 0)
     assert await add(store, unique_key="k") != claim.task_id
 
 
-async def test_many_are_enqueued_in_order(store: AnyStore) -> None:
+async def test_bulk_enqueue_keeps_order(store: AnyStore) -> None:
     await register(store, "w1")
     assert await store.enqueue_many(new_task("q", number) for number in range(5)) == 5
     claims = await store.claim("w1", ("q",), 5)
     assert [json.loads(claim.payload) for claim in claims] == [0, 1, 2, 3, 4]
 
 
-async def test_many_may_come_from_an_async_stream(store: AnyStore) -> None:
+async def test_bulk_enqueue_accepts_async_stream(store: AnyStore) -> None:
     async def stream() -> AsyncIterator[NewTask]:
         for number in range(3):
             yield new_task("q", number)
@@ -95,17 +95,17 @@ async def test_many_may_come_from_an_async_stream(store: AnyStore) -> None:
     assert await store.enqueue_many(stream()) == 3
 
 
-async def test_many_may_be_none(store: AnyStore) -> None:
+async def test_bulk_enqueue_accepts_no_tasks(store: AnyStore) -> None:
     assert await store.enqueue_many([]) == 0
 
 
-async def test_many_pass_over_known_keys_and_count_the_new(store: AnyStore) -> None:
+async def test_bulk_enqueue_skips_known_keys_and_counts_new_tasks(store: AnyStore) -> None:
     first = await add(store, payload="old", unique_key="a")
     tasks = [new_task("q", "new", unique_key=key) for key in ("a", "b", "b", None, None)]
     assert await store.enqueue_many(tasks) == 3
     assert json.loads((await task_of(store, first)).payload) == "old"
     assert [task.unique_key for task in await store.tasks()] == [None, None, "b", "a"]
-    # And once more on the same connection: the way there leaves nothing behind.
+    # Again on the same connection: the staging table of the first call is gone.
     assert await store.enqueue_many(tasks) == 2
 
 
@@ -127,7 +127,7 @@ BAD_TASKS = {
 
 
 @pytest.mark.parametrize("bad", BAD_TASKS.values(), ids=BAD_TASKS.keys())
-async def test_a_bad_task_is_refused_and_nothing_is_added(store: AnyStore, bad: NewTask) -> None:
+async def test_invalid_task_is_refused_and_nothing_is_added(store: AnyStore, bad: NewTask) -> None:
     with pytest.raises(BadInput):
         await store.enqueue(bad)
     with pytest.raises(BadInput):
@@ -138,6 +138,6 @@ async def test_a_bad_task_is_refused_and_nothing_is_added(store: AnyStore, bad: 
     assert await add(store) > 0
 
 
-async def test_a_number_of_more_digits_than_python_reads_is_a_payload(store: AnyStore) -> None:
+async def test_payload_may_have_numbers_python_cannot_parse(store: AnyStore) -> None:
     task_id = await store.enqueue(NewTask("q", payload="9" * 5_000))
     assert (await task_of(store, task_id)).payload == "9" * 5_000

@@ -13,7 +13,7 @@ from windlass.model.worker import HeldClaim, WorkerStatus
 from windlass.policy.backoff import RETRY_FIRST_S
 
 
-async def test_a_heartbeat_is_kept_with_its_vitals(store: AnyStore, clock: Any) -> None:
+async def test_heartbeat_stores_vitals(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", pid=1)
     clock.advance(5)
     vitals = {"pid": 42, "vram_total_mb": 80_000, "vram_used_mb": 1_000, "gpu": "H200"}
@@ -27,7 +27,7 @@ async def test_a_heartbeat_is_kept_with_its_vitals(store: AnyStore, clock: Any) 
     assert worker.metadata == {"gpu": "H200", "load": 0.5}
 
 
-async def test_vitals_that_cannot_be_stored_are_refused(store: AnyStore) -> None:
+async def test_invalid_vitals_are_refused(store: AnyStore) -> None:
     await register(store, "w1")
     for vitals in ({"pid": "many"}, {"load": float("nan")}):
         with pytest.raises(BadInput):
@@ -37,7 +37,7 @@ async def test_vitals_that_cannot_be_stored_are_refused(store: AnyStore) -> None
     assert worker.last_heartbeat is None
 
 
-async def test_a_heartbeat_tells_whether_the_worker_is_paused_or_to_end(store: AnyStore) -> None:
+async def test_heartbeat_reply_has_pause_and_status(store: AnyStore) -> None:
     await register(store, "w1")
     await store.set_paused(["w1"], True)
     assert (await store.heartbeat("w1")).is_paused
@@ -46,7 +46,7 @@ async def test_a_heartbeat_tells_whether_the_worker_is_paused_or_to_end(store: A
     assert (pulse.status, pulse.is_paused) == (WorkerStatus.TERMINATING, True)
 
 
-async def test_a_heartbeat_tells_which_claims_are_lost(store: AnyStore) -> None:
+async def test_heartbeat_reply_has_lost_claims(store: AnyStore) -> None:
     await register(store, "w1")
     for _ in range(4):
         await add(store)
@@ -59,7 +59,7 @@ async def test_a_heartbeat_tells_which_claims_are_lost(store: AnyStore) -> None:
     assert pulse.lost == {released.token, cancelled.token, finished.token, stranger.token}
 
 
-async def test_a_heartbeat_brings_progress(store: AnyStore) -> None:
+async def test_heartbeat_stores_progress(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.heartbeat("w1", [held(claim, 0.25, "frame 1 of 4")])
     task = await task_of(store, claim)
@@ -72,7 +72,7 @@ async def test_a_heartbeat_brings_progress(store: AnyStore) -> None:
     assert task.progress_note is None
 
 
-async def test_a_progress_note_may_be_any_text(store: AnyStore) -> None:
+async def test_progress_note_may_be_any_text(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.heartbeat("w1", [held(claim, 0.5, "NUL \x00, half a pair \udc80" + "x" * 600)])
     note = (await task_of(store, claim)).progress_note or ""
@@ -80,7 +80,7 @@ async def test_a_progress_note_may_be_any_text(store: AnyStore) -> None:
     assert len(note) == 500
 
 
-async def test_progress_of_a_lost_claim_is_not_taken(store: AnyStore) -> None:
+async def test_progress_of_lost_claim_is_ignored(store: AnyStore) -> None:
     old = await claimed(store)
     await store.release("w1", old.task_id, old.token, "given back")
     await register(store, "w2")
@@ -89,7 +89,7 @@ async def test_progress_of_a_lost_claim_is_not_taken(store: AnyStore) -> None:
     assert (await task_of(store, new)).progress is None
 
 
-async def test_progress_starts_anew_with_each_attempt(store: AnyStore, clock: Any) -> None:
+async def test_progress_is_reset_for_each_attempt(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.heartbeat("w1", [held(claim, 0.9, "almost")])
     await fail(store, claim, jitter=0)
@@ -99,7 +99,7 @@ async def test_progress_starts_anew_with_each_attempt(store: AnyStore, clock: An
     assert (task.progress, task.progress_note) == (None, None)
 
 
-async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: AnyStore, clock: Any) -> None:
+async def test_heartbeat_of_terminated_worker_changes_nothing(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.deregister("w1", "done")
     before = await store.worker("w1")
@@ -110,7 +110,7 @@ async def test_the_heartbeat_of_a_terminated_worker_touches_no_row(store: AnySto
     assert (await task_of(store, claim)).progress is None
 
 
-async def test_an_unknown_worker_learns_that_it_is_unknown(store: AnyStore) -> None:
+async def test_heartbeat_of_unknown_worker_has_no_status(store: AnyStore) -> None:
     token = uuid4()
     pulse = await store.heartbeat("nobody", [HeldClaim(1, token)])
     assert (pulse.status, pulse.is_paused, pulse.lost) == (None, False, {token})

@@ -12,14 +12,14 @@ from windlass.model.worker import RecoveredTasks, WorkerStatus
 
 
 async def beat(store: AnyStore, clock: Any, worker_id: str, duration_s: float, every_s: float = 5.0) -> None:
-    """Heartbeats without a gap, from now until `duration_s` later."""
+    """Send heartbeats without a gap for `duration_s`."""
     await store.heartbeat(worker_id)
     for _ in range(round(duration_s / every_s)):
         clock.advance(every_s)
         await store.heartbeat(worker_id)
 
 
-async def test_the_tasks_of_a_lost_worker_go_to_others(store: AnyStore, clock: Any) -> None:
+async def test_tasks_of_lost_worker_are_requeued(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "judge", lease_s=30)
     task_id = await add(store)
     claim = await claim_one(store, "lost")
@@ -47,7 +47,7 @@ async def test_the_tasks_of_a_lost_worker_go_to_others(store: AnyStore, clock: A
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_a_task_that_kills_its_workers_ends_as_a_dead_letter(store: AnyStore, clock: Any) -> None:
+async def test_task_that_kills_its_workers_becomes_failed(store: AnyStore, clock: Any) -> None:
     await register(store, "judge", "fine")
     poison = await add(store, max_attempts=2)
     for victim in ("first", "second"):
@@ -66,7 +66,7 @@ async def test_a_task_that_kills_its_workers_ends_as_a_dead_letter(store: AnySto
     assert await codes(store, task_id=poison) == ["TASK_REQUEUED", "TASK_FAILED"]
 
 
-async def test_a_worker_that_never_beat_is_judged_by_its_age(store: AnyStore, clock: Any) -> None:
+async def test_worker_without_heartbeat_is_judged_by_age(store: AnyStore, clock: Any) -> None:
     await register(store, "silent", "judge")
     await beat(store, clock, "judge", 30)
     assert await store.recover_lost_workers("judge") == []
@@ -88,8 +88,8 @@ async def test_judge_needs_gapless_heartbeats_for_the_whole_lease(store: AnyStor
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["patient"]
 
 
-async def test_a_beat_that_is_a_little_late_is_no_gap(store: AnyStore, clock: Any) -> None:
-    """Three beats fit into a lease; one may take four tenths of it."""
+async def test_slightly_late_heartbeat_is_no_gap(store: AnyStore, clock: Any) -> None:
+    """A gap is a silence of more than 0.4 leases."""
     await register(store, "lost", "judge", lease_s=30)
     await beat(store, clock, "judge", 60, every_s=12)
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["lost"]
@@ -102,7 +102,7 @@ async def test_a_beat_that_is_a_little_late_is_no_gap(store: AnyStore, clock: An
 
 @pytest.mark.parametrize("share", [0.41, 0.7, 0.9, 1.0], ids=lambda share: f"{share:.0%} of a lease")
 async def test_no_worker_is_lost_after_outage_shorter_than_lease(store: AnyStore, clock: Any, share: float) -> None:
-    """All were silenced; the judge is back first, and the other comes back within its time."""
+    """All workers are silent. The judge returns first, the other one within its lease."""
     await register(store, "judge", "other", lease_s=30)
     await beat(store, clock, "judge", 60)
     await store.heartbeat("other")
@@ -116,7 +116,7 @@ async def test_no_worker_is_lost_after_outage_shorter_than_lease(store: AnyStore
 
 
 async def test_judge_with_longer_lease_allows_for_unnoticed_outages(store: AnyStore, clock: Any) -> None:
-    """It beats every 20 s: an outage of as much leaves no gap in its beats, but one in those of the other."""
+    """The judge sends a heartbeat every 20 s: an outage of 20 s is a gap only for the other worker."""
     await register(store, "judge", lease_s=60)
     await register(store, "short", lease_s=30)
     await beat(store, clock, "judge", 60, every_s=20)
@@ -127,7 +127,7 @@ async def test_judge_with_longer_lease_allows_for_unnoticed_outages(store: AnySt
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["short"]
 
 
-async def test_a_judge_with_a_shorter_lease_judges_by_that_of_the_silent(store: AnyStore, clock: Any) -> None:
+async def test_judge_with_shorter_lease_uses_lease_of_silent_worker(store: AnyStore, clock: Any) -> None:
     await register(store, "judge", lease_s=10)
     await register(store, "long", lease_s=60)
     await store.heartbeat("long")
@@ -137,7 +137,7 @@ async def test_a_judge_with_a_shorter_lease_judges_by_that_of_the_silent(store: 
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["long"]
 
 
-async def test_who_is_itself_silent_does_not_judge(store: AnyStore, clock: Any) -> None:
+async def test_silent_worker_does_not_judge(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "judge", lease_s=30)
     await beat(store, clock, "judge", 60)
     clock.advance(12.000001)
@@ -160,7 +160,7 @@ async def test_no_worker_is_lost_after_outage_of_all_workers(store: AnyStore, cl
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["other"]
 
 
-async def test_who_is_unknown_silent_or_ended_cannot_judge(store: AnyStore, clock: Any) -> None:
+async def test_unknown_silent_or_ended_worker_cannot_judge(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "silent", "left")
     await beat(store, clock, "left", 60)
     await store.deregister("left", "done")
@@ -168,7 +168,7 @@ async def test_who_is_unknown_silent_or_ended_cannot_judge(store: AnyStore, cloc
         assert await store.recover_lost_workers(judge) == []
 
 
-async def test_a_terminating_worker_that_fell_silent_is_lost_too(store: AnyStore, clock: Any) -> None:
+async def test_silent_terminating_worker_is_lost(store: AnyStore, clock: Any) -> None:
     await register(store, "lost", "judge")
     await store.set_terminating(["lost"], "enough")
     await beat(store, clock, "judge", 60)

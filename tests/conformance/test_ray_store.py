@@ -22,7 +22,7 @@ LEASE_S = 30.0
 
 
 class World:
-    """A fleet with a dispatcher that acts, and two hired nodes."""
+    """A fleet with the dispatcher that holds the lease, and two spawned nodes."""
 
     def __init__(self, store: Any, clock: Any, dsn: str | None) -> None:
         self.store = store
@@ -88,7 +88,7 @@ async def _furnish(world: World) -> None:
     await world.register_dispatcher()
 
 
-# ----------------------------------------------------------------------------------------------------- placing
+# ----------------------------------------------------------------------------------------------------- placements
 
 
 async def test_placed_task_belongs_to_node_from_placement(world: World) -> None:
@@ -101,7 +101,7 @@ async def test_placed_task_belongs_to_node_from_placement(world: World) -> None:
     assert (await world.store.worker("n1")).first_claimed_at == world.clock()
 
 
-async def test_a_placement_may_be_repeated_and_then_changes_nothing(world: World) -> None:
+async def test_repeated_placement_changes_nothing(world: World) -> None:
     (claim,) = await world.claim()
     await world.place(claim, "n1")
     started_at = world.clock()
@@ -110,7 +110,7 @@ async def test_a_placement_may_be_repeated_and_then_changes_nothing(world: World
     assert (await world.store.task(claim.task_id)).started_at == started_at
 
 
-async def test_many_are_placed_at_once_each_with_its_own_verdict(world: World) -> None:
+async def test_batch_of_placements_has_one_verdict_each(world: World) -> None:
     first, second = await world.claim(2)
     await world.store.set_paused(["n2"], True)
     unknown = uuid4()
@@ -128,7 +128,7 @@ async def test_many_are_placed_at_once_each_with_its_own_verdict(world: World) -
 @pytest.mark.parametrize(
     "target", ["nobody", "plain", "ending"], ids=["unknown", "a worker that claims", "terminating"]
 )
-async def test_nothing_is_placed_on_one_that_may_not_have_it(world: World, target: str) -> None:
+async def test_ineligible_node_gets_no_placement(world: World, target: str) -> None:
     await world.store.register(Registration("plain", ("q",), FLEET))
     await world.hire("ending", 2)
     await world.store.set_terminating(["ending"], "let go")
@@ -137,13 +137,13 @@ async def test_nothing_is_placed_on_one_that_may_not_have_it(world: World, targe
     assert (await world.store.task(claim.task_id)).worker_id == "d"
 
 
-async def test_a_cancelled_task_is_lost_when_it_is_about_to_start(world: World) -> None:
+async def test_placement_of_cancelled_task_is_lost(world: World) -> None:
     (claim,) = await world.claim()
     await world.store.cancel_task(claim.task_id, "not wanted")
     assert await world.place(claim, "n1") is NodeVerdict.LOST
 
 
-async def test_the_dispatcher_finishes_fails_and_beats_for_what_it_placed(world: World) -> None:
+async def test_dispatcher_reports_for_placed_tasks(world: World) -> None:
     done, broken, running = await world.claim(3)
     for claim in (done, broken, running):
         await world.place(claim, "n1")
@@ -156,7 +156,7 @@ async def test_the_dispatcher_finishes_fails_and_beats_for_what_it_placed(world:
     assert (await world.store.task(done.task_id)).status is TaskStatus.COMPLETE
 
 
-async def test_a_node_that_beats_does_not_give_back_what_was_placed_on_it(world: World) -> None:
+async def test_heartbeat_of_node_releases_no_placed_task(world: World) -> None:
     (claim,) = await world.claim()
     await world.place(claim, "n1")
     world.clock.advance(LEASE_S * 2)
@@ -164,7 +164,7 @@ async def test_a_node_that_beats_does_not_give_back_what_was_placed_on_it(world:
     assert (await world.store.task(claim.task_id)).worker_id == "n1"
 
 
-async def test_progress_of_a_placed_task_comes_from_its_dispatcher(world: World) -> None:
+async def test_dispatcher_reports_progress_of_placed_task(world: World) -> None:
     (claim,) = await world.claim()
     await world.place(claim, "n2")
     await world.store.heartbeat("d", [HeldClaim(claim.task_id, claim.token, 0.5, "half")])
@@ -172,8 +172,8 @@ async def test_progress_of_a_placed_task_comes_from_its_dispatcher(world: World)
     assert (task.progress, task.progress_note) == (0.5, "half")
 
 
-async def test_what_a_dispatcher_holds_without_a_place_for_it_waits_still(world: World) -> None:
-    """So that somebody is hired for it."""
+async def test_claimed_but_unplaced_task_counts_as_queued(world: World) -> None:
+    """So that a worker is spawned for it."""
     placed, _ = await world.claim(2)
     await world.place(placed, "n1")
     world.clock.advance(9)
@@ -183,7 +183,7 @@ async def test_what_a_dispatcher_holds_without_a_place_for_it_waits_still(world:
     assert (seen.queued, seen.running, seen.oldest_queued_age_s) == (1, 1, 9.0)
 
 
-# --------------------------------------------------------------------------------------------------- taking over
+# --------------------------------------------------------------------------------------------------- takeover
 
 
 async def test_new_dispatcher_requeues_placed_and_claimed_tasks(world: World) -> None:
@@ -214,14 +214,14 @@ async def test_former_dispatcher_cannot_take_over_or_report(world: World) -> Non
     assert (await world.store.task(claim.task_id)).worker_id == "n1"
 
 
-async def test_only_one_of_a_fleet_leads_and_each_fleet_has_its_own(world: World) -> None:
+async def test_one_dispatcher_per_fleet_holds_the_lease(world: World) -> None:
     assert isinstance(await world.store.acquire_lease(Candidate("b", LEASE_S, dispatcher_lease(FLEET))), Standby)
     assert isinstance(await world.store.acquire_lease(Candidate("b", LEASE_S, dispatcher_lease("other"))), int)
     assert isinstance(await world.store.acquire_lease(Candidate("b", LEASE_S)), int)
 
 
-async def test_a_dispatcher_that_leads_does_not_pass_for_an_orchestrator(world: World) -> None:
-    """Only where nobody leads may workers judge those that were hired."""
+async def test_dispatcher_lease_does_not_count_as_orchestrator_lease(world: World) -> None:
+    """Workers judge spawned workers only without an orchestrator lease."""
     await world.store.heartbeat("n1")
     await world.store.register(Registration("judge", ("q",), "other", lease_s=LEASE_S))
     await world.store.heartbeat("judge")
@@ -242,7 +242,7 @@ async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, 
     for _ in range(15):
         world.clock.advance(LEASE_S / 10)
         await world.store.heartbeat("judge")
-        # Somebody orchestrates, so the nodes are not the judge's.
+        # An orchestrator holds the lease, so workers do not judge nodes.
         await world.store.acquire_lease(Candidate("leader", LEASE_S))
     if has_successor:
         await world.lead(Candidate("dispatcher-b", LEASE_S, dispatcher_lease(FLEET)))
@@ -252,10 +252,10 @@ async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, 
     assert task.status is (TaskStatus.RUNNING if has_successor else TaskStatus.QUEUED)
 
 
-# --------------------------------------------------------------------------------------------- what is told of nodes
+# --------------------------------------------------------------------------------------------- node reports
 
 
-async def test_what_the_engine_says_of_hired_nodes_is_kept(world: World) -> None:
+async def test_ray_state_of_spawned_nodes_is_stored(world: World) -> None:
     began = world.clock()
     assert await world.report(alive("n1", places=4)) == {}
     world.clock.advance(5)
@@ -269,7 +269,7 @@ async def test_what_the_engine_says_of_hired_nodes_is_kept(world: World) -> None
 
 
 @pytest.mark.parametrize("death", [None, "its health check failed"], ids=["not there any more", "known to be dead"])
-async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, death: str | None) -> None:
+async def test_missing_node_that_was_alive_is_dead(world: World, death: str | None) -> None:
     await world.report(alive("n1"))
     world.clock.advance(5)
     news = [DeadNode("n1", "id-of-n1", death)] if death else []
@@ -282,8 +282,8 @@ async def test_a_node_that_was_alive_is_dead_when_it_is_not_there(world: World, 
     assert (await world.store.worker("n1")).node.note == node.note
 
 
-async def test_what_is_known_already_is_written_again_only_after_a_while(world: World) -> None:
-    """Nodes are told of twice a second: rows that say so already are left alone, yet never look forgotten."""
+async def test_unchanged_node_report_is_rewritten_only_after_a_delay(world: World) -> None:
+    """Nodes are reported twice a second: unchanged rows are written rarely, but often enough to look current."""
     began = world.clock()
     foreign = alive("ray-1234", is_managed=False)
     await world.report(alive("n1"), foreign)
@@ -301,7 +301,7 @@ async def test_what_is_known_already_is_written_again_only_after_a_while(world: 
 
 
 async def test_unmanaged_node_starts_again_after_its_end(world: World) -> None:
-    """Its dispatcher was away, and somebody gave it up for its silence."""
+    """Its dispatcher was absent, and a peer declared the silent node lost."""
     foreign = alive("ray-1234", is_managed=False)
     await world.report(foreign)
     await world.store.register(Registration("judge", ("q",), "other", lease_s=LEASE_S))
@@ -318,14 +318,14 @@ async def test_unmanaged_node_starts_again_after_its_end(world: World) -> None:
     assert await world.place(claim, "ray-1234") is NodeVerdict.PLACED
 
 
-async def test_who_is_told_to_end_or_paused_is_to_be_drained(world: World) -> None:
+async def test_report_returns_terminating_and_paused_nodes(world: World) -> None:
     await world.store.set_terminating(["n1"], "let go")
     assert await world.report(alive("n1"), alive("n2")) == {"n1": True}
     await world.store.set_paused(["n2"], True)
     assert await world.report(alive("n1"), alive("n2")) == {"n1": True, "n2": False}
 
 
-async def test_nodes_that_nobody_hired_live_as_long_as_they_are_told_of(world: World) -> None:
+async def test_unmanaged_node_lives_while_it_is_reported(world: World) -> None:
     foreign = alive("ray-1234", is_managed=False, places=8, host="10.0.0.7")
     await world.report(foreign)
     world.clock.advance(10)

@@ -26,7 +26,7 @@ from windlass.model.task import TaskStatus
 from windlass.policy.backoff import RETRY_CEILING_S, RETRY_FIRST_S, retry_delay_s
 
 
-async def test_a_failed_attempt_waits_for_its_retry(store: AnyStore, clock: Any) -> None:
+async def test_failed_attempt_is_retrying(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     failed_at = clock.advance(2)
     assert await fail(store, claim, code="OOM", jitter=0.5) is TaskStatus.ERROR
@@ -44,7 +44,7 @@ async def test_a_failed_attempt_waits_for_its_retry(store: AnyStore, clock: Any)
     assert (again.task_id, again.attempt) == (claim.task_id, 2)
 
 
-async def test_attempts_used_up_end_as_a_dead_letter(store: AnyStore, clock: Any) -> None:
+async def test_task_without_attempts_left_becomes_failed(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await add(store, max_attempts=2)
     assert await fail(store, await claim_one(store), jitter=1) is TaskStatus.ERROR
@@ -57,7 +57,7 @@ async def test_attempts_used_up_end_as_a_dead_letter(store: AnyStore, clock: Any
     assert await codes(store, task_id=task_id) == ["TASK_ERROR", "TASK_FAILED"]
 
 
-async def test_a_failure_that_is_not_to_be_retried_is_final(store: AnyStore) -> None:
+async def test_failure_without_retry_is_final(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await fail(store, claim, retry=False) is TaskStatus.FAILED
     assert await status_of(store, claim) is TaskStatus.FAILED
@@ -101,7 +101,7 @@ async def test_repeated_failure_report_is_accepted_unchanged(store: AnyStore, cl
     assert await codes(store, task_id=claim.task_id) == ["TASK_ERROR"]
 
 
-async def test_a_success_clears_the_error_of_an_earlier_attempt(store: AnyStore, clock: Any) -> None:
+async def test_success_clears_error_of_earlier_attempt(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await fail(store, claim, jitter=0)
     clock.advance(RETRY_FIRST_S)
@@ -120,7 +120,7 @@ async def test_error_text_of_any_length_and_characters_is_stored(store: AnyStore
     assert len(kept) == 8_000
 
 
-async def test_a_released_task_is_as_if_never_taken(store: AnyStore) -> None:
+async def test_released_task_is_queued_as_before_its_claim(store: AnyStore) -> None:
     await register(store, "w1")
     first, second = await add(store), await add(store)
     before = await task_of(store, first)
@@ -133,7 +133,7 @@ async def test_a_released_task_is_as_if_never_taken(store: AnyStore) -> None:
     assert (event.code, event.reason, event.worker_id) == ("TASK_RELEASED", "going home", "w1")
 
 
-async def test_a_task_is_released_once(store: AnyStore) -> None:
+async def test_task_is_released_once(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await store.release("w1", claim.task_id, claim.token, "first")
     assert not await store.release("w1", claim.task_id, claim.token, "second")
@@ -141,7 +141,7 @@ async def test_a_task_is_released_once(store: AnyStore) -> None:
     assert (await task_of(store, claim)).attempts == 0
 
 
-async def test_a_released_attempt_does_not_count(store: AnyStore) -> None:
+async def test_released_attempt_does_not_count(store: AnyStore) -> None:
     await register(store, "w1")
     await add(store, max_attempts=1)
     for _ in range(3):
@@ -150,7 +150,7 @@ async def test_a_released_attempt_does_not_count(store: AnyStore) -> None:
         await store.release("w1", claim.task_id, claim.token, "not now")
 
 
-async def test_a_retried_task_has_all_its_attempts_again(store: AnyStore) -> None:
+async def test_retried_task_has_its_attempts_reset(store: AnyStore) -> None:
     claim = await claimed(store, max_attempts=1)
     await fail(store, claim)
     later = await add(store)
@@ -163,14 +163,14 @@ async def test_a_retried_task_has_all_its_attempts_again(store: AnyStore) -> Non
     assert await codes(store, task_id=claim.task_id) == ["TASK_FAILED", "TASK_RETRIED"]
 
 
-async def test_a_waiting_task_can_be_retried_at_once(store: AnyStore) -> None:
+async def test_retrying_task_can_be_retried_at_once(store: AnyStore) -> None:
     claim = await claimed(store)
     await fail(store, claim)
     assert await store.retry_task(claim.task_id)
     assert (await claim_one(store)).task_id == claim.task_id
 
 
-async def test_only_failed_and_waiting_tasks_can_be_retried(store: AnyStore) -> None:
+async def test_only_failed_and_retrying_tasks_can_be_retried(store: AnyStore) -> None:
     await register(store, "w1")
     queued = await add(store)
     assert not await store.retry_task(queued)
@@ -181,7 +181,7 @@ async def test_only_failed_and_waiting_tasks_can_be_retried(store: AnyStore) -> 
     assert not await store.retry_task(999_999_999)
 
 
-async def test_the_dead_letters_of_a_queue_are_retried_in_bounded_steps(store: AnyStore, clock: Any) -> None:
+async def test_retry_failed_is_bounded_per_call(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     failed = [await finished_task(store, is_failure=True) for _ in range(3)]
     other = await finished_task(store, queue="r", is_failure=True)
@@ -207,7 +207,7 @@ async def test_retry_failed_continues_where_last_call_ended(store: AnyStore, clo
         times.append(clock())
     first = await store.retry_failed("q", clock(), 2, failed_from=times[0])
     assert first == (failed[:2], times[1])
-    # Others may have failed in the same moment as the last.
+    # Other tasks may have failed at the same moment as the last one.
     assert await store.retry_failed("q", clock(), 2, failed_from=first.failed_to) == (failed[2:], times[2])
     assert await status_of(store, old) is TaskStatus.FAILED
 
@@ -224,7 +224,7 @@ async def test_task_failing_again_is_not_retried_forever(store: AnyStore, clock:
 
 
 @pytest.mark.parametrize("state", ["queued", "scheduled", "error"])
-async def test_a_cancelled_task_that_waits_never_runs(store: AnyStore, clock: Any, state: str) -> None:
+async def test_cancelled_queued_task_never_runs(store: AnyStore, clock: Any, state: str) -> None:
     await register(store, "w1")
     run_after = clock() + timedelta(seconds=1) if state == "scheduled" else None
     task_id = await add(store, run_after=run_after)
@@ -239,7 +239,7 @@ async def test_a_cancelled_task_that_waits_never_runs(store: AnyStore, clock: An
     assert (await codes(store, task_id=task_id))[-1] == "TASK_CANCELLED"
 
 
-async def test_a_cancelled_task_that_runs_loses_its_claim(store: AnyStore) -> None:
+async def test_cancelled_running_task_loses_its_claim(store: AnyStore) -> None:
     claim = await claimed(store)
     assert await store.cancel_task(claim.task_id, "not wanted")
     pulse = await store.heartbeat("w1", [held(claim)])
@@ -249,7 +249,7 @@ async def test_a_cancelled_task_that_runs_loses_its_claim(store: AnyStore) -> No
     assert await status_of(store, claim) is TaskStatus.FAILED
 
 
-async def test_a_finished_task_cannot_be_cancelled(store: AnyStore) -> None:
+async def test_finished_task_cannot_be_cancelled(store: AnyStore) -> None:
     claim = await claimed(store)
     await complete(store, claim)
     assert not await store.cancel_task(claim.task_id, "too late")
@@ -257,7 +257,7 @@ async def test_a_finished_task_cannot_be_cancelled(store: AnyStore) -> None:
     assert await status_of(store, claim) is TaskStatus.COMPLETE
 
 
-async def test_a_cancelled_task_can_be_retried(store: AnyStore) -> None:
+async def test_cancelled_task_can_be_retried(store: AnyStore) -> None:
     claim = await claimed(store)
     await store.cancel_task(claim.task_id, "not wanted")
     assert await store.retry_task(claim.task_id)

@@ -1,11 +1,11 @@
-"""The same random histories over PostgreSQL and memory: after every step both must tell the same story.
+"""The same random histories over PostgreSQL and memory: after every step both must be in the same state.
 
-Hypothesis makes up what happens (claims, failures, silence, pauses, recoveries, results that come too late), both
-stores live through it in the same virtual time, and everything that can be seen of them is compared. A history that
-tells them apart is printed as the shortest program that does. Once more, what workers do in PostgreSQL goes over HTTP.
+Hypothesis generates histories of claims, failures, silence, pauses, recoveries and late results. Both stores run them
+in the same virtual time, and everything that can be read from them is compared. A difference is printed as the shortest
+program that shows it. A second test sends the worker calls to PostgreSQL over HTTP.
 
-`WINDLASS_HISTORIES=5000 pytest tests/conformance/test_store_histories.py` runs that many new ones; without it, the same
-few run every time.
+`WINDLASS_HISTORIES=5000 pytest tests/conformance/test_store_histories.py` runs that many new histories. Without it the
+same few run every time.
 """
 
 import asyncio
@@ -37,22 +37,22 @@ from windlass.store.memory.stores import MemoryStores
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
 HISTORIES = MORE or 60
-# Over HTTP each takes twice as long, and what could differ is only what workers do.
+# Over HTTP a history takes twice as long, and only worker calls can differ.
 HISTORIES_OVER_HTTP = MORE or 20
 STEPS = 50
-# Everything there is: a history makes far less.
+# Above the number of rows of any history.
 ALL = 100_000
 
 QUEUES = ("a", "b")
-# Where workers come and go. Two of the places are slots of a fleet: their workers are hired.
+# One worker at a time per place. Two places are slots of a fleet: their workers are spawned.
 PLACES = ("w1", "w2", "w3", "h1", "h2")
 SLOTS = {"h1": 0, "h2": 1}
 
 queues = st.sampled_from([("a",), ("b",), ("a", "b"), ("b", "a", "b")])
 places = st.sampled_from(PLACES)
-# Which of the tasks or claims there are, counted from the newest.
+# Index of a task or claim, counted from the newest.
 ordinals = st.integers(0, 15)
-# Above this an ordinal means any claim there ever was, most of them stale; below, only those that are still valid.
+# From this ordinal on all claims are counted, most of them stale; below it only valid ones.
 LAST_VALID_ORDINAL = 10
 flags = st.booleans()
 tasks = st.builds(
@@ -65,12 +65,12 @@ tasks = st.builds(
     timeout_s=st.none(),
     unique_key=st.sampled_from([None, None, "k1", "k2"]),
 )
-# Around the first retry, around leases, around retention.
+# Near the first retry, near leases, near retention.
 pauses_s = st.sampled_from([0.000001, 1.0, 2.5, 5.0, 30.0, 31.0, 900.0, 3601.0, 7201.0])
 
 
 class Histories(RuleBasedStateMachine):
-    """Set before use, by the test: the loop, and a PostgreSQL store on it."""
+    """The test sets the event loop and a PostgreSQL store on it before use."""
 
     runner: asyncio.Runner
     postgres: Any  # directly, or as workers see it over HTTP
@@ -82,20 +82,20 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock.now = self.start
-        # Workers that are hired owe: the ledger is a part of it.
+        # Spawned workers have bills, so the ledger is compared too.
         self.memory = MemoryStores(self.clock, RETENTION, Random(1))  # noqa: S311
-        # What the ids and tokens of PostgreSQL are called in memory.
+        # PostgreSQL's ids and tokens to those in memory.
         self.task_ids: dict[int, int] = {}
         self.tokens: dict[UUID | None, UUID | None] = {None: None}
-        # Every claim ever handed out, most of them stale: (worker, PostgreSQL's, memory's).
+        # Every claim so far, most of them stale: (worker, PostgreSQL's, memory's).
         self.claims: list[tuple[str, Claim, Claim]] = []
-        # How many workers have ended at each place; the present one has this number in its id.
+        # Number of ended workers per place. It is part of the id of the next worker.
         self.ended = dict.fromkeys(PLACES, 0)
         self.completed: dict[int, Task] = {}
         self.seen: dict[int, TaskStatus] = {}
         self.run(empty_tables(self.dsn))
 
-    # ------------------------------------------------------------------------------------------------- doing both
+    # ------------------------------------------------------------------------------------------------- both stores
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
         async def wait() -> Any:
@@ -112,7 +112,7 @@ class Histories(RuleBasedStateMachine):
         return other
 
     def learn(self, worker_id: str, theirs: list[Claim], ours: list[Claim]) -> None:
-        """New claims: the same tasks in the same order, with tokens never seen before."""
+        """Check new claims: the same tasks in the same order, with new tokens."""
         assert not {claim.token for claim in theirs} & self.tokens.keys()
         self.tokens |= {one.token: other.token for one, other in zip(theirs, ours, strict=True)}
         self.claims += [(worker_id, one, other) for one, other in zip(theirs, ours, strict=True)]
@@ -138,11 +138,11 @@ class Histories(RuleBasedStateMachine):
         return list(self.task_ids.items())[-1 - ordinal % len(self.task_ids)] if self.task_ids else None
 
     def held_by(self, worker_id: str, ordinals_left_out: set[int]) -> list[tuple[Claim, Claim]]:
-        """The last few claims of a worker, valid or not, except those it forgot."""
+        """The last few claims of a worker, valid or not, except dropped ones."""
         mine = [(one, other) for holder, one, other in self.claims if holder == worker_id][-6:]
         return [pair for ordinal, pair in enumerate(mine) if ordinal not in ordinals_left_out]
 
-    # ---------------------------------------------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------------------------------------------- rules
 
     @initialize()
     def two_workers_and_a_task(self) -> None:
@@ -166,7 +166,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(place=places, lease_s=st.sampled_from([30.0, 30.0, 60.0]), queues=queues, is_new=flags)
     def register(self, place: str, lease_s: float, queues: tuple[str, ...], is_new: bool) -> None:
-        """A worker announces itself, perhaps again; a new one comes only where the one before has ended."""
+        """Register a worker, maybe again. A place gets a new worker only after its last one ended."""
         before = self.run(self.memory.worker(self.worker_at(place)))
         if is_new and before is not None and before.status is WorkerStatus.TERMINATED:
             self.ended[place] += 1
@@ -189,8 +189,8 @@ class Histories(RuleBasedStateMachine):
             self.learn(worker_id, theirs, ours)
 
     @rule(place=places, task=tasks)
-    def a_fresh_worker_claims_all_there_is(self, place: str, task: NewTask) -> None:
-        """Without this, most histories would be about workers that may not claim and queues that are empty."""
+    def a_new_worker_claims_all_tasks(self, place: str, task: NewTask) -> None:
+        """Without this, most histories would have only workers that cannot claim and empty queues."""
         self.enqueue(task, None)
         self.register(place, 30.0, QUEUES, is_new=True)
         self.claim(place, QUEUES, 5)
@@ -198,14 +198,14 @@ class Histories(RuleBasedStateMachine):
     @rule(silent=places, judge=places, task=tasks)
     def a_worker_falls_silent_under_its_tasks(self, silent: str, judge: str, task: NewTask) -> None:
         self.register(judge, 30.0, QUEUES, is_new=True)
-        self.a_fresh_worker_claims_all_there_is(silent, task)
+        self.a_new_worker_claims_all_tasks(silent, task)
         self.time_passes_with_heartbeats({judge}, 5, judge)
 
     @rule(place=places, chosen=st.lists(ordinals, max_size=4), queues=queues, limit=st.integers(0, 2))
     def finish_and_claim(self, place: str, chosen: list[int], queues: tuple[str, ...], limit: int) -> None:
         worker_id = self.worker_at(place)
         picked = [claim for ordinal in chosen if (claim := self.some_claim(ordinal)) is not None]
-        # The same for the same claim: which of two results for one claim counts, nobody promises.
+        # One result per claim: which of two results for the same claim counts is undefined.
         results = [json.dumps(one.attempt) for _, one, _ in picked]
         theirs, ours = self.both(
             self.postgres.finish_and_claim(worker_id, finished([one for _, one, _ in picked], results), queues, limit),
@@ -262,8 +262,8 @@ class Histories(RuleBasedStateMachine):
         self.clock.advance(seconds)
 
     @rule(place=places, forgotten=st.sets(st.integers(0, 2)), seconds=st.sampled_from([10.0, 30.0, 30.000001, 60.0]))
-    def a_worker_is_heard_again_after(self, place: str, forgotten: set[int], seconds: float) -> None:
-        """Around the length of a lease, where its claims and its standing as a judge hang on a microsecond."""
+    def a_worker_sends_heartbeat_after(self, place: str, forgotten: set[int], seconds: float) -> None:
+        """Near the length of a lease, where a microsecond decides about its claims and its right to judge."""
         self.heartbeat(place, set(), None)
         self.clock.advance(seconds)
         self.heartbeat(place, forgotten, None)
@@ -323,12 +323,12 @@ class Histories(RuleBasedStateMachine):
     def purge(self, queue: str | None, statuses: tuple[TaskStatus, ...], older_than_s: float) -> None:
         self.same(lambda store: store.purge(queue, statuses, older_than_s))
 
-    # --------------------------------------------------------------------------------------------- what must be true
+    # --------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def both_tell_the_same_story(self) -> None:
         self.both_show_the_same()
-        self.both_keep_the_same_secrets()
+        self.both_have_the_same_hidden_state()
         self.a_running_task_has_exactly_one_valid_claim()
 
     def both_show_the_same(self) -> None:
@@ -347,8 +347,8 @@ class Histories(RuleBasedStateMachine):
         assert stories(their_events) == stories(our_events)
         self.no_task_is_lost(ours)
 
-    def both_keep_the_same_secrets(self) -> None:
-        """What no call shows but later answers hang on: the claim's token, and since when heartbeats had no gap."""
+    def both_have_the_same_hidden_state(self) -> None:
+        """State that no call returns but later replies depend on: claim tokens, and the start of gapless heartbeats."""
         rows = self.run(self.eye.fetch("select id, claim_token from windlass.tasks"))
         theirs = {self.task_ids[row["id"]]: self.tokens[row["claim_token"]] for row in rows}
         assert theirs == {row.id: row.token for row in self.memory.tables.tasks.rows.values()}
@@ -357,7 +357,7 @@ class Histories(RuleBasedStateMachine):
         assert gapless == {row.id: row.heartbeat_gapless_since for row in self.memory.tables.workers.rows.values()}
 
     def no_task_is_lost(self, tasks: list[Task]) -> None:
-        """Each task is in exactly one state, only finished ones go, and what is complete stays as it is."""
+        """Each task has exactly one state, only finished tasks are deleted, and complete ones never change."""
         seen = {task.id: task.status for task in tasks}
         assert len(seen) == len(tasks)
         gone = self.seen.keys() - seen.keys()
@@ -368,7 +368,7 @@ class Histories(RuleBasedStateMachine):
                 assert self.completed.setdefault(task.id, task) == task
 
     def a_running_task_has_exactly_one_valid_claim(self) -> None:
-        """And its holder is a worker that has not ended."""
+        """Its holder is a worker that has not ended."""
         rows = {row.id: row for row in self.memory.tables.tasks.rows.values()}
         valid = Counter(
             other.task_id
@@ -382,7 +382,7 @@ class Histories(RuleBasedStateMachine):
 
 
 async def outcome(call: Awaitable[Any]) -> Any:
-    """What was answered, or the type of what was raised."""
+    """The reply, or the type of the exception."""
     try:
         return await call
     except (BadInput, UnknownWorker) as error:
@@ -394,7 +394,7 @@ def finished(claims: list[Claim], results: list[str]) -> list[Finished]:
 
 
 def with_parsed_json(row: Any) -> Any:
-    """PostgreSQL writes JSON its own way; what it means is the same."""
+    """PostgreSQL formats JSON differently, with the same meaning."""
     row = replace(row, payload=json.loads(row.payload))
     if isinstance(row, Task) and row.result is not None:
         row = replace(row, result=json.loads(row.result))
@@ -402,7 +402,7 @@ def with_parsed_json(row: Any) -> Any:
 
 
 def stories(events: list[Event]) -> tuple[Counter[str], dict[int, list[str]]]:
-    """All that happened, and each task's part in its order. Within one call the order of tasks is not promised."""
+    """All events, and the events of each task in order. Within one call the order of tasks is undefined."""
     by_task: dict[int, list[str]] = {}
     everything: Counter[str] = Counter()
     for event in events:
@@ -441,9 +441,9 @@ async def connect(dsn: str) -> Any:
     return await asyncpg.connect(dsn)
 
 
-# Where it fails, Hypothesis takes up to five minutes to make the story short.
+# After a failure Hypothesis takes up to five minutes to shrink the history.
 @pytest.mark.timeout(0 if MORE else 600)
-def test_memory_and_postgresql_live_through_the_same_histories(histories: type[Histories]) -> None:
+def test_both_stores_agree_on_random_histories(histories: type[Histories]) -> None:
     run_state_machine_as_test(
         histories,
         settings=settings(

@@ -32,7 +32,7 @@ async def test_tasks_are_listed_by_queue_and_status(store: AnyStore) -> None:
     assert await store.tasks(queue="none") == []
 
 
-async def test_summaries_are_the_tasks_without_what_is_large(store: AnyStore) -> None:
+async def test_summaries_omit_payload_and_result(store: AnyStore) -> None:
     await register(store, "w1")
     for queue in ("q", "q", "r"):
         await add(store, queue, {"large": "x" * 100})
@@ -45,7 +45,7 @@ async def test_summaries_are_the_tasks_without_what_is_large(store: AnyStore) ->
         ]
 
 
-async def test_tasks_that_wait_for_their_time_are_listed_until_it_has_come(store: AnyStore, clock: Any) -> None:
+async def test_scheduled_tasks_are_listed_until_due(store: AnyStore, clock: Any) -> None:
     first, _, second = [
         await add(store, run_after=clock() + timedelta(hours=hours) if hours else None) for hours in (1, 0, 2)
     ]
@@ -60,7 +60,7 @@ async def test_tasks_that_wait_for_their_time_are_listed_until_it_has_come(store
     assert await scheduled() == [second]
 
 
-async def test_queues_are_known_by_what_waits_runs_or_is_served(store: AnyStore, clock: Any) -> None:
+async def test_known_queues_have_tasks_or_workers(store: AnyStore, clock: Any) -> None:
     assert await store.known_queues() == []
     await register(store, "w1")
     assert await store.known_queues() == ["q"]
@@ -74,7 +74,7 @@ async def test_queues_are_known_by_what_waits_runs_or_is_served(store: AnyStore,
     assert await store.known_queues() == [ready, running, ended, later]
 
 
-async def test_workers_are_listed_oldest_first_without_the_ended(store: AnyStore, clock: Any) -> None:
+async def test_workers_are_listed_oldest_first_without_terminated(store: AnyStore, clock: Any) -> None:
     for worker_id in ("b", "a", "c"):
         await register(store, worker_id)
         clock.advance(1)
@@ -84,7 +84,7 @@ async def test_workers_are_listed_oldest_first_without_the_ended(store: AnyStore
     assert await store.worker("nobody") is None
 
 
-async def test_events_come_oldest_first_and_the_newest_of_them(store: AnyStore, clock: Any) -> None:
+async def test_events_returns_newest_events_oldest_first(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await store.release("w1", claim.task_id, claim.token, "given back")
     clock.advance(1)
@@ -97,7 +97,7 @@ async def test_events_come_oldest_first_and_the_newest_of_them(store: AnyStore, 
     assert (await store.events())[-1].at == clock()
 
 
-async def test_queue_depths_count_what_is_not_finished(store: AnyStore, clock: Any) -> None:
+async def test_queue_depths_count_unfinished_tasks(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     assert await store.queue_depths() == []
     for _ in range(4):
@@ -138,7 +138,7 @@ async def test_queued_age_counts_from_when_task_became_claimable(store: AnyStore
             await fail(store, claim, jitter=0.0)
             clock.advance(RETRY_FIRST_S)
             await register(store, "other")
-            # Whoever asks makes it ready; nobody takes it.
+            # The claim makes it ready and takes no task.
             await store.claim("other", ("q",), 0)
         else:
             await register(store, "w1", start_id="another")
@@ -147,7 +147,7 @@ async def test_queued_age_counts_from_when_task_became_claimable(store: AnyStore
     assert (depth.queued, depth.oldest_queued_age_s) == (1, 2)
 
 
-async def test_finished_tasks_are_counted_by_how_long_ago(store: AnyStore, clock: Any) -> None:
+async def test_finished_since_counts_recent_tasks(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     for age_s, is_failure in ((100, False), (50, True), (50, False), (10, False)):
         clock.advance(100 - age_s - (clock() - clock().replace(minute=0, second=0)).total_seconds())
@@ -163,7 +163,7 @@ async def test_finished_tasks_are_counted_by_how_long_ago(store: AnyStore, clock
     assert await store.finished_since(1000) == {TaskStatus.COMPLETE: 3, TaskStatus.FAILED: 1}
 
 
-async def test_the_store_tells_its_time(store: AnyStore, clock: Any) -> None:
+async def test_now_returns_store_time(store: AnyStore, clock: Any) -> None:
     assert await store.now() == clock()
     clock.advance(1.5)
     assert await store.now() == clock()

@@ -9,7 +9,7 @@ from support.stores import AnyStore
 from windlass.model.task import Finished, NewTask, TaskStatus
 
 
-async def test_purging_deletes_finished_tasks_that_are_old_enough(store: AnyStore, clock: Any) -> None:
+async def test_purge_deletes_old_finished_tasks(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     old = await finished_task(store)
     clock.advance(60)
@@ -21,7 +21,7 @@ async def test_purging_deletes_finished_tasks_that_are_old_enough(store: AnyStor
     assert await store.task(young) is None
 
 
-async def test_purging_keeps_other_queues_and_statuses(store: AnyStore) -> None:
+async def test_purge_keeps_other_queues_and_statuses(store: AnyStore) -> None:
     await register(store, "w1")
     complete_q, complete_r = await finished_task(store, "q"), await finished_task(store, "r")
     failed_q = await finished_task(store, "q", is_failure=True)
@@ -33,8 +33,8 @@ async def test_purging_keeps_other_queues_and_statuses(store: AnyStore) -> None:
     assert await store.purge(None, [], 0) == 0
 
 
-async def test_sweeping_applies_the_retention_of_each_kind(store: AnyStore, clock: Any) -> None:
-    """Here completed tasks are kept for 1 h, failed ones for 2 h, events for 3 h and ended workers as long as all."""
+async def test_sweep_applies_retention_of_each_kind(store: AnyStore, clock: Any) -> None:
+    """Retention here: complete tasks 1 h, failed tasks 2 h, events 3 h, ended workers the longest of these."""
     await register(store, "w1")
     done, failed, waiting = await finished_task(store), await finished_task(store, is_failure=True), await add(store)
     await store.deregister("w1", "done")
@@ -57,7 +57,7 @@ async def test_sweeping_applies_the_retention_of_each_kind(store: AnyStore, cloc
     assert await status_of(store, waiting) is TaskStatus.QUEUED
 
 
-async def test_a_retried_task_no_longer_counts_as_finished(store: AnyStore, clock: Any) -> None:
+async def test_retried_task_no_longer_counts_as_finished(store: AnyStore, clock: Any) -> None:
     await register(store, "w1")
     task_id = await finished_task(store, is_failure=True)
     await store.retry_task(task_id)
@@ -69,7 +69,7 @@ async def test_a_retried_task_no_longer_counts_as_finished(store: AnyStore, cloc
 
 
 @pytest.mark.parametrize("count", [1_000, 2_500])
-async def test_sweeping_goes_on_until_nothing_is_left(store: AnyStore, clock: Any, count: int) -> None:
+async def test_sweep_continues_until_nothing_is_left(store: AnyStore, clock: Any, count: int) -> None:
     await register(store, "w1")
     await store.enqueue_many(NewTask("q") for _ in range(count))
     while claims := await store.claim("w1", ("q",), count):
@@ -79,7 +79,7 @@ async def test_sweeping_goes_on_until_nothing_is_left(store: AnyStore, clock: An
     assert await store.sweep() == 0
 
 
-async def test_the_late_result_of_a_swept_task_changes_nothing(store: AnyStore, clock: Any) -> None:
+async def test_late_result_of_purged_task_changes_nothing(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
     await complete(store, claim)
     clock.advance(3601)

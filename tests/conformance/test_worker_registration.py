@@ -12,7 +12,7 @@ from windlass.model.task import TaskStatus
 from windlass.model.worker import Registration, WorkerStatus
 
 
-async def test_a_worker_started_by_hand_is_active_at_once(store: AnyStore, clock: Any) -> None:
+async def test_unmanaged_worker_is_active_at_once(store: AnyStore, clock: Any) -> None:
     registration = Registration(
         "w1", ("q", "r"), fleet="cpus", concurrency=3, lease_s=12.5, host="box", pid=7, version="1"
     )
@@ -28,7 +28,7 @@ async def test_a_worker_started_by_hand_is_active_at_once(store: AnyStore, clock
     assert event.reason == "registered on box, serving q, r"
 
 
-async def test_a_hired_worker_keeps_its_row_when_it_registers(store: AnyStore, hire: Any, clock: Any) -> None:
+async def test_spawned_worker_keeps_its_row_when_it_registers(store: AnyStore, hire: Any, clock: Any) -> None:
     await hire("h1", "gpus", 3)
     hired_at = clock()
     clock.advance(40)
@@ -42,7 +42,7 @@ async def test_a_hired_worker_keeps_its_row_when_it_registers(store: AnyStore, h
     assert event.fleet == "gpus"
 
 
-async def test_registering_again_renews_what_the_worker_says_of_itself(store: AnyStore, clock: Any) -> None:
+async def test_repeated_registration_updates_worker(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", pid=1)
     created_at = clock()
     await store.heartbeat("w1")
@@ -58,7 +58,7 @@ async def test_registering_again_renews_what_the_worker_says_of_itself(store: An
     )
 
 
-@pytest.mark.parametrize("is_managed", [False, True], ids=["started by hand", "hired"])
+@pytest.mark.parametrize("is_managed", [False, True], ids=["started by hand", "spawned"])
 @pytest.mark.parametrize(
     "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
 )
@@ -88,7 +88,7 @@ async def test_repeated_registration_keeps_claims(store: AnyStore) -> None:
     assert await complete(store, claim) == []
 
 
-async def test_a_worker_that_has_ended_stays_ended(store: AnyStore) -> None:
+async def test_ended_worker_cannot_register_again(store: AnyStore) -> None:
     await register(store, "w1")
     await store.deregister("w1", "done")
     assert await store.register(Registration("w1", ("q",))) is WorkerStatus.TERMINATED
@@ -104,13 +104,13 @@ async def test_a_worker_that_has_ended_stays_ended(store: AnyStore) -> None:
         pytest.param(Registration("w1", ("q",), lease_s=math.inf), id="a lease without end"),
     ],
 )
-async def test_a_bad_registration_is_refused(store: AnyStore, bad: Registration) -> None:
+async def test_invalid_registration_is_refused(store: AnyStore, bad: Registration) -> None:
     with pytest.raises(BadInput):
         await store.register(bad)
     assert await store.workers(include_terminated=True) == []
 
 
-async def test_a_leaving_workers_tasks_go_back_to_the_queue(store: AnyStore, clock: Any) -> None:
+async def test_tasks_of_deregistered_worker_are_requeued(store: AnyStore, clock: Any) -> None:
     await register(store, "w1", "w2")
     ids = [await add(store), await add(store)]
     claims = await store.claim("w1", ("q",), 2)
@@ -138,7 +138,7 @@ async def test_deregistered_spawned_worker_is_terminated_by_control_loop(store: 
     assert await store.claim("h1", ("q",)) == []
 
 
-async def test_leaving_twice_or_unknown_does_nothing(store: AnyStore) -> None:
+async def test_repeated_or_unknown_deregistration_does_nothing(store: AnyStore) -> None:
     await register(store, "w1")
     await store.deregister("w1", "first")
     await store.deregister("w1", "second")
@@ -147,7 +147,7 @@ async def test_leaving_twice_or_unknown_does_nothing(store: AnyStore) -> None:
     assert await codes(store, worker_id="nobody") == []
 
 
-async def test_a_worker_told_to_end_keeps_that_reason_when_it_leaves(store: AnyStore) -> None:
+async def test_terminating_worker_keeps_its_reason_on_deregistration(store: AnyStore) -> None:
     await register(store, "w1")
     await store.set_terminating(["w1"], "too expensive")
     await store.deregister("w1", "drained")
@@ -156,7 +156,7 @@ async def test_a_worker_told_to_end_keeps_that_reason_when_it_leaves(store: AnyS
     assert (worker.code, worker.reason) == ("MANUAL", "too expensive")
 
 
-async def test_pausing_counts_the_workers_that_changed(store: AnyStore) -> None:
+async def test_set_paused_counts_changed_workers(store: AnyStore) -> None:
     await register(store, "w1", "w2", "w3")
     await store.deregister("w3", "done")
     assert await store.set_paused(["w1", "w2", "w3", "nobody", "w1"], True) == 2
@@ -166,7 +166,7 @@ async def test_pausing_counts_the_workers_that_changed(store: AnyStore) -> None:
     assert await codes(store, worker_id="w2") == ["WORKER_REGISTERED", "WORKER_PAUSED", "WORKER_RESUMED"]
 
 
-async def test_asking_workers_to_end_counts_those_that_were_asked(store: AnyStore) -> None:
+async def test_set_terminating_counts_changed_workers(store: AnyStore) -> None:
     await register(store, "w1", "w2", "w3")
     await store.deregister("w3", "done")
     assert await store.set_terminating(["w1", "w2", "w3", "nobody", "w1"], "enough") == 2

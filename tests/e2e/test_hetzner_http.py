@@ -52,7 +52,7 @@ def findings(done: Completed) -> dict[str, tuple[str, str]]:
 def test_doctor_checks_token_server_type_and_image(windlass: CommandLine, emulator: HetznerEmulator) -> None:
     configure(windlass)
     found = findings(windlass("doctor", "--json"))
-    assert found["hetzner"] == ("ok", "the token is good; 0 servers are ours")
+    assert found["hetzner"] == ("ok", "token valid, windlass servers: 0")
     assert found["server type"] == ("ok", "cx23 in fsn1, hel1, nbg1")
     assert found["image"] == ("ok", "Ubuntu 24.04")
     assert "network" not in found
@@ -93,7 +93,7 @@ LOCAL = '[fleets.near]\nprovider = "local"\nhandler = "a:b"\n'
 @pytest.mark.parametrize(
     ("env", "found"),
     [
-        ({}, ("ok", "the token is good; 0 servers are ours")),
+        ({}, ("ok", "token valid, windlass servers: 0")),
         ({"HETZNER_API_TOKEN": ""}, None),
         ({"HETZNER_API_TOKEN": "wrong"}, ("warn", "unable to authenticate (unauthorized)")),
     ],
@@ -126,10 +126,10 @@ async def test_calls_to_a_silent_api_time_out(emulator: HetznerEmulator, endpoin
     request = MachineRequest("red-0-aa", "red", 0)
     try:
         emulator.faults.next_create(times_out_after_taking_effect=True)
-        with pytest.raises(Ambiguous, match="creating server red-0-aa: no answer in time"):
+        with pytest.raises(Ambiguous, match="creating server red-0-aa: request timed out"):
             await provider.create(request)
         emulator.faults.next_list(held_s=30)
-        with pytest.raises(Unavailable, match="listing the servers of fleet red: no answer in time"):
+        with pytest.raises(Unavailable, match="listing the servers of fleet red: request timed out"):
             await provider.list_machines()
         (machine,) = await provider.list_machines()
         assert (await provider.create(request)).id == machine.id

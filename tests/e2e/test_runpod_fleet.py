@@ -264,7 +264,7 @@ def findings(done: Completed) -> dict[str, tuple[str, str]]:
 async def test_the_doctor_asks_for_everything_a_runpod_fleet_needs(site: Site) -> None:
     site.configure(is_ssh=True)
     found = findings(site.windlass("doctor", "--json"))
-    assert found["runpod"] == ("ok", "the key is good; 0 pods are ours")
+    assert found["runpod"] == ("ok", "key valid, windlass pods: 0")
     assert found["volume"] == ("ok", "models (100 GB in EU-RO-1)")
     assert found["gpu type"] == ("ok", f"{OTHER_GPU} in SECURE/EU-RO-1, 0.27 USD per hour")
     assert found["ssh key"][0] == "ok"

@@ -194,23 +194,23 @@ async def test_an_orchestrator_that_dies_anywhere_leaves_a_pod_that_the_next_one
     ("luck", "ssh", "code", "words"),
     [
         ({"has_no_mount": True}, {}, "STORAGE_NOT_MOUNTED", "/workspace is mounted and writable: .*not a mountpoint"),
-        ({"has_no_gpu": True}, {}, "GPU_NOT_DETECTED", "its GPU answers: No devices were found"),
-        ({"disk_free_gb": 1.5}, {}, "DISK_FULL", "2 GB of its disk are free: 1.5 GB are"),
+        ({"has_no_gpu": True}, {}, "GPU_NOT_DETECTED", "the GPU responds: No devices were found"),
+        ({"disk_free_gb": 1.5}, {}, "DISK_FULL", "2 GB of disk are free: only 1.5 GB"),
         (
             {"ssh_failures": {"import torch": "No module named 'torch'"}},
             {"checks": ("python3 -c 'import torch'",)},
             "DEPENDENCY_MISSING",
             "`python3 -c 'import torch'` succeeds: No module named 'torch'",
         ),
-        ({}, {"checks": ("sleep 9",), "command_timeout_s": 0.5}, "DEPENDENCY_MISSING", "no answer within 0.5 s"),
+        ({}, {"checks": ("sleep 9",), "command_timeout_s": 0.5}, "DEPENDENCY_MISSING", "no response within 0.5 s"),
         (
             {},
             {"start_command": "bash /workspace/none.sh"},
             "START_SCRIPT_FAILED",
-            "its worker was not started: it ended with 127",
+            "the worker did not start: exit status 127",
         ),
         ({"ssh_failures": {"start.sh": "line 3: oops"}}, {}, "START_SCRIPT_FAILED", "line 3: oops"),
-        ({"has_no_ssh": True}, {"timeout_s": 1.0}, "SSH_UNREACHABLE", "it was not done within 1 s .*refused"),
+        ({"has_no_ssh": True}, {"timeout_s": 1.0}, "SSH_UNREACHABLE", "not done within 1 s .*refused"),
     ],
 )  # fmt: skip
 async def test_each_failure_has_its_own_code_and_says_what_was_said(
@@ -234,10 +234,10 @@ async def test_a_script_that_fails_at_once_is_quoted_without_its_secrets(place: 
         with pytest.raises(NotPrepared) as caught:
             await provider.prepare(machine, None, unheard)
         lines = caught.value.output.splitlines()
-        assert lines[-2:] == ["have wlj_********", "it ended with 3"]
+        assert lines[-2:] == ["have wlj_********", "exit status 3"]
         assert len(lines) == 20
         # Whoever comes later finds the same, and starts nothing.
-        with pytest.raises(NotPrepared, match="it ended with 3"):
+        with pytest.raises(NotPrepared, match="exit status 3"):
             await provider.prepare(machine, caught.value.host_key, unheard)
 
 
@@ -257,7 +257,7 @@ async def test_the_same_pod_on_another_port_is_recognised_and_another_host_is_no
         pod = place.emulator.account.pods[machine.id]
         place.emulator.account.restart(pod)
         place.emulator.settle()
-        with pytest.raises(NotPrepared, match="shows another host key than before") as caught:
+        with pytest.raises(NotPrepared, match="presents another host key than before") as caught:
             await provider.prepare(machine, known.host_key, unheard)
         assert caught.value.code == "SSH_HOST_KEY_CHANGED"
 
@@ -299,15 +299,17 @@ async def test_a_pod_of_somebody_elses_key_does_not_let_us_in(place: Place, tmp_
 
 
 def test_a_key_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read .No such file or directory.: check runpod_ssh_key_file"):
+    with pytest.raises(
+        ConfigError, match="cannot read SSH key .*No such file or directory.: check runpod_ssh_key_file"
+    ):
         read_identity(tmp_path / "none")
     (tmp_path / "bad").write_text("secret stuff")
-    with pytest.raises(ConfigError, match="is no private key that can be used") as caught:
+    with pytest.raises(ConfigError, match="is not a private key without a passphrase") as caught:
         read_identity(tmp_path / "bad")
     assert "secret stuff" not in str(caught.value)
     locked = tmp_path / "locked"
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(locked)], check=True, timeout=TIMEOUT_S
     )
-    with pytest.raises(ConfigError, match="a key without a passphrase is needed"):
+    with pytest.raises(ConfigError, match="is not a private key without a passphrase"):
         read_identity(locked)

@@ -187,6 +187,6 @@ def test_windlass_cost_equals_the_emulated_bill(choice: Choice, has_ipv4: bool, 
     ledger.open(HetznerBillLine("server", 1, "s", rates.rates[choice.location], since, ""))
     if has_ipv4:
         ledger.open(HetznerBillLine("primary_ip", 2, "i", DEFAULT_CATALOG.primary_ipv4, since, "", 1))
-    parts = PUBLISHED.of(choice, has_ipv4=has_ipv4)
+    parts = PUBLISHED.price_parts(choice, has_ipv4=has_ipv4)
     tariff = Tariff(sum(part.price_micros_per_hour for part in parts), "EUR", 3600, parts)
     assert cost(tariff, since, until) == ledger.micros_of_server(1, until)

@@ -1,4 +1,4 @@
-"""Two orchestrators as real processes on one real PostgreSQL; whoever leads is killed with kill -9, again and again."""
+"""Two orchestrator processes on one PostgreSQL. The leader is killed with SIGKILL repeatedly."""
 
 import asyncio
 import random
@@ -16,14 +16,14 @@ from orchestrator_process import MAX_WORKERS, SCHEMA, TTL_S
 SCRIPT = Path(__file__).with_name("orchestrator_process.py")
 CYCLES = 100
 KILLS = 8
-# For conditions of a machine that may be very busy; nothing waits this long when all is well.
+# Timeout on a loaded machine; normally far shorter.
 PATIENCE_S = 90.0
 LOOKS_EVERY_S = 0.02
 BUSY_MACHINE_S = 10.0
 
 
 class Orchestrators:
-    """Processes under names of their own; a name is never used again."""
+    """Processes with unique names; no name is reused."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -60,9 +60,7 @@ async def until(what: str, condition: Callable[[], Awaitable[Any]]) -> Any:
 
 
 @pytest.mark.timeout(240)
-async def test_two_orchestrators_one_killed_at_random_never_exceed_the_maximum(
-    dsn: str, orchestrators: Orchestrators
-) -> None:
+async def test_killed_leaders_never_exceed_max_workers(dsn: str, orchestrators: Orchestrators) -> None:
     connection = await asyncpg.connect(dsn)
     try:
         await connection.execute(SCHEMA)
@@ -95,14 +93,14 @@ async def _kill_leaders(connection: Any, orchestrators: Orchestrators) -> None:
             return await cycles() > before + 2
 
         await until("cycles go on", moves_on)
-        # Somewhere in a cycle, wherever that is.
+        # At any point of a cycle.
         await asyncio.sleep(random.uniform(0.0, 0.2))  # noqa: S311
         if name in orchestrators.running:
             orchestrators.kill(name)
             orchestrators.start()
             kills += 1
 
-    # Nobody hires any more: what was sent has arrived when its time is over.
+    # No process spawns any more: pending creations have arrived after this time.
     for name in list(orchestrators.running):
         orchestrators.kill(name)
 
@@ -127,10 +125,10 @@ async def _check_books(connection: Any) -> None:
     )
     assert most == MAX_WORKERS
     assert await connection.fetchval("select count(*) from fake.machines") > 2 * MAX_WORKERS
-    # Nobody was hired twice, by one orchestrator or by two.
+    # No slot was filled twice, by one orchestrator or by two.
     assert await connection.fetchval("select count(*) = count(distinct name) from fake.created")
     assert await connection.fetchval("select count(*) = count(distinct name) from fake.machines")
-    # Every machine that is left has a row that knows or will find it.
+    # Every remaining machine has a worker row that names it or can adopt it.
     leaked = await connection.fetch(
         """
         select m.name from fake.machines m
@@ -139,10 +137,9 @@ async def _check_books(connection: Any) -> None:
         """
     )
     assert leaked == []
-    # From one leader's last sign to the next one's first. What bounds it: the standby looks when the lease it saw runs
-    # out (TTL_S after the killed one's last renewal), and then lists. The rest is no promise of ours but patience with
-    # this machine: processes that start, and wait for a processor, beside others. In virtual time, where nobody waits
-    # for one, tests/simulator/test_succession.py holds it to the lease and half a second.
+    # Time from the last sign of one leader to the first of the next. The standby retries when the lease expires
+    # (TTL_S after the last renewal), then lists machines. The remaining time allows for a loaded machine.
+    # tests/simulator/test_succession.py checks lease plus half a second in virtual time.
     longest_s = await connection.fetchval(
         """
         select max(extract(epoch from later - at)) from (

@@ -1,4 +1,4 @@
-"""What the faces show, out of a real PostgreSQL: pages, counts, charts, and that none of it reads everything."""
+"""Dashboard queries on PostgreSQL: pages, counts, charts, and that no query reads whole tables."""
 
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -59,7 +59,7 @@ async def add_worker(sql: Any, slot: int, fleet: str = "gpus", **columns: Any) -
 
 
 async def everything(read: Any, **question: Any) -> list[Any]:
-    """All rows, page by page, with as many calls as a bound allows."""
+    """All rows, page by page, in a bounded number of calls."""
     rows: list[Any] = []
     page: Page[Any] = await read(**question)
     for _ in range(100):
@@ -70,10 +70,10 @@ async def everything(read: Any, **question: Any) -> list[Any]:
     raise AssertionError("the pages never end")
 
 
-# ------------------------------------------------------------------------------------------------ how everything stands
+# ------------------------------------------------------------------------------------------------ overview
 
 
-async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: Store, sql: Any, clock: Any) -> None:
+async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await add_fleet(sql, "idle", "{c}")
     priced = {"price_micros_per_hour": 200_000, "currency": "EUR", "billing_unit_s": 3600, "billed_since": clock()}
@@ -99,8 +99,8 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     assert gpus.work.oldest_queued_age_s == 30
     assert gpus.workers[WorkerStatus.ACTIVE] == 2
     assert gpus.workers[WorkerStatus.TERMINATING] == 1
-    assert (gpus.hired, gpus.paused, gpus.silent) == (3, 1, 1)
-    # The one at work, one that leaves, and one that is paused and silent.
+    assert (gpus.managed, gpus.paused, gpus.silent) == (3, 1, 1)
+    # A busy worker, a terminating one, and a paused one without heartbeats.
     assert (gpus.idle, gpus.free_slots) == (0, 0)
     assert (idle.idle, idle.free_slots) == (1, 4)
     assert [(burn.currency, burn.micros_per_hour, burn.machines) for burn in gpus.burn] == [("EUR", 400_000, 2)]
@@ -111,7 +111,7 @@ async def test_an_overview_says_what_waits_who_works_and_what_it_costs(store: St
     assert seen.leader is None
 
 
-async def test_who_leads_is_told_before_whoever_looks_after_what_nobody_leads(store: Store, sql: Any) -> None:
+async def test_overview_prefers_holder_of_orchestrator_lease(store: Store, sql: Any) -> None:
     take = "select windlass_internal.acquire_lease_term($1, $2, 60)"
     for lease, holder, told in (("ray:x", "r", None), (CARETAKER, "c", "c"), ("orchestrator", "o", "o")):
         await sql.execute(take, lease, holder)
@@ -119,7 +119,7 @@ async def test_who_leads_is_told_before_whoever_looks_after_what_nobody_leads(st
         assert (leader.holder if leader is not None else None) == told
 
 
-async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: Any, clock: Any) -> None:
+async def test_wait_times_and_throughput_use_recent_tasks(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await store.register(Registration("hand", ("a",)))
     for wait_s in range(1, 21):
@@ -135,7 +135,7 @@ async def test_waits_and_throughput_are_those_of_recent_work(store: Store, sql: 
     assert gpus.work.completed_per_minute == pytest.approx(20 / 5)
 
 
-async def test_a_busy_queue_does_not_hide_a_quiet_one(
+async def test_busy_queue_does_not_hide_quiet_one(
     store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overview, "RECENT_TASKS_OF_QUEUE", 20)
@@ -153,14 +153,14 @@ async def test_a_busy_queue_does_not_hide_a_quiet_one(
     assert seen.queues["a"].completed_per_minute == pytest.approx(2500 / 5)
     assert seen.queues["b"].completed_per_minute == pytest.approx(5 / 5)
     (gpus,) = seen.fleets
-    # Each counts for as many as were completed: nearly all waited for a second.
+    # Each row is weighted by completed tasks: nearly all waited for a second.
     assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
     assert gpus.work.completed_per_minute == pytest.approx(2505 / 5)
     monkeypatch.setattr(overview, "RECENT_TASKS", 100)
     assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
 
 
-async def test_who_waited_for_a_time_did_not_wait_for_a_worker(store: Store, sql: Any, clock: Any) -> None:
+async def test_scheduled_time_does_not_count_as_wait(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await store.register(Registration("hand", ("a",)))
     await store.enqueue(new_task("a", run_after=clock() + timedelta(hours=1)))
@@ -174,7 +174,7 @@ async def test_who_waited_for_a_time_did_not_wait_for_a_worker(store: Store, sql
     assert (await store.overview()).queues["a"].wait_p50_s == 3
 
 
-async def test_fleets_that_are_over_are_left_out(store: Store, sql: Any) -> None:
+async def test_overview_omits_former_fleets(store: Store, sql: Any) -> None:
     await add_fleet(sql, "configured")
     await add_fleet(sql, "staffed")
     await add_fleet(sql, "over")
@@ -183,7 +183,7 @@ async def test_fleets_that_are_over_are_left_out(store: Store, sql: Any) -> None
     assert [standing.fleet.name for standing in seen.fleets] == ["configured", "staffed"]
 
 
-async def test_history_comes_in_as_few_points_as_asked_for(store: Store, sql: Any, clock: Any) -> None:
+async def test_history_has_at_most_requested_points(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     for count in range(60):
         await store.enqueue(new_task("a"))
@@ -199,10 +199,10 @@ async def test_history_comes_in_as_few_points_as_asked_for(store: Store, sql: An
     assert len(await store.history("gpus", 301, points=100_000)) == 60
 
 
-async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: Any) -> None:
+async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await store.take_samples(await store.overview())
-    # As many fleets as write in five minutes more than one batch takes.
+    # Enough fleets to write more samples in five minutes than one batch deletes.
     await sql.execute(
         "insert into windlass.samples (fleet, at, queued, running, spawning, active, terminating, error,"
         " completed_per_minute) select 'f' || n, windlass.now(), 0, 0, 0, 0, 0, 0, 0 from generate_series(1, 2500) as n"
@@ -221,7 +221,7 @@ async def test_retention_of_what_only_faces_need(store: Store, sql: Any, clock: 
 # ---------------------------------------------------------------------------------------------------------------- lists
 
 
-async def test_workers_come_by_fleet_and_slot_page_by_page(store: Store, sql: Any, clock: Any) -> None:
+async def test_workers_are_paged_by_fleet_and_slot(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await add_fleet(sql, "cpus")
     for slot in (3, 1, 2, 0):
@@ -243,7 +243,7 @@ async def test_workers_come_by_fleet_and_slot_page_by_page(store: Store, sql: An
     assert len(await everything(store.workers_page, limit=3)) == 4
 
 
-async def test_a_worker_is_shown_with_what_it_does_and_costs(store: Store, sql: Any, clock: Any) -> None:
+async def test_worker_row_has_running_tasks_and_cost(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     since = clock() - timedelta(minutes=80)
     priced = {"price_micros_per_hour": 100_000, "currency": "EUR", "billing_unit_s": 3600, "billed_since": since}
@@ -264,7 +264,7 @@ async def test_a_worker_is_shown_with_what_it_does_and_costs(store: Store, sql: 
 
 
 async def fill(store: Store, sql: Any, clock: Any) -> dict[str, list[int]]:
-    """Tasks in each state, by the list that should have them, in its order."""
+    """Tasks in each state, by the list that should contain them, in its order."""
     await add_fleet(sql)
     await store.register(Registration("hand", ("a", "b"), concurrency=100))
     low, high = [await store.enqueue(new_task("a", priority=priority)) for priority in (0, 5)]
@@ -292,7 +292,7 @@ async def fill(store: Store, sql: Any, clock: Any) -> dict[str, list[int]]:
     return ids
 
 
-async def test_each_list_of_tasks_has_its_own_in_its_order(store: Store, sql: Any, clock: Any) -> None:
+async def test_each_task_list_has_its_tasks_in_order(store: Store, sql: Any, clock: Any) -> None:
     ids = await fill(store, sql, clock)
     for which in TaskList:
         rows = await everything(store.tasks_page, which=which, limit=1)
@@ -305,7 +305,7 @@ async def test_each_list_of_tasks_has_its_own_in_its_order(store: Store, sql: An
     assert len(of_a) == 4
 
 
-async def test_one_task_is_read_with_the_time_since_when_it_could_be_claimed(store: Store, clock: Any) -> None:
+async def test_task_detail_has_time_it_became_claimable(store: Store, clock: Any) -> None:
     await store.register(Registration("hand", ("a",)))
     due = clock() + timedelta(seconds=60)
     task_id = await store.enqueue(new_task("a", {"b": 1}, run_after=due))
@@ -319,7 +319,7 @@ async def test_one_task_is_read_with_the_time_since_when_it_could_be_claimed(sto
     assert await store.task_in_full(task_id + 1) is None
 
 
-async def test_tasks_are_found_by_id_key_code_and_words_of_the_error(store: Store, sql: Any, clock: Any) -> None:
+async def test_tasks_are_found_by_id_key_code_and_error_text(store: Store, sql: Any, clock: Any) -> None:
     ids = await fill(store, sql, clock)
 
     async def found(search: str, **question: Any) -> list[int]:
@@ -336,14 +336,14 @@ async def test_tasks_are_found_by_id_key_code_and_words_of_the_error(store: Stor
     assert await found("9" * 30) == []
 
 
-async def test_a_search_goes_on_where_it_stopped_looking(
+async def test_search_continues_at_its_cursor(
     store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
     needle = await store.enqueue(new_task("rare"))
     for _ in range(10):
         await store.enqueue(new_task("common"))
-    # It looks further by itself, for a while.
+    # The search continues by itself for a limited time.
     assert [row.id for row in (await store.tasks_page(queue="rare", limit=1)).rows] == [needle]
     assert [row.id for row in (await store.tasks_page(queue="rare", limit=2)).rows] == [needle]
     monkeypatch.setattr(reading, "SEARCH_S", 0.0)
@@ -356,10 +356,10 @@ async def test_a_search_goes_on_where_it_stopped_looking(
 @pytest.mark.parametrize("which", [TaskList.QUEUED, TaskList.SCHEDULED])
 @pytest.mark.parametrize("queue", [None, "b"])
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
-async def test_a_search_among_what_waits_finds_all_of_it_once_and_in_order(
+async def test_search_of_queued_tasks_finds_each_once_in_order(
     store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch, which: TaskList, queue: str | None, patience_s: float
 ) -> None:
-    """However much of one queue comes before it, and of another after it."""
+    """However many tasks of other queues come before and after it."""
     monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
     monkeypatch.setattr(reading, "SEARCH_S", patience_s)
     start = datetime(2040, 1, 1, tzinfo=UTC)
@@ -376,7 +376,7 @@ async def test_a_search_among_what_waits_finds_all_of_it_once_and_in_order(
         assert [row.id for row in found] == wanted, limit
 
 
-async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock: Any) -> None:
+async def test_events_and_cycles_are_listed_newest_first(store: Store, sql: Any, clock: Any) -> None:
     for number in range(5):
         await sql.execute(
             "select windlass_internal.add_event($1, 'x', $2, 'w', null)",
@@ -399,16 +399,16 @@ async def test_events_and_cycles_come_newest_first(store: Store, sql: Any, clock
 
 
 @pytest.mark.parametrize("cursor", ["x", "W10", "WzFd" * 2, "é", "bnVsbA", "WyJhIiwgMSwgImIiXQ", "WzFlNDBd"])
-async def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, cursor: str) -> None:
+async def test_invalid_cursor_is_refused(store: Store, cursor: str) -> None:
     with pytest.raises(BadInput, match=r"invalid cursor"):
         await store.tasks_page(cursor=cursor)
 
 
-# ------------------------------------------------------------------------------------------------------ at what expense
+# ------------------------------------------------------------------------------------------------------ query plans
 
 
 async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -> None:
-    """With statistics of a large table PostgreSQL must find an index for everything that is asked all day."""
+    """With statistics of a large table PostgreSQL must use an index for every frequent query."""
     await sql.execute(
         "insert into windlass.tasks (queue, status, attempts, started_at, finished_at)"
         " select 'a', 'complete', 1, windlass.now(), windlass.now() - g * interval '1 ms'"
@@ -436,21 +436,19 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
         row[0]
         for row in await sql.fetch(f"explain (analyze, timing off) {fleets.QUERIES['tasks_ahead']}", first, 10_001)
     )
-    # It is the next, and nothing is read of the thousands behind it.
+    # It is the next task, and none of the thousands after it is read.
     assert "Rows Removed by Filter" not in plan, plan
     assert "Seq Scan on tasks" not in plan, plan
 
 
-async def test_a_million_that_wait_are_counted_up_to_a_bound(
-    store: Store, sql: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_queued_tasks_are_counted_up_to_a_limit(store: Store, sql: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview, "COUNT_LIMIT", 10)
     await sql.execute("insert into windlass.tasks (queue) select 'a' from generate_series(1, 25)")
     assert (await store.overview()).queues["a"].queued == 10
     assert len(await everything(store.tasks_page, which=TaskList.QUEUED, limit=10)) == 25
 
 
-async def test_queues_that_somebody_made_up_are_told_of_up_to_a_bound(store: Store, sql: Any) -> None:
+async def test_unserved_queues_are_listed_up_to_a_limit(store: Store, sql: Any) -> None:
     await add_fleet(sql, queues="{zz-served}")
     await sql.execute("insert into windlass.tasks (queue) select 'made-up-' || g from generate_series(1, 1500) as g")
     seen = await store.overview()
@@ -459,13 +457,13 @@ async def test_queues_that_somebody_made_up_are_told_of_up_to_a_bound(store: Sto
     assert seen.has_more_queues
     assert len(await store.known_queues()) <= 2_001
     assert len((await store.tasks_page(which=TaskList.QUEUED, limit=500)).rows) == MAX_QUEUES
-    # By its name each is found.
+    # Each is found by its name.
     hidden = next(name for name in (f"made-up-{n}" for n in range(1, 1501)) if name not in seen.queues)
     assert len((await store.tasks_page(queue=hidden, which=TaskList.QUEUED)).rows) == 1
     await sql.execute("delete from windlass.tasks where queue <> 'made-up-1'")
     assert not (await store.overview()).has_more_queues
 
 
-async def test_statuses_are_the_models(store: Store, sql: Any, clock: Any) -> None:
+async def test_statuses_have_the_types_of_the_model(store: Store, sql: Any, clock: Any) -> None:
     await fill(store, sql, clock)
     assert {row.status for row in await everything(store.tasks_page)} == set(TaskStatus)

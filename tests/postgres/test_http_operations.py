@@ -106,7 +106,8 @@ async def test_form_shows_the_message_of_the_operation(api: ApiFixture) -> None:
 async def test_form_without_confirmation_asks_and_changes_nothing(api: ApiFixture) -> None:
     (worker_id,) = await api.spawn_active_workers(1)
     browser = await api.browser()
-    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "ask": "Pause it?", "words": "Really.", "verb": "Pause"}
+    texts = {"question": "Pause it?", "explanation": "Really.", "button": "Pause"}
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), **texts}
     response = await browser.post(f"/workers/{worker_id}/pause", data=form)
     assert response.status_code == 200
     assert "Pause it?" in response.text

@@ -1,4 +1,4 @@
-"""Log lines in the database: all that fit, in batches, and never at anybody's expense."""
+"""Log lines in the database: written in batches, bounded, without delaying callers."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ async def written(dsn: str) -> list[Any]:
         return list((await reading.logs_page(limit=500)).rows)[::-1]
 
 
-async def test_lines_are_kept_with_their_worker_and_cycle(store: Flaky, dsn: str) -> None:
+async def test_log_lines_are_stored_with_worker_and_cycle(store: Flaky, dsn: str) -> None:
     sink = LogSink(store)
     sink.take({"level": "warning", "event": "attempt failed", "worker_id": "w0", "cycle": 7, "code": "X\x00", "n": 1})
     sink.take({"level": "info", "event": "up", "timestamp": "2030-01-01T00:00:00Z", "odd": {1, 2}})
@@ -44,7 +44,7 @@ async def test_lines_are_kept_with_their_worker_and_cycle(store: Flaky, dsn: str
     assert second.at.year == 2030
 
 
-async def test_a_database_that_is_away_costs_lines_and_nothing_else(store: Flaky, dsn: str) -> None:
+async def test_unavailable_database_drops_only_excess_lines(store: Flaky, dsn: str) -> None:
     dropped: list[int] = []
     sink = LogSink(store, dropped.append, limit=10)
     store.is_away = True
@@ -62,7 +62,7 @@ async def test_a_database_that_is_away_costs_lines_and_nothing_else(store: Flaky
     assert any("were not written" in line for line in lines)
 
 
-async def test_what_the_database_refuses_is_dropped_and_counted_and_the_rest_is_written(store: Flaky, dsn: str) -> None:
+async def test_refused_lines_are_dropped_and_counted(store: Flaky, dsn: str) -> None:
     dropped: list[int] = []
     sink = LogSink(store, dropped.append)
     sink.take({"level": "info", "event": "no moment", "timestamp": "never"})
@@ -73,7 +73,7 @@ async def test_what_the_database_refuses_is_dropped_and_counted_and_the_rest_is_
     assert dropped == [1]
 
 
-async def test_lines_come_from_any_thread_and_are_written_when_it_ends(store: Flaky, dsn: str) -> None:
+async def test_lines_from_any_thread_are_written_at_the_end(store: Flaky, dsn: str) -> None:
     sink = LogSink(store)
     running = asyncio.create_task(sink.run())
 

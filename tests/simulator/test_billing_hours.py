@@ -16,12 +16,12 @@ import pytest
 from windlass.model.cost import ChargeKind
 from windlass.policy import billing
 from windlass.simulator.cloud import SimulatedCloud
-from windlass.simulator.crashes import CrashPoint, When, calls_of, crash_at
+from windlass.simulator.crashes import CrashPoint, CrashTiming, record_calls, run_with_crash
 from windlass.simulator.invariants import InvariantChecker, InvariantViolation
 from windlass.simulator.loop import EPOCH
-from windlass.simulator.scenario import Scenario, Surroundings, draw_paid, fleet_config
-from windlass.simulator.workers import WorkerHabits
-from windlass.simulator.world import World
+from windlass.simulator.scenario import FleetScenario, Scenario, draw_billed_scenario, fleet_config
+from windlass.simulator.simulation import Simulation
+from windlass.simulator.workers import TaskProfile
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 40
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
@@ -34,7 +34,7 @@ PRICE = 6_000
 def test_every_promise_holds_where_time_is_paid_in_units(first: int) -> None:
     paid = guessed = 0
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
-        report = World(draw_paid(seed)).run()
+        report = Simulation(draw_billed_scenario(seed)).run()
         paid, guessed = paid + report.paid, guessed + report.guessed
     assert guessed <= 1 + paid // 20, "an end that nobody told us is the exception"
 
@@ -46,89 +46,91 @@ def paid_world(
     task_s: tuple[float, float] = (100.0, 110.0),
     unit_s: int = 3600,
     **config: Any,
-) -> World:
+) -> Simulation:
     """Nothing goes wrong in it but what a test brings."""
-    around = Surroundings(
+    fleet_scenario = FleetScenario(
         config=fleet_config(**({"max_workers": 3, "poll_interval_s": 10.0} | config)),
         max_list_age_s=5.0,
-        max_late_s=5.0,
+        max_creation_delay_s=5.0,
         price_micros_per_hour=PRICE,
         billing_unit_s=unit_s,
-        habits=WorkerHabits(task_s=task_s),
+        tasks=TaskProfile(duration_s=task_s),
         arrivals=arrivals,
     )
-    return World(Scenario(0, {"red": around}, ttl_s=20.0, faults_end_s=lasts_s))
+    return Simulation(Scenario(0, {"red": fleet_scenario}, ttl_s=20.0, faults_end_s=lasts_s))
 
 
-def red(world: World) -> SimulatedCloud:
-    return world.clouds["red"]
+def red(simulation: Simulation) -> SimulatedCloud:
+    return simulation.clouds["red"]
 
 
-def lives(world: World) -> list[float]:
-    return [entry.gone_at - entry.began_at for entry in red(world).books.values()]
+def lives(simulation: Simulation) -> list[float]:
+    return [entry.deleted_at - entry.created_at for entry in red(simulation).machines.values()]
 
 
-def at(world: World, at_s: float, action_label: Callable[[], Awaitable[None]]) -> None:
-    world.on_ready = lambda _: world.at(at_s, action_label)
+def at(simulation: Simulation, at_s: float, action: Callable[[], Awaitable[None]]) -> None:
+    simulation.on_ready = lambda _: simulation.at(at_s, action)
 
 
-def total(world: World, kind: ChargeKind | None = None) -> int:
-    return sum(charge.amount_micros for charge in world.store.tables.ledger.charges if kind in (None, charge.kind))
+def total(simulation: Simulation, kind: ChargeKind | None = None) -> int:
+    return sum(charge.amount_micros for charge in simulation.store.tables.ledger.charges if kind in (None, charge.kind))
 
 
 # --------------------------------------------------------------------------------------------------------- the hour
 
 
 def test_idle_workers_are_kept_for_their_hour_and_gone_before_the_next() -> None:
-    world = paid_world()
-    world.run()
-    assert len(lives(world)) == 2
-    assert all(0.95 * HOUR_S < lived < HOUR_S for lived in lives(world))
-    assert total(world) == 2 * PRICE
-    assert total(world, ChargeKind.TAIL) < 2 * PRICE // 20
+    simulation = paid_world()
+    simulation.run()
+    assert len(lives(simulation)) == 2
+    assert all(0.95 * HOUR_S < lived < HOUR_S for lived in lives(simulation))
+    assert total(simulation) == 2 * PRICE
+    assert total(simulation, ChargeKind.TAIL) < 2 * PRICE // 20
 
 
 def test_work_that_comes_within_the_hour_is_done_by_those_who_are_there() -> None:
-    world = paid_world(arrivals=((1.0, 2), (1200.0, 2), (2400.0, 2)))
-    world.run()
-    assert len(lives(world)) == 2
-    assert total(world) == 2 * PRICE
+    simulation = paid_world(arrivals=((1.0, 2), (1200.0, 2), (2400.0, 2)))
+    simulation.run()
+    assert len(lives(simulation)) == 2
+    assert total(simulation) == 2 * PRICE
 
 
 def test_a_busy_worker_runs_past_its_hour_and_leaves_before_the_end_of_the_next() -> None:
-    world = paid_world(arrivals=((1.0, 1), (3500.0, 1)), stuck_timeout_s=9999.0, task_s=(300.0, 310.0))
-    world.run()
-    (lived,) = lives(world)
+    simulation = paid_world(arrivals=((1.0, 1), (3500.0, 1)), stuck_timeout_s=9999.0, task_s=(300.0, 310.0))
+    simulation.run()
+    (lived,) = lives(simulation)
     assert 1.95 * HOUR_S < lived < 2 * HOUR_S
-    assert total(world) == 2 * PRICE
+    assert total(simulation) == 2 * PRICE
 
 
 def test_where_seconds_are_paid_nobody_is_kept() -> None:
-    world = paid_world(unit_s=1)
-    world.run()
-    assert all(lived < 300.0 for lived in lives(world))
-    assert total(world) == sum(red(world).charged(entry, _gone(entry)) for entry in red(world).books.values())
+    simulation = paid_world(unit_s=1)
+    simulation.run()
+    assert all(lived < 300.0 for lived in lives(simulation))
+    assert total(simulation) == sum(
+        red(simulation).cost_micros(entry, _gone(entry)) for entry in red(simulation).machines.values()
+    )
 
 
 def _gone(entry: Any) -> Any:
-    from windlass.simulator.loop import moment
+    from windlass.simulator.loop import to_datetime
 
-    return moment(entry.gone_at)
+    return to_datetime(entry.deleted_at)
 
 
 def test_the_time_of_a_task_on_two_workers_is_paid_on_both() -> None:
-    world = paid_world(arrivals=((1.0, 1),), task_s=(100.0, 100.0))
-    world.on_ready = lambda _: world.next_worker(boots_s=5.0, crashes_at_s=50.0)
-    world.run()
-    first, second = red(world).books.values()
-    charges = [charge for charge in world.store.tables.ledger.charges if charge.task_id == 1]
+    simulation = paid_world(arrivals=((1.0, 1),), task_s=(100.0, 100.0))
+    simulation.on_ready = lambda _: simulation.next_worker(boots_s=5.0, crashes_at_s=50.0)
+    simulation.run()
+    first, second = red(simulation).machines.values()
+    charges = [charge for charge in simulation.store.tables.ledger.charges if charge.task_id == 1]
     assert {charge.worker_id for charge in charges} == {first.name, second.name}
-    assert total(world) == 2 * PRICE
+    assert total(simulation) == 2 * PRICE
 
 
 def test_a_budget_that_is_spent_stops_hiring_and_lets_everybody_go_at_the_end_of_what_is_paid() -> None:
     """Two machines of 0.006 for the whole run, though twenty tasks of ten minutes wait."""
-    world = paid_world(
+    simulation = paid_world(
         arrivals=((1.0, 20),),
         task_s=(550.0, 560.0),
         lasts_s=2.5 * HOUR_S,
@@ -140,42 +142,48 @@ def test_a_budget_that_is_spent_stops_hiring_and_lets_everybody_go_at_the_end_of
     seen: list[int] = []
 
     async def look() -> None:
-        seen.append(len(red(world).billed()))
+        seen.append(len(red(simulation).billed_machines()))
         # A person finds more money, so that the rest is done.
-        for orchestrator in world.orchestrators:
+        for orchestrator in simulation.orchestrators:
             orchestrator.kill()
             config, provider = orchestrator.fleets["red"]
             orchestrator.fleets["red"] = (config.model_copy(update={"budget_per_month": None}), provider)
             orchestrator.start()
 
-    at(world, 2 * HOUR_S, look)
-    world.run()
+    at(simulation, 2 * HOUR_S, look)
+    simulation.run()
     assert seen == [0]
-    early = [entry for entry in red(world).books.values() if entry.began_at < 2 * HOUR_S]
+    early = [entry for entry in red(simulation).machines.values() if entry.created_at < 2 * HOUR_S]
     assert len(early) == 2
-    assert all(entry.gone_at - entry.began_at < HOUR_S for entry in early)
+    assert all(entry.deleted_at - entry.created_at < HOUR_S for entry in early)
     # Nobody lost what it had at hand: a worker that is let go at work may finish.
-    assert all(len(task.claims) == 1 for task in world.watch.tasks.values())
+    assert all(len(task.claims) == 1 for task in simulation.checker.tasks.values())
 
 
 # ------------------------------------------------------------------------------------------------------------ crashes
 
 
-def short_world() -> World:
+def short_world() -> Simulation:
     """A minute for an hour, so that every kind of account is closed while somebody may die of it."""
-    world = paid_world(unit_s=60, poll_interval_s=3.0, lasts_s=240.0, task_s=(5.0, 6.0), arrivals=((1.0, 2), (80.0, 1)))
-    around = world.scenario.fleets["red"]
-    return World(replace(world.scenario, fleets={"red": replace(around, max_list_age_s=1.0, max_late_s=1.0)}))
+    simulation = paid_world(
+        unit_s=60, poll_interval_s=3.0, lasts_s=240.0, task_s=(5.0, 6.0), arrivals=((1.0, 2), (80.0, 1))
+    )
+    fleet_scenario = simulation.scenario.fleets["red"]
+    return Simulation(
+        replace(
+            simulation.scenario, fleets={"red": replace(fleet_scenario, max_list_age_s=1.0, max_creation_delay_s=1.0)}
+        )
+    )
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_a_crash_at_any_call_charges_nothing_twice_and_forgets_nothing(when: When) -> None:
-    calls = calls_of(short_world)
+def test_a_crash_at_any_call_charges_nothing_twice_and_forgets_nothing(when: CrashTiming) -> None:
+    calls = record_calls(short_world)
     settling = [number for number, name in enumerate(calls) if name in ("accounts_to_settle", "settle")]
     assert len(settling) >= 2
     others = [number for number, name in enumerate(calls) if name in ("commit_outcomes", "delete", "create")]
     for number in (*settling, *others):
-        crash_at(short_world, CrashPoint(number, when))
+        run_with_crash(short_world, CrashPoint(number, when))
 
 
 # ------------------------------------------------------------------------------------------------------------ the bed
@@ -198,10 +206,10 @@ def test_the_bed_notices_a_worker_let_go_too_late(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_bed_notices_a_ledger_that_is_wrong_by_a_micro() -> None:
-    world = paid_world()
+    simulation = paid_world()
 
     async def forge() -> None:
-        ledger = world.store.tables.ledger
+        ledger = simulation.store.tables.ledger
         honest = ledger.settle
 
         def generous(worker: Any, settlement: Any) -> bool:
@@ -210,9 +218,9 @@ def test_the_bed_notices_a_ledger_that_is_wrong_by_a_micro() -> None:
 
         ledger.settle = generous
 
-    at(world, 1.0, forge)
+    at(simulation, 1.0, forge)
     with pytest.raises(InvariantViolation, match=r"cost 6000 micros, and our ledger has \d+"):
-        world.run()
+        simulation.run()
 
 
 def test_the_simulated_months_begin_with_the_year() -> None:

@@ -8,44 +8,46 @@ them, the other takes over first.
 import pytest
 
 from windlass.model.errors import Unavailable
-from windlass.simulator.cloud import Entry
-from windlass.simulator.crashes import CrashPoint, When, calls_of, crash_at
-from windlass.simulator.scenario import Scenario, Surroundings, fleet_config
-from windlass.simulator.workers import WorkerHabits
-from windlass.simulator.world import World
+from windlass.simulator.cloud import MachineRecord
+from windlass.simulator.crashes import CrashPoint, CrashTiming, record_calls, run_with_crash
+from windlass.simulator.scenario import FleetScenario, Scenario, fleet_config
+from windlass.simulator.simulation import Simulation
+from windlass.simulator.workers import TaskProfile
 
 CHUNKS = 4
 
 
-def eventful_world(orchestrators: int) -> World:
-    surroundings = Surroundings(
+def eventful_world(orchestrators: int) -> Simulation:
+    fleet_scenario = FleetScenario(
         config=fleet_config(max_workers=3, poll_interval_s=10.0, stop_timeout_s=20.0, idle_timeout_s=10.0),
         max_list_age_s=5.0,
-        max_late_s=10.0,
-        habits=WorkerHabits(task_s=(10.0, 15.0)),
+        max_creation_delay_s=10.0,
+        tasks=TaskProfile(duration_s=(10.0, 15.0)),
         arrivals=((0.5, 5), (100.0, 2)),
     )
-    world = World(Scenario(0, {"red": surroundings}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=170.0))
+    simulation = Simulation(
+        Scenario(0, {"red": fleet_scenario}, orchestrators=orchestrators, ttl_s=10.0, faults_end_s=170.0)
+    )
 
-    def plan_events(_: World) -> None:
-        cloud = world.clouds["red"]
-        cloud.books["orphan"] = Entry("orphan", "red-2-formerly", "red", 2, 0.0, runs_from=0.0)
-        cloud.next_create(takes_s=35.0)
-        cloud.next_create(takes_s=3.0, times_out_after_taking_effect=True)
-        cloud.next_create(takes_s=35.0)
+    def plan_events(_: Simulation) -> None:
+        cloud = simulation.clouds["red"]
+        cloud.machines["orphan"] = MachineRecord("orphan", "red-2-formerly", "red", 2, 0.0, running_at=0.0)
+        cloud.next_create(duration_s=35.0)
+        cloud.next_create(duration_s=3.0, times_out_after_taking_effect=True)
+        cloud.next_create(duration_s=35.0)
         cloud.next_delete()
         cloud.next_delete(raises=Unavailable("503"), takes_effect=False)
-        world.next_worker(boots_s=2.0)
-        world.next_worker(boots_s=2.0, crashes_at_s=10.0)
-        world.next_worker(boots_s=2.0)
+        simulation.next_worker(boots_s=2.0)
+        simulation.next_worker(boots_s=2.0, crashes_at_s=10.0)
+        simulation.next_worker(boots_s=2.0)
 
-    world.on_ready = plan_events
-    return world
+    simulation.on_ready = plan_events
+    return simulation
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["restarted", "replaced"])
 def history(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
-    return request.param, calls_of(lambda: eventful_world(request.param))
+    return request.param, record_calls(lambda: eventful_world(request.param))
 
 
 def test_history_has_a_call_of_every_kind(history: tuple[int, list[str]]) -> None:
@@ -65,7 +67,7 @@ def test_history_has_a_call_of_every_kind(history: tuple[int, list[str]]) -> Non
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_crash_at_any_call_is_repaired(history: tuple[int, list[str]], when: When, chunk: int) -> None:
+def test_crash_at_any_call_is_repaired(history: tuple[int, list[str]], when: CrashTiming, chunk: int) -> None:
     orchestrators, calls = history
     for number in range(chunk, len(calls), CHUNKS):
-        crash_at(lambda: eventful_world(orchestrators), CrashPoint(number, when))
+        run_with_crash(lambda: eventful_world(orchestrators), CrashPoint(number, when))

@@ -15,12 +15,12 @@ import pytest
 
 from support.hetzner_histories import REFUSALS, HetznerHistory, hetzner_scenario
 from windlass.policy import billing
-from windlass.policy.stages import scaling
-from windlass.simulator import invariants as watch
+from windlass.policy.stages import draining
+from windlass.simulator import invariants
 from windlass.simulator.cloud import FaultRates
 from windlass.simulator.invariants import InvariantViolation
-from windlass.simulator.scenario import Scenario, Surroundings, fleet_config
-from windlass.simulator.workers import WorkerHabits
+from windlass.simulator.scenario import FleetScenario, Scenario, fleet_config
+from windlass.simulator.workers import TaskProfile
 from windlass_emulators.hetzner.ledger import HetznerBill
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
@@ -51,14 +51,14 @@ def test_nothing_is_left_over_never_too_many_are_there_and_no_paid_hour_is_waste
 
 def calm() -> Scenario:
     """Where nothing goes wrong: two workers for two tasks, and then nothing to do."""
-    around = Surroundings(
+    fleet_scenario = FleetScenario(
         config=fleet_config(max_workers=2, poll_interval_s=5.0),
-        habits=WorkerHabits(task_s=(20.0, 30.0)),
+        tasks=TaskProfile(duration_s=(20.0, 30.0)),
         arrivals=((1.0, 2),),
         billing_unit_s=600,
         price_micros_per_hour=1,
     )
-    return Scenario(0, {"red": around}, faults_end_s=5.0)
+    return Scenario(0, {"red": fleet_scenario}, faults_end_s=5.0)
 
 
 def test_idle_servers_leave_at_the_end_of_their_hour_and_cost_what_the_vendor_says() -> None:
@@ -80,7 +80,7 @@ def test_settings_that_the_vendor_refuses_hold_the_fleet_and_are_called_by_their
 
 
 def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "_may_leave", lambda *_: False)
+    monkeypatch.setattr(draining, "_drainable_spare", lambda *_: [])
     with pytest.raises(
         InvariantViolation, match=r"red-\d-\w+ is spare and is kept though it is about to be paid for again"
     ):
@@ -89,7 +89,7 @@ def test_the_bed_notices_a_spare_server_that_is_paid_for_again(monkeypatch: pyte
 
 def test_the_bed_notices_a_server_that_is_deleted_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(billing, "is_worth_waiting", lambda *_: False)
-    monkeypatch.setattr(watch, "USED_SHARE", 0.0)  # or those who look at decisions would notice before
+    monkeypatch.setattr(invariants, "MIN_USED_SHARE", 0.0)  # or those who look at decisions would notice before
     with pytest.raises(InvariantViolation, match=r"red-\d-\w+ is deleted \d+ s into a paid hour, and nobody said why"):
         HetznerHistory(calm()).run()
 
@@ -104,10 +104,10 @@ def test_the_bed_notices_a_vendor_who_asks_for_a_micro_more(monkeypatch: pytest.
 def rough(seed: int) -> Scenario:
     """Where every second request fails, and every third server."""
     scenario = hetzner_scenario(seed)
-    rates = FaultRates(create_unclear=0.3, create_refused=0.5, list_failed=0.3, list_old=0.3, delete_failed=0.7)
+    rates = FaultRates(create_ambiguous=0.3, create_refused=0.5, list_failed=0.3, list_stale=0.3, delete_failed=0.7)
     fleets = {
-        name: replace(around, rates=rates, lucks=replace(around.lucks, crashes=0.3))
-        for name, around in scenario.fleets.items()
+        name: replace(fleet_scenario, rates=rates, worker_faults=replace(fleet_scenario.worker_faults, crashes=0.3))
+        for name, fleet_scenario in scenario.fleets.items()
     }
     return replace(scenario, fleets=fleets)
 
@@ -135,11 +135,11 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         "delete_server failed",
         "forgotten address",
     }
-    in_the_story = {
+    in_the_trace = {
         "vanishes with its machine",
         "is killed",
         "the database is away",
-        "deleting a Primary IP that was left behind",
+        "delete primary ip",
         "create machine refused",
         "create machine unclear",
         "delete machine failed",
@@ -148,9 +148,9 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
     }
     for seed in range(MAX_ROUGH):
         history = HetznerHistory(rough(seed))
-        story = history.run().story.text(limit=None)
-        in_the_story -= {trouble for trouble in in_the_story if trouble in story}
+        trace = history.run().trace.text(limit=None)
+        in_the_trace -= {trouble for trouble in in_the_trace if trouble in trace}
         of_the_cloud -= history.project.told
-        if not of_the_cloud and not in_the_story:
+        if not of_the_cloud and not in_the_trace:
             return
-    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_story)}")
+    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_trace)}")

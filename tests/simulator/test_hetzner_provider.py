@@ -26,14 +26,14 @@ from windlass.model.errors import (
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
-from windlass.providers.hetzner.addresses import LABEL_TRIES
-from windlass.providers.hetzner.doctor_checks import examine
+from windlass.providers.hetzner.doctor_checks import run_checks
 from windlass.providers.hetzner.limiter import BURST, HetznerLimiter
+from windlass.providers.hetzner.primary_ips import LABEL_ATTEMPTS
 from windlass.providers.hetzner.provider import HetznerProvider
-from windlass.providers.rate_limiter import PAUSE_FIRST_S
+from windlass.providers.rate_limiter import FIRST_PAUSE_S
 from windlass.simulator.loop import virtual_now
-from windlass.simulator.scenario import Scenario, Surroundings
-from windlass.simulator.workers import WorkerHabits
+from windlass.simulator.scenario import FleetScenario, Scenario
+from windlass.simulator.workers import TaskProfile
 
 CX23, IPV4 = 5_600, 800
 SUBNET = NetworkSubnet("10.0.0.0/24", type="cloud", network_zone="eu-central")
@@ -115,7 +115,8 @@ async def test_when_all_choices_are_out_nothing_is_asked_until_that_may_have_cha
     bed.faults.no_capacity("*", "*", is_announced=False)
     provider = bed.provider()
     with pytest.raises(
-        NoCapacity, match="creating server red-0-aa: Hetzner has none of cx23 in nbg1, cx23 in fsn1, cx23"
+        NoCapacity,
+        match="creating server red-0-aa: no capacity for cx23 in nbg1, cx23 in fsn1, cx23 in hel1. Wait, or add",
     ):
         await provider.create(request_for())
     asked = len(bed.emulator.requests)
@@ -149,10 +150,10 @@ async def test_a_place_that_the_vendor_says_is_out_is_tried_last() -> None:
         (
             "resource_limit_exceeded",
             LimitReached,
-            "ask for a higher limit in Hetzner's console, or lower max_workers of",
+            "request a higher limit in Hetzner's console, or lower max_workers of",
         ),
         ("unauthorized", Denied, "check hetzner_api_token"),
-        ("token_readonly", Denied, "it must be the project's and may read and write"),
+        ("token_readonly", Denied, "it must belong to the project and allow read and write"),
         ("forbidden", Denied, "check hetzner_api_token"),
         ("server_error", Ambiguous, "server_error"),
         ("unavailable", Ambiguous, "unavailable"),
@@ -212,7 +213,7 @@ def test_a_choice_that_does_not_exist_does_not_keep_the_others_from_being_had(wr
         ((told, words),) = provider.traits.refused_choices
         assert (told, bool(words)) == (wrong.replace("@", " in "), True)
         bed.faults.no_capacity("cx23", "nbg1", is_announced=False)
-        with pytest.raises(NoCapacity, match=f"none of cx23 in nbg1 now.*; {told} is refused"):
+        with pytest.raises(NoCapacity, match=f"no capacity for cx23 in nbg1. .* Refused: {told} "):
             await provider.create(request_for(2))
         await asyncio.sleep(3600)
         assert provider.traits.refused_choices == ()
@@ -260,7 +261,7 @@ async def test_who_closes_looks_for_all_that_was_left_behind_and_is_counted_no_m
     assert len(bed.emulator.project.primary_ips) == 10
     async with asyncio.timeout(CLOSE_TIMEOUT_S):
         await red.close()
-    assert (len(bed.emulator.project.primary_ips), account.limiter.fleets) == (0, 1)
+    assert (len(bed.emulator.project.primary_ips), account.limiter.fleet_count) == (0, 1)
 
 
 @virtually
@@ -273,7 +274,7 @@ async def test_who_is_cut_off_while_it_closes_is_counted_no_more() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await red.close()
-    assert account.limiter.fleets == 1
+    assert account.limiter.fleet_count == 1
 
 
 @virtually
@@ -296,10 +297,10 @@ async def test_a_429_is_heeded_by_everybody_with_the_token() -> None:
     bed.faults.next_create("rate_limit_exceeded")
     with pytest.raises(Throttled) as caught:
         await provider.create(request_for())
-    assert 0 < caught.value.retry_after_s <= PAUSE_FIRST_S
+    assert 0 < caught.value.retry_after_s <= FIRST_PAUSE_S
     asked, began = len(bed.emulator.requests), virtual_now()
     await other.create(request_for(fleet="blue"))
-    assert virtual_now() - began > timedelta(seconds=PAUSE_FIRST_S - 1)
+    assert virtual_now() - began > timedelta(seconds=FIRST_PAUSE_S - 1)
     assert len(bed.emulator.requests) > asked
 
 
@@ -323,7 +324,7 @@ def test_a_creation_without_an_answer_is_sent_once_and_settled_by_a_list(takes_e
         bed.faults.next_create(
             times_out_after_taking_effect=takes_effect, times_out_before_taking_effect=not takes_effect
         )
-        with pytest.raises(Ambiguous, match="creating server red-0-aa: no answer in time"):
+        with pytest.raises(Ambiguous, match="creating server red-0-aa: request timed out"):
             await provider.create(request_for())
         assert len(bed.asked("POST", "/servers")) == 1
         assert [machine.name for machine in await provider.list_machines()] == (["red-0-aa"] if takes_effect else [])
@@ -341,7 +342,7 @@ async def test_a_name_that_somebody_else_has_is_refused() -> None:
     name = (await _name_of(bed)).removesuffix("!")
     await provider.delete((await provider.list_machines())[0])
     bed.client.servers.create(name, _named("cx23"), _named("ubuntu-24.04"), location=_named("nbg1"))
-    with pytest.raises(Refused, match="there is a server red-0-aa-.* already that is not ours: rename or delete it"):
+    with pytest.raises(Refused, match="a server red-0-aa-.* exists that is not ours. Rename or delete it"):
         await provider.create(request_for())
     assert len(bed.servers) == 1
 
@@ -351,7 +352,7 @@ async def test_a_name_that_is_taken_and_not_listed_yet_is_ambiguous() -> None:
     bed = Bed()
     await bed.provider().create(request_for())
     bed.faults.list_lags(30)
-    with pytest.raises(Ambiguous, match="but it is not listed"):
+    with pytest.raises(Ambiguous, match="but no server with that name is listed"):
         await bed.provider().create(request_for())
 
 
@@ -362,9 +363,9 @@ async def test_user_data_that_is_too_long_or_cannot_be_rendered_is_refused_befor
     def broken(_: object) -> str:
         raise KeyError("image")
 
-    with pytest.raises(Refused, match="its user_data has 40,000 bytes and may have 32,768"):
+    with pytest.raises(Refused, match="user_data has 40,000 bytes, at most 32,768 are allowed"):
         await bed.provider(render_user_data=lambda _: "x" * 40_000).create(request_for())
-    with pytest.raises(Refused, match="its user_data cannot be rendered .'image'.: check the fleet's bootstrap"):
+    with pytest.raises(Refused, match="cannot render user_data .'image'.. Check the bootstrap settings of fleet red"):
         await bed.provider(render_user_data=broken).create(request_for())
     assert not bed.emulator.requests
 
@@ -491,7 +492,7 @@ def test_every_status_is_one_state(status: str, state: MachineState) -> None:
         bed.emulator.project.set_status(server, status)
         (machine,) = await provider.list_machines()
         assert machine.state is state
-        assert machine.note == (f"its server is {status}" if state is MachineState.EXITED else None)
+        assert machine.note == (f"the server is {status}" if state is MachineState.EXITED else None)
 
     look()
 
@@ -554,7 +555,7 @@ async def test_a_server_that_is_locked_is_deleted_when_it_is_not() -> None:
 @pytest.mark.parametrize(
     ("code", "error", "words"),
     [
-        ("protected", Refused, "take the protection off in Hetzner's console; until then it is paid for"),
+        ("protected", Refused, "remove the protection in Hetzner's console. It is billed until then"),
         ("forbidden", Denied, "check hetzner_api_token"),
         ("rate_limit_exceeded", Throttled, "rate_limit_exceeded"),
         ("unavailable", Unavailable, "unavailable"),
@@ -647,7 +648,7 @@ async def test_a_server_whose_start_failed_has_exited_and_one_without_its_networ
     await provider.create(request_for(1))
     await asyncio.sleep(90)
     off, alone = await provider.list_machines()
-    assert (off.state, off.note) == (MachineState.EXITED, "its server is off")
+    assert (off.state, off.note) == (MachineState.EXITED, "the server is off")
     assert alone.state is MachineState.RUNNING
     assert alone.address is not None
     assert not alone.address.startswith("10.")
@@ -662,7 +663,7 @@ async def test_a_server_that_lost_its_labels_is_not_gone() -> None:
     await asyncio.sleep(60)
     assert await provider.list_machines() == ()
     with pytest.raises(
-        Refused, match="created for red-0-aa, does not carry our labels any more: delete it in .* it is paid for"
+        Refused, match="created for red-0-aa, has lost our labels. Delete it in .* It is billed until then"
     ):
         await provider.delete(machine)
     assert len(bed.servers) == 1
@@ -794,7 +795,7 @@ async def test_an_address_that_cannot_be_labelled_keeps_no_other_waiting() -> No
         await asyncio.sleep(10)
         await _tended(provider)
     assert [address.labels["windlass-worker"] for address in others] == ["red-1-aa", "red-2-aa"]
-    assert len(bed.asked("PUT", f"/primary_ips/{first.id}")) == LABEL_TRIES
+    assert len(bed.asked("PUT", f"/primary_ips/{first.id}")) == LABEL_ATTEMPTS
     bed.faults.clear()
     await asyncio.sleep(300)
     await _tended(provider)
@@ -839,7 +840,7 @@ def test_the_sdk_sends_nothing_twice_by_itself(code: str | None) -> None:
         account = bed.account()
         bed.faults.next(code, times=99)
         with pytest.raises((hcloud.APIException, requests.exceptions.Timeout)):
-            await account.call(lambda: account.api.servers.get_list(), max_wait_s=0)
+            await account.send(lambda: account.api.servers.get_list(), max_wait_s=0)
         assert len(bed.emulator.requests) == 1
 
     ask()
@@ -850,7 +851,7 @@ async def test_every_request_has_a_time_limit() -> None:
     bed = Bed()
     account = bed.account()
     limits = []
-    inner = account._ear._inner
+    inner = account._adapter._inner
     send = inner.send
 
     def note(request: requests.PreparedRequest, **options: object) -> requests.Response:
@@ -902,8 +903,8 @@ async def test_everything_it_asks_is_as_the_vendor_published_it() -> None:
     await _tended(provider)
     assert bed.emulator.project.primary_ips == {}
     account = bed.account()
-    remarks = [remark async for remark in examine(account, "this", {"red": HetznerSettings()}, network.id)]
-    assert [remark.do for remark in remarks] == ["", "", "", ""]
+    remarks = [remark async for remark in run_checks(account, "this", {"red": HetznerSettings()}, network.id)]
+    assert [remark.advice for remark in remarks] == ["", "", "", ""]
     assert getattr(bed.front, "checked", 0) > 12
 
 
@@ -913,12 +914,12 @@ async def test_the_doctor_finds_servers_nobody_looks_after() -> None:
     await bed.provider("blue").create(request_for(fleet="blue"))
     await bed.provider("red").create(request_for())
     await bed.provider("green", identity="other").create(request_for(fleet="green"))
-    remark = await anext(examine(bed.account(), "this", {"red": HetznerSettings()}, None))
-    assert (remark.what, remark.is_grave) == ("there are servers of fleets that are not configured: blue", False)
-    assert remark.do.startswith("`windlass up` lets those go whose workers it knows; delete the others")
+    remark = await anext(run_checks(bed.account(), "this", {"red": HetznerSettings()}, None))
+    assert (remark.message, remark.is_error) == ("servers exist of fleets that are not configured: blue", False)
+    assert remark.advice.startswith("`windlass up` deletes those whose workers are in the database; delete the others")
     # Whose they are cannot be told without the database.
-    remark = await anext(examine(bed.account(), None, {"red": HetznerSettings()}, None))
-    assert (remark.what, remark.do) == ("the token is good; 3 servers are ours", "")
+    remark = await anext(run_checks(bed.account(), None, {"red": HetznerSettings()}, None))
+    assert (remark.message, remark.advice) == ("token valid, windlass servers: 3", "")
 
 
 @virtually
@@ -929,8 +930,8 @@ async def test_the_doctor_reads_all_pages_and_finds_addresses_nobody_looks_after
         await red.create(request_for(slot))
     await blue.create(request_for(fleet="blue"))
     (server,) = [server for server in bed.servers.values() if server.labels["windlass-fleet"] == "blue"]
-    remarks = [each async for each in examine(bed.account(), "this", {"red": HetznerSettings()}, None)]
-    assert remarks[0].what == "there are servers of fleets that are not configured: blue"
+    remarks = [each async for each in run_checks(bed.account(), "this", {"red": HetznerSettings()}, None)]
+    assert remarks[0].message == "servers exist of fleets that are not configured: blue"
     assert [each.check for each in remarks] == ["hetzner", "server type", "image"]
     await blue.list_machines()
     await asyncio.sleep(60)
@@ -940,9 +941,9 @@ async def test_the_doctor_reads_all_pages_and_finds_addresses_nobody_looks_after
     address.is_auto_deleted = False
     bed.client.servers.delete(hcloud.servers.domain.Server(id=server.id))
     await asyncio.sleep(60)
-    remarks = [each async for each in examine(bed.account(), "this", {"red": HetznerSettings()}, None)]
-    assert (remarks[1].check, remarks[1].is_grave) == ("addresses", False)
-    assert f"{address.ip} (of fleet blue)" in remarks[1].what
+    remarks = [each async for each in run_checks(bed.account(), "this", {"red": HetznerSettings()}, None)]
+    assert (remarks[1].check, remarks[1].is_error) == ("primary ips", False)
+    assert f"{address.ip} (fleet blue)" in remarks[1].message
 
 
 @virtually
@@ -1012,16 +1013,16 @@ def test_a_hundred_servers_boot_run_and_leave_on_less_than_a_request_a_second() 
         provider="hetzner", queues=("red",), max_workers=100, concurrency=1, clear_time_s=1.0, idle_timeout_s=30.0
     )
     arrivals = ((0.0, 400),)
-    around = Surroundings(
+    fleet_scenario = FleetScenario(
         config,
         max_list_age_s=60.0,
-        max_late_s=80.0,
-        habits=WorkerHabits((120.0, 150.0)),
+        max_creation_delay_s=80.0,
+        tasks=TaskProfile((120.0, 150.0)),
         arrivals=arrivals,
         billing_unit_s=3600,
         price_micros_per_hour=1,
     )
-    history = HetznerHistory(Scenario(7, {"red": around}, faults_end_s=1500.0))
+    history = HetznerHistory(Scenario(7, {"red": fleet_scenario}, faults_end_s=1500.0))
     report = history.run()
     assert report.most_billed["red"] == 100
     times = [at.timestamp() for at, _, _ in history.project.emulator.requests]

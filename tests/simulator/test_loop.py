@@ -6,7 +6,7 @@ import time
 import pytest
 
 from windlass.simulator.loop import EPOCH, Deadlock, Livelock, run, virtual_now
-from windlass.simulator.processes import SimulatedProcess, start_outside, track_processes
+from windlass.simulator.processes import SimulatedProcess, start_detached, track_processes
 
 
 def test_an_hour_of_virtual_sleep_takes_under_five_seconds() -> None:
@@ -73,11 +73,11 @@ def test_killed_process_stops_and_its_sent_messages_arrive() -> None:
             events.append("child")
 
         async def main() -> None:
-            start_outside(deliver())
+            start_detached(deliver())
             try:
                 await asyncio.gather(child(), asyncio.sleep(3.0))
             finally:
-                await process.gate()
+                await process.checkpoint()
                 events.append("clean-up after the kill")
 
         process.start(main())
@@ -97,7 +97,7 @@ def test_frozen_process_continues_where_it_stopped() -> None:
 
         async def main() -> None:
             for _ in range(3):
-                await process.gate()
+                await process.checkpoint()
                 steps.append(asyncio.get_running_loop().time())
                 await asyncio.sleep(1.0)
 

@@ -27,7 +27,7 @@ from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
-from windlass.simulator.cloud import Entry
+from windlass.simulator.cloud import MachineRecord
 
 
 def test_stop_drains_all_workers_and_ends() -> None:
@@ -38,7 +38,7 @@ def test_stop_drains_all_workers_and_ends() -> None:
         running.orchestrator.stop()
         await running.ends_within(10.0)
         assert await fixture.workers() == []
-        assert [cloud.billed() for cloud in fixture.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in fixture.clouds.values()] == [[], []]
         codes = {worker.code for worker in await fixture.store.workers(include_terminated=True)}
         assert codes == {"SHUT_DOWN"}
         assert [cloud.closed for cloud in fixture.clouds.values()] == [1, 1]
@@ -53,7 +53,7 @@ def test_stop_in_the_first_cycle_leaves_no_machine_running(after_s: float) -> No
         await asyncio.sleep(after_s)
         running.orchestrator.stop()
         await running.ends_within(10.0)
-        assert [cloud.billed() for cloud in fixture.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in fixture.clouds.values()] == [[], []]
 
     run_in_virtual_time(scenario)
 
@@ -110,13 +110,13 @@ def test_removed_fleet_that_cannot_end_does_not_stop_others() -> None:
         fixture.refuse_deletions("blue")
         running.orchestrator.reconfigure({"red": fixture.fleets["red"]})
         await asyncio.sleep(STOP_S + SHUTDOWN_MARGIN_S + SOON_S)
-        asked = fixture.clouds["blue"].deleted_calls
+        asked = fixture.clouds["blue"].delete_calls
         for worker_id in await fixture.active("red"):
             await fixture.store.terminate_worker(worker_id, "killed")
         await asyncio.sleep(SOON_S)
         assert not running.task.done()
         assert len(await fixture.active("red")) == 1, "the terminated worker is replaced"
-        assert fixture.clouds["blue"].deleted_calls > asked, (
+        assert fixture.clouds["blue"].delete_calls > asked, (
             "deletions are requested again, because the machines cost money"
         )
 
@@ -175,10 +175,10 @@ def test_shutdown_deletes_orphaned_machines() -> None:
         red.max_list_age_s = 10.0
         running = fixture.start()
         await asyncio.sleep(SOON_S)
-        red.books["m9-red"] = Entry("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
         running.orchestrator.stop()
         await running.ends_within(STOP_S + SHUTDOWN_MARGIN_S)
-        assert red.billed() == []
+        assert red.billed_machines() == []
 
     run_in_virtual_time(scenario)
 
@@ -202,7 +202,7 @@ def test_second_stop_ends_now() -> None:
 def test_stop_that_keeps_workers_bounds_the_wait_for_calls() -> None:
     async def scenario(fixture: OrchestratorFixture) -> None:
         for cloud in fixture.clouds.values():
-            cloud.next_create(takes_s=50.0)
+            cloud.next_create(duration_s=50.0)
         running = fixture.start()
         await asyncio.sleep(1.0)
         running.orchestrator.stop(keeps_workers=True)
@@ -286,22 +286,22 @@ def test_fleet_that_may_not_spawn_is_woken_once() -> None:
 def test_reload_keeps_the_old_provider_until_its_calls_end() -> None:
     async def scenario(fixture: OrchestratorFixture) -> None:
         fixture.fleets = {"red": config("red", max_workers=1)}
-        fixture.clouds["red"].next_create(takes_s=30.0)
+        fixture.clouds["red"].next_create(duration_s=30.0)
         old = fixture.clouds["red"]
         running = fixture.start()
         await asyncio.sleep(1.0)
         # The same account as another object, as after a change of the fleet's table.
         fixture.clouds["red"] = new = fixture.new_cloud("red")
-        new.books, new._tenants = old.books, old._tenants
+        new.machines, new.workers = old.machines, old.workers
         running.orchestrator.reconfigure({"red": config("red", max_workers=1, idle_timeout_s=99.0)})
         await asyncio.sleep(SOON_S)
-        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 0)
+        assert (old.create_calls, new.create_calls, old.closed) == (1, 0, 0)
         await asyncio.sleep(30.0)
         assert (old.closed, new.closed) == (1, 0)
         assert len(await fixture.active("red")) == 1
         running.orchestrator.stop()
         await running.ends_within(10.0)
-        assert (old.closed, new.closed, new.created_calls) == (1, 1, 0)
+        assert (old.closed, new.closed, new.create_calls) == (1, 1, 0)
 
     run_in_virtual_time(scenario)
 
@@ -312,17 +312,17 @@ def test_cycle_uses_one_provider_from_start_to_end() -> None:
     async def scenario(fixture: OrchestratorFixture) -> None:
         fixture.fleets = {"red": config("red", max_workers=1)}
         old = fixture.clouds["red"]
-        old.next_list(takes_s=3.0)
+        old.next_list(duration_s=3.0)
         running = fixture.start()
         await asyncio.sleep(1.0)
         fixture.clouds["red"] = new = fixture.new_cloud("red")
-        new.books, new._tenants = old.books, old._tenants
+        new.machines, new.workers = old.machines, old.workers
         changed = config("red", max_workers=1, idle_timeout_s=99.0)
         running.orchestrator.reconfigure({"red": changed})
         assert running.orchestrator.fleet("red") == changed
         await asyncio.sleep(SOON_S)
-        assert (old.created_calls, new.created_calls, old.closed) == (1, 0, 1)
-        assert new.listed_calls > 0
+        assert (old.create_calls, new.create_calls, old.closed) == (1, 0, 1)
+        assert new.list_calls > 0
 
     run_in_virtual_time(scenario)
 

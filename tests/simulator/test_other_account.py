@@ -186,8 +186,8 @@ def test_silence_does_not_prove_that_the_machines_of_the_former_account_are_gone
         assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
         hold = await shop.held()
         assert hold.code == "OTHER_ACCOUNT"
-        assert f"lists none of its machines ({', '.join(sorted(before))})" in hold.reason
-        assert hold.reason.endswith("put the key back that rented them, or give them up with `windlass restart red`")
+        assert f"lists none of the fleet's machines ({', '.join(sorted(before))})" in hold.reason
+        assert hold.reason.endswith("restore the key that created them, or abandon them with `windlass restart red`")
         # The former key is back: they are ended where they are.
         await shop.finish()
         shop.rent(shop.former, "the first key")
@@ -273,7 +273,9 @@ def test_a_restart_from_before_it_was_told_that_no_machine_is_listed_gives_up_no
         await shop.live(60)
         hold = await shop.held()
         assert (hold.code, hold.is_total, shop.told("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
-        assert f"its machines ({', '.join(sorted(before))}) could not be listed with the new one yet" in hold.reason
+        assert (
+            f"the fleet's machines ({', '.join(sorted(before))}) cannot be listed with the new one yet" in hold.reason
+        )
         await shop.restart()
         shop.other.faults.clear()
         await shop.live(3 * SILENCE_S)

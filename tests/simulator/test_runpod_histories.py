@@ -31,8 +31,8 @@ def test_no_pod_is_left_over_or_double_and_there_are_never_too_many(first: int) 
 def rough(seed: int) -> Scenario:
     """Where every second request fails."""
     scenario = runpod_scenario(seed)
-    rates = FaultRates(create_unclear=0.3, create_refused=0.3, list_failed=0.3, list_old=0.3, delete_failed=0.7)
-    fleets = {name: replace(around, rates=rates) for name, around in scenario.fleets.items()}
+    rates = FaultRates(create_ambiguous=0.3, create_refused=0.3, list_failed=0.3, list_stale=0.3, delete_failed=0.7)
+    fleets = {name: replace(fleet_scenario, rates=rates) for name, fleet_scenario in scenario.fleets.items()}
     return replace(scenario, fleets=fleets)
 
 
@@ -45,7 +45,7 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         *(f"POST {kind}" for kind in (*unanswered, *REFUSALS)),
         *(f"DELETE {kind}" for kind in NOT_DELETED),
     }  # fmt: skip
-    in_the_story = {
+    in_the_trace = {
         "vanishes with its machine",
         "is killed",
         "the database is away",
@@ -59,9 +59,9 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
     }
     for seed in range(MAX_ROUGH):
         history = RunpodHistory(rough(seed))
-        story = history.run().story.text(limit=None)
-        in_the_story -= {trouble for trouble in in_the_story if trouble in story}
+        trace = history.run().trace.text(limit=None)
+        in_the_trace -= {trouble for trouble in in_the_trace if trouble in trace}
         of_the_cloud -= history.pods.told
-        if not of_the_cloud and not in_the_story:
+        if not of_the_cloud and not in_the_trace:
             return
-    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_story)}")
+    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_trace)}")

@@ -25,9 +25,9 @@ from windlass.model.errors import (
 )
 from windlass.model.machine import Machine, MachineState, Volume
 from windlass.model.runpod import RunpodSettings
-from windlass.providers.runpod.doctor_checks import examine
+from windlass.providers.fingerprint import fingerprint
+from windlass.providers.runpod.doctor_checks import run_checks
 from windlass.providers.runpod.limiter import RunpodLimiter
-from windlass.providers.runpod.naming import installation_of
 from windlass.providers.runpod.provider import RunpodProvider
 from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import CommandResult, Endpoint, Unreachable
@@ -74,7 +74,7 @@ async def test_a_pod_is_what_was_asked_for_and_what_it_costs_is_known() -> None:
     )  # fmt: skip
     assert pod.config.env == {
         "MODEL": "large",
-        "WINDLASS_POD": f"{installation_of('this')}/red/red-3-aa",
+        "WINDLASS_POD": f"{fingerprint('this')}/red/red-3-aa",
         "WINDLASS_JOIN": json.dumps({"worker_id": "red-3-aa", "url": URL, "join_token": TOKEN}),
     }
     assert pod.config.ports == ["8888/http"]
@@ -132,7 +132,7 @@ async def test_when_all_choices_are_out_nothing_is_asked_until_that_may_have_cha
     bed = Bed()
     bed.faults.no_capacity(is_announced=False)
     provider = bed.provider(choices=[f"{GPU}@SECURE/EU-RO-1", OTHER_GPU])
-    words = f"creating pod red-0-aa: Runpod has none of {GPU} in SECURE/EU-RO-1, {OTHER_GPU} in SECURE now"
+    words = f"creating pod red-0-aa: no capacity for {GPU} in SECURE/EU-RO-1, {OTHER_GPU} in SECURE. Wait, or add"
     with pytest.raises(NoCapacity, match=words):
         await provider.create(request_for())
     asked = len(bed.asked("POST"))
@@ -202,7 +202,7 @@ async def test_stock_is_known_for_each_number_of_gpus() -> None:
     [
         (401, Denied, r"missing bearer token \(401\): check runpod_api_key", 1),
         (402, LimitReached, r"Your account balance is too low .*\(402\): add funds to the Runpod account", 1),
-        (403, Denied, r"access denied \(403\): the key may not, or the account may not have this", 2),
+        (403, Denied, r"access denied \(403\): the key lacks a permission, or the account may not use this choice", 2),
         (404, InvalidRequest, r"resource not found \(404\): check the runpod settings of fleet red", 1),
         (400, InvalidRequest, r"request could not be processed \(400\): check the runpod settings of fleet red", 2),
         (422, InvalidRequest, r"Request validation failed. \(422\): check the runpod settings", 1),
@@ -244,7 +244,7 @@ async def test_a_lack_of_machines_passes_whatever_is_wrong_with_another_choice()
     bed = Bed()
     bed.faults.no_capacity(GPU, is_announced=False)
     provider = bed.provider(choices=["NVIDIA Abacus", GPU])
-    words = rf"Runpod has none of {GPU} in SECURE now .*; NVIDIA Abacus in SECURE: gpu type 'NVIDIA Abacus' not found"
+    words = rf"no capacity for {GPU} in SECURE. .* Refused: NVIDIA Abacus in SECURE .gpu type 'NVIDIA Abacus' not found"
     # The second time, what is out is not asked for.
     for _ in range(2):
         with pytest.raises(NoCapacity, match=words):
@@ -344,7 +344,7 @@ async def test_without_a_list_nothing_is_made() -> None:
 @virtually
 async def test_without_a_join_token_nothing_is_asked_for() -> None:
     bed = Bed()
-    with pytest.raises(InvalidRequest, match="it has no join token"):
+    with pytest.raises(InvalidRequest, match="no join token"):
         await bed.provider().create(replace(request_for(), join_token=None))
     assert bed.asked() == []
 
@@ -485,7 +485,7 @@ async def test_a_deletion_that_does_nothing_for_ever_is_no_deletion() -> None:
     provider = bed.provider()
     machine = await provider.create(request_for())
     bed.faults.next_delete(does_nothing=True, times=99)
-    with pytest.raises(Unavailable, match=f"deleting pod {machine.id} of red-0-aa: it is still there"):
+    with pytest.raises(Unavailable, match=f"deleting pod {machine.id} of red-0-aa: the pod still exists"):
         await provider.delete(machine)
     assert machine.id in bed.pods
 
@@ -496,7 +496,9 @@ async def test_why_a_pod_does_not_go_is_said_in_the_vendors_words() -> None:
     provider = bed.provider()
     machine = await provider.create(request_for())
     bed.faults.next_delete(409, times=99)
-    with pytest.raises(Unavailable, match=r"it is still there, .* \(action not valid for current pod status \(409\)\)"):
+    with pytest.raises(
+        Unavailable, match=r"the pod still exists, .* \(action not valid for current pod status \(409\)\)"
+    ):
         await provider.delete(machine)
 
 
@@ -518,7 +520,7 @@ def test_a_pod_that_is_over_is_not_prepared_until_time_runs_out(is_deleted: bool
         else:
             bed.emulator.account.stop(bed.pods[machine.id])
         began = virtual_now()
-        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: it") as caught:
+        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: the pod ") as caught:
             await provider.prepare(machine, "its key", unheard)
         assert (caught.value.code, caught.value.host_key) == ("MACHINE_GONE", "its key")
         # A new one may hide for a minute.
@@ -579,7 +581,7 @@ def test_an_outage_of_the_api_condemns_no_pod(outage_s: float) -> None:
     @virtually
     async def live() -> None:
         provider, machine, _ = await pod_in_an_outage(answers_after_s=600, outage_s=outage_s)
-        with pytest.raises(Unavailable, match=f"preparing pod {machine.id} of red-0-aa: it was not done within 300 s"):
+        with pytest.raises(Unavailable, match=f"preparing pod {machine.id} of red-0-aa: not done within 300 s"):
             await provider.prepare(machine, None, unheard)
 
     live()
@@ -604,14 +606,14 @@ async def test_a_new_pod_that_hides_is_not_taken_for_gone() -> None:
     bed.faults.list_lags(40)
     provider = bed.provider()
     machine = await provider.create(request_for())
-    with pytest.raises(Unavailable, match="not certain yet"):
+    with pytest.raises(Unavailable, match="not confirmed yet"):
         await provider.delete(machine)
     await asyncio.sleep(30)
     await provider.delete(machine)
     assert bed.pods == {}
     # An orchestrator that knows no more than the row.
     machine = await provider.create(request_for(1))
-    with pytest.raises(Unavailable, match="not certain yet"):
+    with pytest.raises(Unavailable, match="not confirmed yet"):
         await bed.provider().delete(Machine(machine.id, machine.name, MachineState.RUNNING))
     assert machine.id in bed.pods
 
@@ -643,8 +645,8 @@ async def test_a_deletion_whose_answer_is_lost_is_looked_after() -> None:
 @pytest.mark.parametrize(
     ("status", "error", "words"),
     [
-        (401, Denied, "check runpod_api_key .*; until then it is paid for"),
-        (403, Denied, "until then it is paid for"),
+        (401, Denied, "check runpod_api_key .* The pod is billed until then"),
+        (403, Denied, "The pod is billed until then"),
         (429, Throttled, "rate limit exceeded"),
     ],
 )
@@ -666,7 +668,7 @@ def test_a_deletion_that_is_denied_is_not_gone(status: int, error: type[Exceptio
 async def test_what_is_not_ours_is_not_touched_whatever_we_are_told() -> None:
     bed = Bed()
     theirs = bed.client.post("/pods", json={"name": "red-0-aa", "image": "i", "gpu": {"id": GPU}}).json()
-    with pytest.raises(Refused, match="does not carry our mark any more: terminate it in Runpod's console"):
+    with pytest.raises(Refused, match="the pod has lost our tag. Terminate it in Runpod's console"):
         await bed.provider().delete(Machine(theirs["id"], "red-0-aa", MachineState.RUNNING))
     assert theirs["id"] in bed.pods
     assert bed.asked("DELETE") == []
@@ -681,9 +683,9 @@ async def test_the_doctor_finds_everything_in_order() -> None:
     volume = bed.client.post("/network-volumes", json={"name": "d", "size": 100, "dataCenter": "EU-RO-1"}).json()
     settings = RunpodSettings(image="i", choices=[f"{GPU}@SECURE/EU-RO-1"], network_volume_id=volume["id"])
     await bed.provider().create(request_for())
-    remarks = [remark async for remark in examine(bed.account(), "this", {"red": settings})]
-    assert [(remark.check, remark.what, remark.do) for remark in remarks] == [
-        ("runpod", "the key is good; 1 pods are ours", ""),
+    remarks = [remark async for remark in run_checks(bed.account(), "this", {"red": settings})]
+    assert [(remark.check, remark.message, remark.advice) for remark in remarks] == [
+        ("runpod", "key valid, windlass pods: 1", ""),
         ("volume", "d (100 GB in EU-RO-1)", ""),
         ("gpu type", f"{GPU} in SECURE/EU-RO-1, 0.69 USD per hour", ""),
     ]
@@ -693,10 +695,10 @@ async def test_the_doctor_finds_everything_in_order() -> None:
 @pytest.mark.parametrize(
     ("settings", "check", "what", "is_grave"),
     [
-        ({"choices": ["NVIDIA Abacus"]}, "gpu type", "there is no NVIDIA Abacus", True),
+        ({"choices": ["NVIDIA Abacus"]}, "gpu type", "NVIDIA Abacus does not exist", True),
         ({"choices": ["NVIDIA H200@COMMUNITY"]}, "gpu type", "NVIDIA H200 is not offered in COMMUNITY", True),
-        ({"gpu_count": 9}, "gpu type", "can have 8 of", True),
-        ({"choices": [f"{OTHER_GPU}@SECURE/EU-RO-1"]}, "gpu type", f"{OTHER_GPU} in SECURE/EU-RO-1 is out now", False),
+        ({"gpu_count": 9}, "gpu type", "can have at most 8 of", True),
+        ({"choices": [f"{OTHER_GPU}@SECURE/EU-RO-1"]}, "gpu type", "SECURE/EU-RO-1 is out of stock", False),
         ({"network_volume_id": "nope"}, "volume", "network volume nope: network volume not found (404)", True),
         ({"registry_id": "nope"}, "registry", "registry nope: ", True),
     ],
@@ -709,10 +711,10 @@ def test_the_doctor_says_what_stands_in_the_way(
         bed = Bed()
         bed.faults.no_capacity(OTHER_GPU, "*", "EU-RO-1")
         given = RunpodSettings(**{"image": "i", "choices": [GPU], **settings})
-        remarks = [remark async for remark in examine(bed.account(), "this", {"red": given})]
+        remarks = [remark async for remark in run_checks(bed.account(), "this", {"red": given})]
         (found,) = [remark for remark in remarks if remark.check == check]
-        assert what in found.what
-        assert (found.is_grave, bool(found.do)) == (is_grave, True)
+        assert what in found.message
+        assert (found.is_error, bool(found.advice)) == (is_grave, True)
 
     look()
 
@@ -723,12 +725,12 @@ async def test_the_doctor_finds_a_volume_that_is_elsewhere_and_pods_nobody_looks
     volume = bed.client.post("/network-volumes", json={"name": "d", "size": 100, "dataCenter": "EU-RO-1"}).json()
     given = RunpodSettings(image="i", choices=[f"{GPU}@SECURE/US-KS-2"], network_volume_id=volume["id"])
     await bed.provider("blue").create(request_for(fleet="blue"))
-    remarks = [remark async for remark in examine(bed.account(), "this", {"red": given})]
-    assert remarks[0].what == "there are pods of fleets that are not configured: blue"
-    assert remarks[1].what == f"d is in EU-RO-1, where {GPU} in SECURE/US-KS-2 is not"
+    remarks = [remark async for remark in run_checks(bed.account(), "this", {"red": given})]
+    assert remarks[0].message == "pods exist of fleets that are not configured: blue"
+    assert remarks[1].message == f"d is in EU-RO-1, but {GPU} in SECURE/US-KS-2 is not"
     bed.faults.next_list(401)
-    (denied,) = [remark async for remark in examine(bed.account(), None, {"red": given})]
-    assert (denied.is_grave, denied.what) == (True, "missing bearer token (401)")
+    (denied,) = [remark async for remark in run_checks(bed.account(), None, {"red": given})]
+    assert (denied.is_error, denied.message) == (True, "missing bearer token (401)")
 
 
 @virtually
@@ -738,12 +740,12 @@ async def test_the_doctor_names_pods_of_other_databases_and_touches_none() -> No
         await bed.provider(identity=identity).create(request_for(slot))
     bed.client.post("/pods", json={"name": "theirs", "image": IMAGE, "gpu": {"id": GPU}})
     given = RunpodSettings(image="i", choices=[GPU])
-    remarks = [remark async for remark in examine(bed.account(), "this", {"red": given})]
-    assert remarks[0].what == "the key is good; 1 pods are ours"
-    assert sorted((remark.what, bool(remark.do), remark.is_grave) for remark in remarks[1:3]) == sorted(
+    remarks = [remark async for remark in run_checks(bed.account(), "this", {"red": given})]
+    assert remarks[0].message == "key valid, windlass pods: 1"
+    assert sorted((remark.message, bool(remark.advice), remark.is_error) for remark in remarks[1:3]) == sorted(
         (
-            f"{count} pods of another windlass database (WINDLASS_POD begins with {installation_of(identity)}/) are in "
-            "this account",
+            f"pods of another windlass database in this account: {count} "
+            f"(WINDLASS_POD begins with {fingerprint(identity)}/)",
             True,
             False,
         )
@@ -756,15 +758,15 @@ async def test_the_doctor_names_pods_of_other_databases_and_touches_none() -> No
 async def test_a_limiter_spreads_what_is_left_over_the_time_until_it_is_renewed() -> None:
     limiter = RunpodLimiter(rate_per_s=10.0, burst=20)
     loop = asyncio.get_running_loop()
-    limiter.learn(200, {"RateLimit": '"minute";r=5;t=40, "hour";r=2800;t=1812, "day";r=49500;t=45012'})
+    limiter.record_response(200, {"RateLimit": '"minute";r=5;t=40, "hour";r=2800;t=1812, "day";r=49500;t=45012'})
     began = loop.time()
     for _ in range(5):
         await limiter.wait(60)
     assert 8 <= loop.time() - began <= 20
-    limiter.learn(200, {"RateLimit": '"minute";r=0;t=12'})
+    limiter.record_response(200, {"RateLimit": '"minute";r=0;t=12'})
     with pytest.raises(Throttled):
         await limiter.wait(5)
-    limiter.learn(200, {})
+    limiter.record_response(200, {})
     await asyncio.sleep(5)
     await limiter.wait(0)
 
@@ -797,7 +799,7 @@ async def test_a_volume_grows_to_a_size_and_no_further_however_often_it_is_asked
 async def test_a_volume_that_is_not_there_is_unknown_and_cannot_grow() -> None:
     bed = Bed()
     provider = bed.provider(network_volume_id="none")
-    with pytest.raises(Unavailable, match="looking at network volume none: .*not found"):
+    with pytest.raises(Unavailable, match="reading network volume none: .*not found"):
         await provider.volume()
     with pytest.raises(ProviderError, match="growing network volume none to 150 GB: .*not found"):
         await provider.grow_volume("none", 150)

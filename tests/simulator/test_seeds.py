@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from windlass.simulator.invariants import InvariantViolation
-from windlass.simulator.scenario import draw
-from windlass.simulator.world import World
+from windlass.simulator.scenario import draw_scenario
+from windlass.simulator.simulation import Simulation
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 200
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
@@ -23,7 +23,7 @@ CHUNK = 10
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
 def test_every_promise_holds_in_every_world(first: int) -> None:
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
-        World(draw(seed)).run()
+        Simulation(draw_scenario(seed)).run()
 
 
 def test_together_the_seeds_see_trouble_of_every_kind() -> None:
@@ -31,11 +31,11 @@ def test_together_the_seeds_see_trouble_of_every_kind() -> None:
     late = machines = takeovers = 0
     told = ""
     for seed in range(40):
-        report = World(draw(seed)).run()
+        report = Simulation(draw_scenario(seed)).run()
         late += report.late_results
         machines += report.machines
         takeovers += report.takeovers
-        told += report.story.text(limit=None)
+        told += report.trace.text(limit=None)
     assert late > 0
     assert machines > 100
     assert takeovers > 100
@@ -48,8 +48,8 @@ def test_together_the_seeds_see_trouble_of_every_kind() -> None:
         "Refused",
         "a fault in the adapter",
         "never_answers",
-        "is_old_s",
-        "answers_late_s",
+        "stale_by_s",
+        "answer_delay_s",
         "crashes",
         "vanishes with its machine",
         "stands still",
@@ -66,7 +66,7 @@ def test_together_the_seeds_see_trouble_of_every_kind() -> None:
 
 
 def test_a_seed_tells_the_same_story_in_every_process() -> None:
-    def story(hash_seed: str) -> str:
+    def trace(hash_seed: str) -> str:
         told = subprocess.run(
             [sys.executable, "-m", "windlass.simulator", "--seed", "9"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -77,21 +77,21 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
         )
         return told.stdout
 
-    first, second = story("1"), story("2")
+    first, second = trace("1"), trace("2")
     assert first == second
     assert len(first.splitlines()) > 50
 
 
 def test_a_broken_promise_prints_its_story_and_how_to_see_it_again() -> None:
-    world = World(draw(9))
+    simulation = Simulation(draw_scenario(9))
 
-    def break_it(_: World) -> None:
-        world.story.tell("somebody", "does something wrong")
-        world.watch.on_broken("the first promise")
+    def break_it(_: Simulation) -> None:
+        simulation.trace.add("somebody", "does something wrong")
+        simulation.checker.on_violation("the first promise")
 
-    world.on_ready = break_it
+    simulation.on_ready = break_it
     with pytest.raises(InvariantViolation) as caught:
-        world.run()
+        simulation.run()
     text = str(caught.value)
     assert text.startswith("the first promise\n")
     assert "somebody       does something wrong" in text

@@ -40,7 +40,7 @@ def test_unconfigured_fleet_is_shut_down_after_grace() -> None:
         running = await without_blue(fixture)
         await asyncio.sleep(GRACE_S / 2 + 2 * CHECK_INTERVAL_S + SOON_S)
         assert await fixture.workers("blue") == []
-        assert fixture.clouds["blue"].billed() == []
+        assert fixture.clouds["blue"].billed_machines() == []
         assert len(await fixture.active("red")) == 1
         assert running.orchestrator.fleets == ("red",)
 
@@ -85,10 +85,10 @@ def test_unreadable_unconfigured_fleet_is_retried(read: str) -> None:
 
             setattr(fixture.store, read, unreadable)
             await asyncio.sleep(GRACE_S / 2 + 3 * CHECK_INTERVAL_S)
-            assert fixture.clouds["blue"].billed() != []
+            assert fixture.clouds["blue"].billed_machines() != []
             setattr(fixture.store, read, readable)
             await asyncio.sleep(GRACE_S + 2 * CHECK_INTERVAL_S + SOON_S)
-        assert fixture.clouds["blue"].billed() == []
+        assert fixture.clouds["blue"].billed_machines() == []
         assert any(line["log_level"] == "error" and ("exc_info" in line or "ValueError" in str(line)) for line in lines)
 
     run_in_virtual_time(scenario)
@@ -114,7 +114,7 @@ def test_without_fleets_it_shuts_down_the_unconfigured_and_ends() -> None:
         running = await without_any(fixture)
         await running.ends_within(GRACE_S / 2 + 4 * CHECK_INTERVAL_S)
         assert await fixture.workers() == []
-        assert [cloud.billed() for cloud in fixture.clouds.values()] == [[], []]
+        assert [cloud.billed_machines() for cloud in fixture.clouds.values()] == [[], []]
         assert [cloud.closed for cloud in fixture.clouds.values()] == [2, 2]
 
     run_in_virtual_time(scenario)

@@ -1,7 +1,7 @@
-"""A whole Windlass to look at: `windlass up` with real workers on a real PostgreSQL, and things going on in it.
+"""A running site for browser tests: `windlass up` with local workers on a real PostgreSQL.
 
-- Fleet `renders` works: tasks that wait for a file, that fail, that are quick. Fleet `idle` has one worker and no work.
-- Fleet `cloud` was run by somebody else: rows of priced servers and of what they cost, as the ledger would have them.
+Fleet `renders` runs tasks that block on a file, fail, or complete at once. Fleet `idle` has one worker and no tasks.
+Fleet `cloud` consists of database rows only: priced servers, their workers and their cost.
 """
 
 import json
@@ -24,9 +24,9 @@ from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 T = TypeVar("T")
-# Opens a path in a browser of its own: see conftest.py.
+# Opens a path in a new browser context: see conftest.py.
 NewPage = Callable[..., Page]
 APP = """
 import time
@@ -71,7 +71,7 @@ heartbeat_timeout_s = 20
 stop_timeout_s = 5
 budget_per_day = 10
 """
-# What the ledger has of a fleet whose servers were paid by the hour, on the last three days.
+# A fleet of three servers that are billed by the hour, with the cost of the last 60 hours.
 CLOUD_SQL = """
 insert into windlass.fleets (name, provider, queues, min_workers, max_workers, planner_state)
 values ('cloud', 'hetzner', '{clips}', 0, 40,
@@ -94,34 +94,32 @@ from generate_series(1, 60) as h;
 """
 
 
-class House:
+class BrowserSite:
     def __init__(self, folder: Path, dsn: str) -> None:
         self.folder = folder
         self.dsn = dsn
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self.port: int = taken.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._held: list[Path] = []
+        self._blocked: list[Path] = []
         self._ups: list[subprocess.Popen[bytes]] = []
         (folder / "app.py").write_text(APP)
         (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))
 
-    # ------------------------------------------------------------------------------------------------- `windlass up`
-
-    def up(self) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_")}
+    def start(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_")}
         with self._log_path(len(self._ups)).open("wb") as log:
             self._ups.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "windlass", "up", "--port", str(self.port), "--log-format", "json"],
                     cwd=self.folder,
-                    env={**kept, "DATABASE_URL": self.dsn},
+                    env={**environment, "DATABASE_URL": self.dsn},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
             )
-        wait_until(self.is_ready, PATIENCE_S, f"starting `windlass up`\n{self.log()}")
+        wait_until(self.is_ready, TIMEOUT_S, f"start `windlass up`\n{self.log()}")
 
     def is_ready(self) -> bool:
         assert self._ups[-1].poll() is None, self.log()
@@ -131,15 +129,15 @@ class House:
             return False
 
     def kill(self) -> None:
-        """As a power cut would: workers go on."""
+        """Kill `windlass up` with SIGKILL. Its workers keep running."""
         self._ups[-1].kill()
-        self._ups[-1].wait(PATIENCE_S)
+        self._ups[-1].wait(TIMEOUT_S)
 
-    def end(self) -> None:
-        self.release()
+    def stop(self) -> None:
+        self.release_tasks()
         if self._ups[-1].poll() is None:
             self._ups[-1].send_signal(signal.SIGTERM)
-            self._ups[-1].wait(2 * PATIENCE_S)
+            self._ups[-1].wait(2 * TIMEOUT_S)
 
     def _log_path(self, number: int) -> Path:
         return self.folder / f"up-{number}.log"
@@ -147,81 +145,81 @@ class House:
     def log(self) -> str:
         return self._log_path(len(self._ups) - 1).read_text(errors="replace")[-4_000:]
 
-    def new_link(self) -> str:
-        """The link that `windlass up` printed."""
+    def printed_link(self) -> str:
+        """The login link that `windlass up` printed at its last start."""
         found = re.search(r"http://[^\s\"]+/login\?key=\w+", self._log_path(len(self._ups) - 1).read_text())
         assert found is not None, self.log()
         return found[0]
 
-    def another_link(self, role: str = "operator") -> str:
-        """As an operator makes one for a colleague."""
+    def create_link(self, role: str = "operator") -> str:
+        """A login link from `windlass tokens link`."""
         done = subprocess.run(
             [sys.executable, "-m", "windlass", "tokens", "link", "--role", role, "--url", self.url],
             cwd=self.folder,
             env={**os.environ, "DATABASE_URL": self.dsn},
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
             check=True,
         )
         return done.stdout.strip()
 
-    # ------------------------------------------------------------------------------------------------- the database
-
-    def ask(self, question: Callable[[PostgresStores], Coroutine[Any, Any, T]]) -> T:
-        async def asked() -> T:
+    def query(self, read: Callable[[PostgresStores], Coroutine[Any, Any, T]]) -> T:
+        async def run() -> T:
             async with PostgresStores(self.dsn) as store:
-                return await question(store)
+                return await read(store)
 
-        return run_aside(asked())
+        return run_aside(run())
 
     def execute(self, sql: str) -> None:
-        async def executed() -> None:
+        async def run() -> None:
             connection = await asyncpg.connect(self.dsn)
             try:
                 await connection.execute(sql)
             finally:
                 await connection.close()
 
-        run_aside(executed())
+        run_aside(run())
 
-    def enqueue(self, queue: str = "renders", payload: Any = None, **other: Any) -> int:
-        return self.ask(lambda store: store.enqueue(new_task(queue, payload, **other)))
+    def enqueue(self, queue: str = "renders", payload: Any = None, **options: Any) -> int:
+        return self.query(lambda store: store.enqueue(new_task(queue, payload, **options)))
 
-    def held_task(self) -> int:
-        """One that runs until it is released."""
-        self._held.append(self.folder / f"go-{len(self._held)}")
-        task_id = self.enqueue(payload={"go": str(self._held[-1])})
-        self.until_task(task_id, TaskStatus.RUNNING)
+    def start_blocked_task(self) -> int:
+        """Enqueue a task that runs until `release_tasks`, and wait until it runs."""
+        self._blocked.append(self.folder / f"go-{len(self._blocked)}")
+        task_id = self.enqueue(payload={"go": str(self._blocked[-1])})
+        self.wait_for_task(task_id, TaskStatus.RUNNING)
         return task_id
 
-    def release(self) -> None:
-        """Let all that is held finish."""
-        for path in self._held:
+    def release_tasks(self) -> None:
+        """Let all blocked tasks complete."""
+        for path in self._blocked:
             path.touch()
 
-    def dead_letter(self, error: str = "CUDA out of memory") -> int:
+    def create_failed_task(self, error: str = "CUDA out of memory") -> int:
         task_id = self.enqueue(payload={"error": error}, max_attempts=1)
-        self.until_task(task_id, TaskStatus.FAILED)
+        self.wait_for_task(task_id, TaskStatus.FAILED)
         return task_id
 
     def task(self, task_id: int) -> Task:
-        found = self.ask(lambda store: store.task(task_id))
+        found = self.query(lambda store: store.task(task_id))
         assert found is not None
         return found
 
-    def until_task(self, task_id: int, status: TaskStatus) -> Task:
+    def wait_for_task(self, task_id: int, status: TaskStatus) -> Task:
         wait_until(
-            lambda: self.task(task_id).status is status, PATIENCE_S, f"task {task_id} to be {status}\n{self.log()}"
+            lambda: self.task(task_id).status is status,
+            TIMEOUT_S,
+            f"wait for task {task_id} to be {status}\n{self.log()}",
         )
         return self.task(task_id)
 
     def workers(self, fleet: str = "renders") -> list[Worker]:
-        return [worker for worker in self.ask(lambda store: store.workers()) if worker.fleet == fleet]
+        return [worker for worker in self.query(lambda store: store.workers()) if worker.fleet == fleet]
 
     def active_worker(self, fleet: str = "renders") -> Worker:
         def active() -> list[Worker]:
             return [w for w in self.workers(fleet) if w.status == "active" and not w.is_paused]
 
-        wait_until(lambda: bool(active()), PATIENCE_S, f"an active worker of {fleet}\n{self.log()}")
+        wait_until(lambda: bool(active()), TIMEOUT_S, f"wait for an active worker of {fleet}\n{self.log()}")
         return active()[-1]

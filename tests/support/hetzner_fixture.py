@@ -19,7 +19,7 @@ from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.limiter import HetznerLimiter
 from windlass.providers.hetzner.provider import HetznerProvider
 from windlass.simulator.loop import run, virtual_now
-from windlass.simulator.processes import start_outside
+from windlass.simulator.processes import start_detached
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.project import PrimaryIp
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
@@ -39,7 +39,7 @@ class Network:
 
     async def __call__(self, call: Callable[[], T], timeout_s: float) -> T:
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        start_outside(self._carry(call, answer))
+        start_detached(self._carry(call, answer))
         async with asyncio.timeout(timeout_s):
             return await answer
 

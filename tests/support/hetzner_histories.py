@@ -28,13 +28,13 @@ from windlass.model.hetzner import HOUR_S, HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.provider import HetznerProvider
-from windlass.simulator.cloud import Entry, SimulatedCloud
-from windlass.simulator.invariants import USED_SHARE
-from windlass.simulator.loop import EPOCH, moment, virtual_now
-from windlass.simulator.orchestrators import GatedProvider, SimOrchestrator
-from windlass.simulator.scenario import Scenario, Surroundings, draw, draw_paid
-from windlass.simulator.workers import SimWorker, WorkerFaults
-from windlass.simulator.world import World
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
+from windlass.simulator.invariants import MIN_USED_SHARE
+from windlass.simulator.loop import EPOCH, to_datetime, virtual_now
+from windlass.simulator.orchestrators import ProcessProvider, SimulatedOrchestrator
+from windlass.simulator.scenario import FleetScenario, Scenario, draw_billed_scenario, draw_scenario
+from windlass.simulator.simulation import Simulation
+from windlass.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 
@@ -54,23 +54,25 @@ NOT_DELETED = ("not_found", "locked", "conflict", "protected", "forbidden", "rat
 def hetzner_scenario(seed: int) -> Scenario:
     """The troubles of any world, with fleets as patient as lists of this vendor ask for. Every other one lasts for
     several of its hours, which are shorter, with work that comes in waves."""
-    scenario = draw_paid(seed) if seed % 2 else draw(seed)
-    return replace(scenario, fleets={name: _surroundings(around) for name, around in scenario.fleets.items()})
+    scenario = draw_billed_scenario(seed) if seed % 2 else draw_scenario(seed)
+    return replace(
+        scenario, fleets={name: _surroundings(fleet_scenario) for name, fleet_scenario in scenario.fleets.items()}
+    )
 
 
-def _surroundings(around: Surroundings) -> Surroundings:
+def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
     settings = {
         "provider": "hetzner",
         "spawn_timeout_s": 90.0,
-        "poll_interval_s": max(5.0, around.config.poll_interval_s),
+        "poll_interval_s": max(5.0, fleet_scenario.config.poll_interval_s),
     }
     return replace(
-        around,
-        config=around.config.model_copy(update=settings),
+        fleet_scenario,
+        config=fleet_scenario.config.model_copy(update=settings),
         # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
         max_list_age_s=60.0,
-        max_late_s=MAX_LATE_S + 60.0,
-        billing_unit_s=around.billing_unit_s if around.billing_unit_s > 1 else HOUR_S,
+        max_creation_delay_s=MAX_LATE_S + 60.0,
+        billing_unit_s=fleet_scenario.billing_unit_s if fleet_scenario.billing_unit_s > 1 else HOUR_S,
         # Whatever it is: the emulator says what things cost.
         price_micros_per_hour=1,
         price_micros_per_month=None,
@@ -82,15 +84,15 @@ class HetznerCloud(SimulatedCloud):
 
     project: "Project"
 
-    def end(self, machine_id: str) -> None:
+    def remove_machine(self, machine_id: str) -> None:
         self.project.vanish(machine_id)
-        super().end(machine_id)
+        super().remove_machine(machine_id)
 
-    def exited(self, machine_id: str) -> None:
+    def mark_exited(self, machine_id: str) -> None:
         self.project.turn_off(machine_id)
-        super().exited(machine_id)
+        super().mark_exited(machine_id)
 
-    def charged(self, entry: Entry, until: datetime) -> int:
+    def cost_micros(self, entry: MachineRecord, until: datetime) -> int:
         """By the emulator's own arithmetic, as if it had ended then. An address that somebody made outlive its server
         costs more, which nobody can know."""
         ledger = self.project.emulator.ledger
@@ -107,8 +109,8 @@ class Project(InProcessTransport):
         super().__init__(self.emulator)
         self.clouds = clouds
         self.rng = rng
-        self.is_calm = False
-        self.entries: dict[int, Entry] = {}
+        self.faults_ended = False
+        self.entries: dict[int, MachineRecord] = {}
         self.told: set[str] = set()
 
     # -------------------------------------------------------------------------------------------------- requests
@@ -119,7 +121,7 @@ class Project(InProcessTransport):
         lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
         # Meant for a request that was refused.
         self.emulator.faults.action_faults.clear()
-        breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
+        breaks = self._draw(method, path, cloud) if cloud is not None and not self.faults_ended else None
         if breaks == "late":
             delay_s = self.rng.uniform(0.0, MAX_LATE_S)
             asyncio.get_running_loop().call_later(delay_s, lambda: self._arrive(request, options))
@@ -140,14 +142,14 @@ class Project(InProcessTransport):
     def _cloud_of(self, request: requests.PreparedRequest, method: str, path: str) -> HetznerCloud | None:
         if method == "POST" and path == "/v1/servers":
             cloud = self.clouds[json.loads(request.body or "{}")["labels"]["windlass-fleet"]]
-            cloud.created_calls += 1
+            cloud.create_calls += 1
             return cloud
         if one := _ONE_SERVER.fullmatch(path):
             entry = self.entries.get(int(one[1]))
             if entry is not None and method == "DELETE":
-                self.clouds[entry.fleet].deleted_calls += 1
+                self.clouds[entry.fleet].delete_calls += 1
                 if int(one[1]) in self.emulator.project.servers:
-                    self.clouds[entry.fleet].on_ending(entry)
+                    self.clouds[entry.fleet].on_delete_requested(entry)
             return self.clouds[entry.fleet] if entry is not None else None
         selector = parse_qs(urlsplit(request.url or "").query).get("label_selector", [""])[0]
         found = re.search(r"windlass-fleet=(\w+)", selector)
@@ -157,16 +159,16 @@ class Project(InProcessTransport):
         """Script what happens to this request; or say what breaks on the way."""
         rng, rates, roll = self.rng, cloud.rates, self.rng.random()
         if method == "POST":
-            if roll < rates.create_unclear:
+            if roll < rates.create_ambiguous:
                 kind = rng.choice(["late", "answer lost", "silence", "silence after", "5xx", "5xx after"])
                 if kind not in ("late", "answer lost"):
                     return self._script(method, path, kind, cloud)
                 self.told.add(kind)
-                cloud.story.tell("hetzner", f"{method} {path}: {kind}")
+                cloud.trace.add("hetzner", f"{method} {path}: {kind}")
                 return kind
-            if roll < rates.create_unclear + rates.create_refused:
+            if roll < rates.create_ambiguous + rates.create_refused:
                 return self._script(method, path, rng.choice(REFUSALS), cloud)
-            if roll > 1 - rates.create_unclear / 2:
+            if roll > 1 - rates.create_ambiguous / 2:
                 self._fail_action("start_server", cloud)
         elif method == "DELETE":
             if roll > 1 - rates.delete_failed / 4:
@@ -178,7 +180,7 @@ class Project(InProcessTransport):
                 return self._script(method, path, ("silence" if code is None else code) + after, cloud)
         elif roll < rates.list_failed / (1 if path == "/v1/servers" else 3):
             return self._script(method, path, rng.choice(["silence", "5xx", "rate_limit_exceeded"]), cloud)
-        elif path == "/v1/servers" and rng.random() < rates.list_old:
+        elif path == "/v1/servers" and rng.random() < rates.list_stale:
             self.emulator.faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
             self.told.add("list old")
         return None
@@ -186,7 +188,7 @@ class Project(InProcessTransport):
     def _fail_action(self, command: str, cloud: HetznerCloud) -> None:
         """The request is answered well, and nothing comes of it."""
         self.told.add(f"{command} failed")
-        cloud.story.tell("hetzner", f"{command} is accepted and fails")
+        cloud.trace.add("hetzner", f"{command} is accepted and fails")
         self.emulator.faults.next_action(command)
 
     def never_starts(self, machine_id: str) -> bool:
@@ -200,7 +202,7 @@ class Project(InProcessTransport):
             word, word
         )
         self.told.add(f"{method} {kind}")
-        cloud.story.tell("hetzner", f"{method} {path}: {kind}")
+        cloud.trace.add("hetzner", f"{method} {path}: {kind}")
         self.emulator.faults.next(code, method=method, path=re.escape(path), takes_effect=bool(after))
 
     # ----------------------------------------------------------------------------------------------------- books
@@ -215,13 +217,13 @@ class Project(InProcessTransport):
                 request = MachineRequest(
                     labels["windlass-worker"], labels["windlass-fleet"], int(labels["windlass-slot"])
                 )
-                self.entries[id_] = self.clouds[request.fleet].begin(request, machine_id=str(id_))
+                self.entries[id_] = self.clouds[request.fleet].add_machine(request, machine_id=str(id_))
         for id_, entry in self.entries.items():
             if id_ not in servers:
-                SimulatedCloud.end(self.clouds[entry.fleet], entry.id)
+                SimulatedCloud.remove_machine(self.clouds[entry.fleet], entry.id)
         due = self.emulator.next_due()
         if due is not None:
-            asyncio.get_running_loop().call_at((due - moment(0)).total_seconds() + 1e-6, self._look_again)
+            asyncio.get_running_loop().call_at((due - to_datetime(0)).total_seconds() + 1e-6, self._look_again)
 
     def _look_again(self) -> None:
         due = self.emulator.next_due()
@@ -262,36 +264,38 @@ class Project(InProcessTransport):
         """Into the books, when all is over: since when and until when the emulator has billed each server."""
         for id_, entry in self.entries.items():
             line = self.emulator.ledger._lines["server", id_]
-            entry.began_at = (line.started - EPOCH).total_seconds()
+            entry.created_at = (line.started - EPOCH).total_seconds()
             if line.ended is not None:
-                entry.gone_at = (line.ended - EPOCH).total_seconds()
+                entry.deleted_at = (line.ended - EPOCH).total_seconds()
 
 
-def nobody_is_deleted_early(history: "HetznerHistory", entry: Entry) -> None:
+def nobody_is_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> None:
     """Whoever is deleted in the first 80 % of a paid hour was not let go for want of work; or it was, late in the hour
     before, and trouble kept it from being deleted in time. That whoever was not let go at all is to blame is judged for
     all worlds alike."""
     server = history.project.emulator.project.servers[int(entry.id)]
     hour_s, age_s = history.hour_s, (virtual_now() - server.created).total_seconds()
-    spared_at = history.watch.spared_at.get(entry.name)
-    is_early = age_s % hour_s < USED_SHARE * hour_s
-    if spared_at is None:
+    idle_drain_at = history.checker.idle_drain_at.get(entry.name)
+    is_early = age_s % hour_s < MIN_USED_SHARE * hour_s
+    if idle_drain_at is None:
         history.occasions[entry.id] = "with a cause, " + ("early in an hour" if is_early else "late in an hour")
         return
     history.occasions[entry.id] = "for want of work, " + ("kept by trouble" if is_early else "at the end of an hour")
-    let_go_s = (moment(spared_at) - server.created).total_seconds()
+    let_go_s = (to_datetime(idle_drain_at) - server.created).total_seconds()
     if is_early and let_go_s // hour_s == age_s // hour_s:
-        history._break(f"{entry.name} is deleted {age_s % hour_s:.0f} s into a paid hour, and nobody said why")
+        history.report_violation(
+            f"{entry.name} is deleted {age_s % hour_s:.0f} s into a paid hour, and nobody said why"
+        )
 
 
-class HetznerHistory(World):
+class HetznerHistory(Simulation):
     """`on_deletion` is told of every server that somebody asks to delete, before it goes."""
 
     project: Project
     hour_s: int
     # On what occasion each server was asked to go, for the last time.
     occasions: dict[str, str]
-    on_deletion: Callable[["HetznerHistory", Entry], None] = staticmethod(nobody_is_deleted_early)
+    on_deletion: Callable[["HetznerHistory", MachineRecord], None] = staticmethod(nobody_is_deleted_early)
 
     @property
     def tally(self) -> Counter[str]:
@@ -304,42 +308,44 @@ class HetznerHistory(World):
         self.occasions = {}
         # One project has one kind of hour; all fleets of a scenario have the same.
         (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
-        self.project = Project(clouds, self.hour_s, self._chance("hetzner"))
+        self.project = Project(clouds, self.hour_s, self._rng_for("hetzner"))
         for cloud in clouds.values():
             cloud.project = self.project
-            cloud.on_ending = self._ends
+            cloud.on_delete_requested = self._ends
         self.at(0.0, self._forget_addresses)
 
-    def _cloud(self, name: str, around: Surroundings) -> SimulatedCloud:
-        usual = super()._cloud(name, around)
+    def _make_cloud(self, name: str, fleet_scenario: FleetScenario) -> SimulatedCloud:
+        usual = super()._make_cloud(name, fleet_scenario)
         cloud = HetznerCloud(
             name,
             usual.rng,
-            self.story,
+            self.trace,
             usual.max_list_age_s,
-            usual.max_late_s,
+            usual.max_creation_delay_s,
             usual.price_micros_per_hour,
             billing_unit_s=usual.billing_unit_s,
             rates=usual.rates,
         )
-        cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
-        cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
+        cloud.on_created, cloud.on_delete_requested = usual.on_created, usual.on_delete_requested
+        cloud.start_worker = lambda entry: self._start_worker(cloud, fleet_scenario, entry)
         return cloud
 
-    def _move_in(self, cloud: SimulatedCloud, around: Surroundings, entry: Entry) -> SimWorker:
+    def _start_worker(
+        self, cloud: SimulatedCloud, fleet_scenario: FleetScenario, entry: MachineRecord
+    ) -> SimulatedWorker:
         if self.project.never_starts(entry.id):
-            self._next_lucks.appendleft(WorkerFaults(never_joins=True))
-        return super()._move_in(cloud, around, entry)
+            self.scripted_faults.appendleft(WorkerFaults(never_joins=True))
+        return super()._start_worker(cloud, fleet_scenario, entry)
 
-    def _ends(self, entry: Entry) -> None:
-        self.watch.machine_ends(entry)
+    def _ends(self, entry: MachineRecord) -> None:
+        self.checker.on_delete_requested(entry)
         self.on_deletion(self, entry)
 
-    def _replace_provider(self, orchestrator: SimOrchestrator, service: Any) -> Any:
-        if not isinstance(service, GatedProvider):
+    def _replace_provider(self, orchestrator: SimulatedOrchestrator, service: Any) -> Any:
+        if not isinstance(service, ProcessProvider):
             return service
-        fleet = service._provider.fleet  # type: ignore[attr-defined] # the bare cloud
-        rng = self._chance(f"{orchestrator.name} {self._now()}")
+        fleet = service.provider.fleet  # type: ignore[attr-defined] # the bare cloud
+        rng = self._rng_for(f"{orchestrator.name} {self.now()}")
         account = HetznerAccount(
             "any",
             endpoint=ENDPOINT,
@@ -358,40 +364,40 @@ class HetznerHistory(World):
             render_user_data=lambda request: f"#cloud-config\n# {request.name}\n",
             now=virtual_now,
         )
-        return GatedProvider(provider, service._process)
+        return ProcessProvider(provider, service.process)
 
     async def _forget_addresses(self) -> None:
-        while not self.is_calm:
+        while not self.faults_ended:
             self.project.forget_an_address()
             await asyncio.sleep(self._rng.expovariate(1 / 120))
 
-    async def _calm_down(self) -> None:
-        self.project.is_calm = True
-        await super()._calm_down()
+    async def _end_faults(self) -> None:
+        self.project.faults_ended = True
+        await super()._end_faults()
 
-    async def _close_the_books(self, calm_at: float) -> int:
+    async def _audit_costs(self, faults_ended_at: float) -> int:
         self.project.look()
         self.project.take_over_times()
-        return await super()._close_the_books(calm_at)
+        return await super()._audit_costs(faults_ended_at)
 
-    async def _leaked(self) -> str | None:
+    async def _find_leak(self) -> str | None:
         self.project.look()
         for address in self.project.emulator.project.primary_ips.values():
             if address.server_id is None:
                 return f"Primary IP {address.id} is paid for and no server has it"
-        return await super()._leaked()
+        return await super()._find_leak()
 
-    async def _restless(self) -> str | None:
+    async def _find_unrest(self) -> str | None:
         """A server whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
         for cloud in self.clouds.values():
-            for entry in cloud.billed():
-                worker = self.watch.by_machine[entry.id]
-                is_heard = worker.conduct.first_heard_at is not None
+            for entry in cloud.billed_machines():
+                worker = self.checker.workers_by_machine[entry.id]
+                is_heard = worker.history.first_heartbeat_at is not None
                 if worker._process.is_dead or worker._process.is_frozen or not is_heard:
                     return f"nobody works in {entry.id} of {entry.name}"
-        return await super()._restless()
+        return await super()._find_unrest()
 
-    def tell(self, why: str) -> str:
+    def failure_report(self, why: str) -> str:
         test = "tests/simulator/test_hetzner_histories.py"
         replay = f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest {test}"
-        return super().tell(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)
+        return super().failure_report(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)

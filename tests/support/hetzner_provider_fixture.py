@@ -48,7 +48,7 @@ class HetznerWorld:
             identity=windlass,
             render_user_data=lambda _: "#cloud-config\n",
             list_reuse_s=0.0,
-            delete_looks_s=(0.0, 0.01, 0.1),
+            delete_poll_intervals_s=(0.0, 0.01, 0.1),
             now=lambda: self._now,
         )
 

@@ -1,7 +1,7 @@
-"""A store as workers without a database see it: their half of the contract over HTTP, the rest of it directly.
+"""A store whose worker calls go over HTTP. All other calls go to the store directly.
 
-The application runs in memory, without a network; everything else (routes, gate, guard, both ends' messages) is what
-runs in production. Only who is who is simplified: each name has a token, so that one suite can act as anybody.
+The application runs in the process, without a network. Routes, auth, limits and messages are those of production.
+Only tokens are simplified: every worker id has one, so that a test can act as any worker.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -32,11 +32,11 @@ def token_of(worker_id: str) -> str:
 
 
 class OpenAccess:
-    """Everybody has a token, for all queues."""
+    """Every worker has a token for all queues."""
 
     def __init__(self) -> None:
         self.names: dict[bytes, str] = {}
-        # Where it was hired for, by name.
+        # Fleet by worker id.
         self.fleets: dict[str, str] = {}
 
     async def authenticate(self, token_hash: bytes) -> Caller | None:
@@ -71,7 +71,7 @@ def worker_api_context(store: Any, auth_store: Any, long_poll_hub: LongPollHub) 
 
 
 class OverHttp:
-    """Whatever workers do goes over HTTP, each with its own connection; all else goes to the store behind."""
+    """Worker calls go over HTTP, one connection per worker. Other calls go to the store `behind` it."""
 
     def __init__(self, behind: AnyStore, access: OpenAccess, app: Any) -> None:
         self.behind = behind
@@ -124,10 +124,10 @@ class OverHttp:
         return await self.as_worker(worker_id).run_maintenance(worker_id)
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
-        return await self.as_worker("anybody").next_run_after(queues)
+        return await self.as_worker("any").next_run_after(queues)
 
     async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
-        await self.as_worker("anybody").wait_for_work(queues, timeout_s)
+        await self.as_worker("any").wait_for_work(queues, timeout_s)
 
 
 @asynccontextmanager

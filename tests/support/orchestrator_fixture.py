@@ -7,16 +7,18 @@ from random import Random
 from typing import Any
 
 from windlass.control.cycle import FleetCycle, run_once
-from windlass.control.orchestrator import Orchestrator
+from windlass.control.orchestrator import (
+    Orchestrator,
+)
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.worker import Worker, WorkerStatus
-from windlass.simulator.cloud import Entry, SimulatedCloud
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
 from windlass.simulator.loop import run, virtual_now
 from windlass.simulator.processes import SimulatedProcess, track_processes
 from windlass.simulator.scenario import fleet_config
 from windlass.simulator.trace import Trace
-from windlass.simulator.workers import SimWorker, WorkerFaults, WorkerHabits
+from windlass.simulator.workers import SimulatedWorker, TaskProfile, WorkerFaults
 from windlass.store.memory.stores import MemoryStores
 
 TTL_S = 20.0
@@ -54,15 +56,15 @@ class OrchestratorFixture:
     def new_cloud(self, name: str) -> ClosingCloud:
         cloud = ClosingCloud(name, Random(2), self.trace)  # noqa: S311
 
-        def move_in(entry: Entry) -> SimWorker:
-            process, habits = SimulatedProcess(entry.name), WorkerHabits(task_s=(LONG_S, LONG_S))
+        def start_worker(entry: MachineRecord) -> SimulatedWorker:
+            process, tasks = SimulatedProcess(entry.name), TaskProfile(duration_s=(LONG_S, LONG_S))
             faults, rng = WorkerFaults(boots_s=1.0), Random(3)  # noqa: S311
             fleet = self.fleets.get(name, config(name))
-            worker = SimWorker(entry, cloud, fleet, self.store, process, faults, habits, rng, self.trace)
+            worker = SimulatedWorker(entry, cloud, fleet, self.store, process, faults, tasks, rng, self.trace)
             worker.start()
             return worker
 
-        cloud.move_in = move_in
+        cloud.start_worker = start_worker
         return cloud
 
     def start(self, *, stops_when_empty: bool = False) -> "RunningOrchestrator":
@@ -75,8 +77,8 @@ class OrchestratorFixture:
         orchestrator = Orchestrator(
             self.store, candidate, make_cycle, lambda name, _: self.clouds[name], lambda _: None
         )
-        run = orchestrator.run(self.fleets, stops_when_empty=stops_when_empty)
-        return RunningOrchestrator(orchestrator, asyncio.ensure_future(run))
+        task = orchestrator.run(self.fleets, stops_when_empty=stops_when_empty)
+        return RunningOrchestrator(orchestrator, asyncio.ensure_future(task))
 
     async def cycle(self) -> bool:
         """Run one cycle of each fleet, as from cron on another host. Returns whether it led."""
@@ -105,6 +107,8 @@ class OrchestratorFixture:
 
 
 class RunningOrchestrator:
+    """An orchestrator and the task that runs it."""
+
     def __init__(self, orchestrator: Orchestrator, task: "asyncio.Future[None]") -> None:
         self.orchestrator = orchestrator
         self.task = task

@@ -1,4 +1,4 @@
-"""What the fixtures of tests/conftest.py are made of, for tests that need one of their own."""
+"""PostgreSQL servers and databases for the fixtures of tests/conftest.py and for tests that need their own."""
 
 import asyncio
 import itertools
@@ -28,14 +28,14 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.01
 PORT = 5432  # only the name of a socket; nothing listens on a port
-# Surviving a power cut costs time that tests have no use for. What was committed survives the server's own crash.
+# Tests need no protection against power loss. Committed data still survives a crash of the server process.
 UNSAFE_SETTINGS = {"fsync": "off", "full_page_writes": "off"}
 
 T = TypeVar("T")
 
 
 class Server:
-    """A running server on which tests make databases."""
+    """A running server on which tests create databases."""
 
     def __init__(self, dsn: str, socket_dir: Path, crash: Callable[[], None], start: Callable[[], None]) -> None:
         self.dsn = dsn
@@ -79,21 +79,21 @@ async def _execute(dsn: str, sql: str) -> None:
 
 
 def do_without(why: str) -> NoReturn:
-    """Skip the test, unless this is a run that must not leave it out: .ci/run, where packages can be installed."""
+    """Skip the test, or fail it in .ci/run, which can install the missing package."""
     if os.environ.get("TESTS_NEED_SYSTEM_SERVERS"):
         pytest.fail(why)
     pytest.skip(why)
 
 
 def run_aside(coroutine: Coroutine[Any, Any, T]) -> T:
-    """In a thread of its own: fixtures may be set up while pytest-asyncio has a loop in this one."""
+    """Run in another thread: pytest-asyncio may have a running loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
 
 
 @contextmanager
 def reachable_temp_dir() -> Iterator[Path]:
-    """pytest's tmp_path is closed to all but its owner; under root, servers run as somebody else."""
+    """A folder that the server's user can enter. Under root that is another user, and pytest's tmp_path is private."""
     path = Path(tempfile.mkdtemp(prefix="windlass-pytest-"))
     path.chmod(0o755)
     try:
@@ -111,7 +111,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 class SystemPostgres:
-    """A server of the system's own PostgreSQL, reachable by a socket in `path` only."""
+    """A server of the system's PostgreSQL, reachable only by a socket in `path`."""
 
     def __init__(self, bin_dir: Path, path: Path) -> None:
         self._bin_dir = bin_dir
@@ -153,7 +153,7 @@ class SystemPostgres:
 
 @contextmanager
 def transaction_pooler(server: Server, dsn: str, path: Path, *, pool_size: int = 20) -> Iterator[str]:
-    """The address of a database behind a pgbouncer in transaction mode, whose files go to `path`."""
+    """The URL of a database behind a pgbouncer in transaction mode, which has its files in `path`."""
     program = shutil.which("pgbouncer", path="/usr/sbin:/usr/bin:/usr/local/bin:/usr/local/sbin")
     if program is None:
         do_without("there is no pgbouncer here: install the package pgbouncer to run this")
@@ -174,7 +174,7 @@ def transaction_pooler(server: Server, dsn: str, path: Path, *, pool_size: int =
         *("[pgbouncer]", *(f"{name} = {value}" for name, value in settings.items())),
     ]
     (path / "pgbouncer.ini").write_text("\n".join(lines) + "\n")
-    # It refuses root, and must get at the server's socket.
+    # pgbouncer refuses to run as root, and its user must reach the server's socket.
     owner = server.socket_dir.stat()
     account: dict[str, Any] = {}
     if os.geteuid() == 0:
@@ -197,7 +197,7 @@ def _listens(port: int) -> bool:
 
 
 def unprivileged_user() -> str | None:
-    """Whom a server runs as: PostgreSQL refuses root. None means ourselves."""
+    """The user that a server runs as: PostgreSQL refuses root. None: the current user."""
     if os.geteuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
@@ -205,7 +205,7 @@ def unprivileged_user() -> str | None:
 
 
 class VirtualClock:
-    """For PostgresStores(virtual_now=...) and MemoryStores: time that passes only when a test says so."""
+    """For PostgresStores(virtual_now=...) and MemoryStores: a clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = datetime(2030, 1, 1, tzinfo=UTC)

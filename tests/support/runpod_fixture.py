@@ -20,7 +20,7 @@ from windlass.providers.runpod.account import RunpodAccount
 from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.runpod.provider import RunpodProvider
 from windlass.simulator.loop import run, virtual_now
-from windlass.simulator.processes import start_outside
+from windlass.simulator.processes import start_detached
 from windlass_emulators.http import Emulator
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import VirtualPodHost
@@ -44,7 +44,7 @@ class Network(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         answer: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
         await request.aread()
-        start_outside(self._carry(request, answer))
+        start_detached(self._carry(request, answer))
         return await answer
 
     async def _carry(self, request: httpx.Request, answer: "asyncio.Future[httpx.Response]") -> None:

@@ -24,12 +24,12 @@ from windlass.model.runpod import RunpodSettings
 from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod.account import RunpodAccount
 from windlass.providers.runpod.provider import RunpodProvider
-from windlass.simulator.cloud import Entry, SimulatedCloud
-from windlass.simulator.loop import moment, virtual_now
-from windlass.simulator.orchestrators import GatedProvider, SimOrchestrator
-from windlass.simulator.scenario import Scenario, Surroundings, draw
-from windlass.simulator.workers import SimWorker
-from windlass.simulator.world import World
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
+from windlass.simulator.loop import to_datetime, virtual_now
+from windlass.simulator.orchestrators import ProcessProvider, SimulatedOrchestrator
+from windlass.simulator.scenario import FleetScenario, Scenario, draw_scenario
+from windlass.simulator.simulation import Simulation
+from windlass.simulator.workers import SimulatedWorker
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.errors import NO_CAPACITY
 from windlass_emulators.runpod.faults import PodFaults
@@ -51,23 +51,28 @@ NOT_DELETED = ("nothing", "404", "409", "401", "403", "429", *NO_ANSWERS)
 
 def runpod_scenario(seed: int) -> Scenario:
     """The troubles of any world, with fleets as patient as lists of this vendor ask for."""
-    scenario = draw(seed)
-    return replace(scenario, fleets={name: _surroundings(around) for name, around in scenario.fleets.items()})
+    scenario = draw_scenario(seed)
+    return replace(
+        scenario, fleets={name: _surroundings(fleet_scenario) for name, fleet_scenario in scenario.fleets.items()}
+    )
 
 
-def _surroundings(around: Surroundings) -> Surroundings:
+def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
     settings = {
         "provider": "runpod",
         "runpod": RunpodSettings(image=IMAGE),
         "spawn_timeout_s": 90.0,
-        "poll_interval_s": max(5.0, around.config.poll_interval_s),
+        "poll_interval_s": max(5.0, fleet_scenario.config.poll_interval_s),
         "has_gpu": True,
         "gpu_not_detected_timeout_s": 45.0,
         "concurrency": 1,
     }
     # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
     return replace(
-        around, config=around.config.model_copy(update=settings), max_list_age_s=60.0, max_late_s=MAX_LATE_S + 60.0
+        fleet_scenario,
+        config=fleet_scenario.config.model_copy(update=settings),
+        max_list_age_s=60.0,
+        max_creation_delay_s=MAX_LATE_S + 60.0,
     )
 
 
@@ -76,13 +81,13 @@ class RunpodCloud(SimulatedCloud):
 
     pods: "Pods"
 
-    def end(self, machine_id: str) -> None:
+    def remove_machine(self, machine_id: str) -> None:
         self.pods.vanish(machine_id)
-        super().end(machine_id)
+        super().remove_machine(machine_id)
 
-    def exited(self, machine_id: str) -> None:
+    def mark_exited(self, machine_id: str) -> None:
         self.pods.stop(machine_id)
-        super().exited(machine_id)
+        super().mark_exited(machine_id)
 
 
 class Pods(InProcessTransport):
@@ -105,8 +110,8 @@ class Pods(InProcessTransport):
         self.has_bad_pods = fate.random() < 2 / 3
         # What is wrong with the pod that begins at this moment.
         self.begins_with = PodFaults()
-        self.is_calm = False
-        self.entries: dict[str, Entry] = {}
+        self.faults_ended = False
+        self.entries: dict[str, MachineRecord] = {}
         self.told: set[str] = set()
 
     # -------------------------------------------------------------------------------------------------- requests
@@ -115,8 +120,8 @@ class Pods(InProcessTransport):
         method, path = request.method, request.url.path
         cloud = self._cloud_of(request, method, path)
         faults = self.emulator.faults
-        breaks = self._draw(method, path, cloud) if cloud is not None and not self.is_calm else None
-        if method == "POST" and path == PODS and self.has_bad_pods and not self.is_calm:
+        breaks = self._draw(method, path, cloud) if cloud is not None and not self.faults_ended else None
+        if method == "POST" and path == PODS and self.has_bad_pods and not self.faults_ended:
             self._draw_pod()
         if breaks == "late":
             delay_s = self.rng.uniform(0.0, MAX_LATE_S)
@@ -139,14 +144,14 @@ class Pods(InProcessTransport):
     def _cloud_of(self, request: httpx.Request, method: str, path: str) -> RunpodCloud | None:
         if method == "POST" and path == PODS:
             fleet = json.loads(request.content)["env"]["WINDLASS_POD"].split("/")[1]
-            self.clouds[fleet].created_calls += 1
+            self.clouds[fleet].create_calls += 1
             return self.clouds[fleet]
         if one := _ONE_POD.fullmatch(path):
             entry = self.entries.get(one[1])
             if entry is not None and method == "DELETE":
-                self.clouds[entry.fleet].deleted_calls += 1
+                self.clouds[entry.fleet].delete_calls += 1
                 if one[1] in self.emulator.account.pods:
-                    self.clouds[entry.fleet].on_ending(entry)
+                    self.clouds[entry.fleet].on_delete_requested(entry)
             return self.clouds[entry.fleet] if entry is not None else None
         return self.rng.choice(list(self.clouds.values()))
 
@@ -154,16 +159,16 @@ class Pods(InProcessTransport):
         """Script what happens to this request; or say what breaks on the way."""
         rng, rates, roll = self.rng, cloud.rates, self.rng.random()
         faults = self.emulator.faults
-        faults.hidden_s = rng.uniform(0.0, MAX_HIDDEN_S) if rates.list_old > 0 else 0.0
+        faults.hidden_s = rng.uniform(0.0, MAX_HIDDEN_S) if rates.list_stale > 0 else 0.0
         if method == "POST":
-            if roll < rates.create_unclear:
+            if roll < rates.create_ambiguous:
                 kind = rng.choice(
                     ["late", "answer lost", *(f"{each}{after}" for each in NO_ANSWERS for after in AFTER)]
                 )
                 if kind not in ("late", "answer lost"):
                     return self._script(method, path, kind, cloud)
                 return self._tell(cloud, method, path, kind)
-            if roll < rates.create_unclear + rates.create_refused:
+            if roll < rates.create_ambiguous + rates.create_refused:
                 return self._script(method, path, rng.choice(REFUSALS), cloud)
         elif method == "DELETE":
             if roll < rates.delete_failed:
@@ -172,7 +177,7 @@ class Pods(InProcessTransport):
                 return self._script(method, path, kind + after, cloud)
         elif roll < rates.list_failed / (1 if path == PODS else 3):
             return self._script(method, path, rng.choice(["silence", "5xx", "429"]), cloud)
-        elif path == PODS and rng.random() < rates.list_old:
+        elif path == PODS and rng.random() < rates.list_stale:
             faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
             self.told.add("list old")
         return None
@@ -186,7 +191,7 @@ class Pods(InProcessTransport):
 
     def _tell(self, cloud: RunpodCloud, method: str, path: str, kind: str) -> str:
         self.told.add(f"{method} {kind}")
-        cloud.story.tell("runpod", f"{method} {path}: {kind}")
+        cloud.trace.add("runpod", f"{method} {path}: {kind}")
         return kind
 
     def _script(self, method: str, path: str, kind: str, cloud: RunpodCloud) -> None:
@@ -217,13 +222,13 @@ class Pods(InProcessTransport):
                 slot = int(worker_id.split("-")[-2])
                 self.begins_with = pod.faults
                 self.told |= {name for name in ("has_no_gpu", "never_has_runtime") if getattr(pod.faults, name)}
-                self.entries[id_] = self.clouds[fleet].begin(MachineRequest(worker_id, fleet, slot))
+                self.entries[id_] = self.clouds[fleet].add_machine(MachineRequest(worker_id, fleet, slot))
         for id_, entry in self.entries.items():
             if id_ not in pods:
-                SimulatedCloud.end(self.clouds[entry.fleet], entry.id)
+                SimulatedCloud.remove_machine(self.clouds[entry.fleet], entry.id)
         due = self.emulator.next_due()
         if due is not None:
-            asyncio.get_running_loop().call_at((due - moment(0)).total_seconds() + 1e-6, self._look_again)
+            asyncio.get_running_loop().call_at((due - to_datetime(0)).total_seconds() + 1e-6, self._look_again)
 
     def _look_again(self) -> None:
         due = self.emulator.next_due()
@@ -263,48 +268,52 @@ class SlowPreparer:
             await on_host_key("its key")
         pod_id = pod.split()[1]
         entry = self._history.pods.entries.get(pod_id)
-        worker = self._history.watch.by_machine.get(entry.id) if entry is not None else None
+        worker = self._history.checker.workers_by_machine.get(entry.id) if entry is not None else None
         if worker is None or pod_id not in self._history.pods.emulator.account.pods:
             raise NotPrepared("SSH_UNREACHABLE", f"preparing {pod}: nobody answers")
-        if worker.conduct.luck.has_no_gpu and self._rng.random() < 0.5:
+        if worker.history.faults.has_no_gpu and self._rng.random() < 0.5:
             raise NotPrepared("GPU_NOT_DETECTED", f"preparing {pod}: no GPU answers", "what it said", "its key")
-        if worker.conduct.luck.never_joins:
+        if worker.history.faults.never_joins:
             raise NotPrepared(self._rng.choice(CODES), f"preparing {pod}: it is a bad one", "what it said", "its key")
-        if not self._history.is_calm and self._rng.random() < 0.3:
+        if not self._history.faults_ended and self._rng.random() < 0.3:
             raise RuntimeError("a fault in the adapter")
         return Preparation(host_key or "its key")
 
 
-class RunpodHistory(World):
+class RunpodHistory(Simulation):
     pods: Pods
 
     def _build(self) -> None:
         self.wrap = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, RunpodCloud)}
-        self.pods = Pods(clouds, self._chance("runpod"), self._chance("pods"))
+        self.pods = Pods(clouds, self._rng_for("runpod"), self._rng_for("pods"))
         for cloud in clouds.values():
             cloud.pods = self.pods
 
-    def _cloud(self, name: str, around: Surroundings) -> SimulatedCloud:
-        usual = super()._cloud(name, around)
-        cloud = RunpodCloud(name, usual.rng, self.story, usual.max_list_age_s, usual.max_late_s, rates=usual.rates)
-        cloud.on_begun, cloud.on_ending = usual.on_begun, usual.on_ending
-        cloud.move_in = lambda entry: self._move_in(cloud, around, entry)
+    def _make_cloud(self, name: str, fleet_scenario: FleetScenario) -> SimulatedCloud:
+        usual = super()._make_cloud(name, fleet_scenario)
+        cloud = RunpodCloud(
+            name, usual.rng, self.trace, usual.max_list_age_s, usual.max_creation_delay_s, rates=usual.rates
+        )
+        cloud.on_created, cloud.on_delete_requested = usual.on_created, usual.on_delete_requested
+        cloud.start_worker = lambda entry: self._start_worker(cloud, fleet_scenario, entry)
         return cloud
 
-    def _move_in(self, cloud: SimulatedCloud, around: Surroundings, entry: Entry) -> SimWorker:
+    def _start_worker(
+        self, cloud: SimulatedCloud, fleet_scenario: FleetScenario, entry: MachineRecord
+    ) -> SimulatedWorker:
         """As good or bad as its pod."""
         pod = self.pods.begins_with
         if pod.has_no_gpu or pod.never_has_runtime:
             self.next_worker(has_no_gpu=pod.has_no_gpu, never_joins=pod.never_has_runtime)
-        return super()._move_in(cloud, around, entry)
+        return super()._start_worker(cloud, fleet_scenario, entry)
 
-    def _replace_provider(self, orchestrator: SimOrchestrator, service: Any) -> Any:
-        if not isinstance(service, GatedProvider):
+    def _replace_provider(self, orchestrator: SimulatedOrchestrator, service: Any) -> Any:
+        if not isinstance(service, ProcessProvider):
             return service
-        fleet = service._provider.fleet  # type: ignore[attr-defined] # the bare cloud
-        rng = self._chance(f"{orchestrator.name} {self._now()}")
+        fleet = service.provider.fleet  # type: ignore[attr-defined] # the bare cloud
+        rng = self._rng_for(f"{orchestrator.name} {self.now()}")
         account = RunpodAccount(
             "any", endpoint=ENDPOINT, timeout_s=TIMEOUT_S, transport=Network(self.pods, rng), rng=rng
         )  # fmt: skip
@@ -319,31 +328,31 @@ class RunpodHistory(World):
             public_key="ssh-ed25519 AAAA" if is_prepared else None,
             now=virtual_now,
         )
-        return GatedProvider(provider, service._process)
+        return ProcessProvider(provider, service.process)
 
-    async def _calm_down(self) -> None:
-        self.pods.is_calm = True
+    async def _end_faults(self) -> None:
+        self.pods.faults_ended = True
         self.pods.emulator.faults.clear()
-        await super()._calm_down()
+        await super()._end_faults()
 
-    async def _leaked(self) -> str | None:
+    async def _find_leak(self) -> str | None:
         self.pods.look()
-        return await super()._leaked()
+        return await super()._find_leak()
 
-    async def _restless(self) -> str | None:
+    async def _find_unrest(self) -> str | None:
         """A pod whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
         for cloud in self.clouds.values():
-            for entry in cloud.billed():
-                worker = self.watch.by_machine[entry.id]
-                is_heard = worker.conduct.first_heard_at is not None
-                if worker.conduct.luck.has_no_gpu:
+            for entry in cloud.billed_machines():
+                worker = self.checker.workers_by_machine[entry.id]
+                is_heard = worker.history.first_heartbeat_at is not None
+                if worker.history.faults.has_no_gpu:
                     return f"{entry.id} of {entry.name} has no GPU"
                 if worker._process.is_dead or worker._process.is_frozen or not is_heard:
                     return f"nobody works in {entry.id} of {entry.name}"
-        return await super()._restless()
+        return await super()._find_unrest()
 
-    def tell(self, why: str) -> str:
+    def failure_report(self, why: str) -> str:
         replay = (
             f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest tests/simulator/test_runpod_histories.py"
         )
-        return super().tell(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)
+        return super().failure_report(why).replace(f"python -m windlass.simulator --seed {self.scenario.seed}", replay)

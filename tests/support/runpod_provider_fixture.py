@@ -44,7 +44,7 @@ class RunpodWorld:
             identity=windlass,
             url="http://10.0.0.2:8080",
             list_reuse_s=0.0,
-            delete_looks_s=(0.0, 0.01, 0.1),
+            delete_poll_intervals_s=(0.0, 0.01, 0.1),
             hidden_s=0.0,
             now=lambda: self._now,
         )

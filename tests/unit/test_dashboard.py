@@ -37,8 +37,8 @@ from windlass.policy.plan import plan
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
 PAGE = PageContext(now=NOW, version="1.0", viewer=Viewer(is_operator=True, csrf="secret"))
 STATIC = Path(render.__file__).with_name("static")
-# Files that every page loads.
-ASSETS = ("windlass.css", "windlass.js", "uplot.js", "icon.svg")
+# Files that the overview loads.
+ASSETS = ("windlass.css", "windlass.js", "idiomorph.js", "uplot.js", "icon.svg")
 LIMIT_BYTES = 100_000
 
 
@@ -66,7 +66,7 @@ def standing(of: Fleet, **changed: Any) -> FleetOverview:
         "fleet": of,
         "work": Work(),
         "workers": {WorkerStatus.ACTIVE: 1},
-        "hired": 1,
+        "managed": 1,
         "paused": 0,
         "silent": 0,
         "idle": 0,
@@ -411,12 +411,12 @@ def test_user_content_is_escaped() -> None:
     )  # fmt: skip
     assert script not in listed + worker_html
     assert "&lt;script&gt;" in listed
-    assert "and more: write queue=NAME into the address" in listed
+    assert "more queues: add queue=NAME to the address" in listed
     assert "&lt;script&gt;" in worker_html
 
 
 def announced(page: str) -> dict[str, str]:
-    return dict(re.findall(r'id="([^"]+)" data-announce="([^"]*)"', page))
+    return dict(re.findall(r'id="([^"]+)" data-announce-key="([^"]*)"', page))
 
 
 def test_screen_readers_announce_changes_and_not_numbers() -> None:
@@ -425,7 +425,7 @@ def test_screen_readers_announce_changes_and_not_numbers() -> None:
         return overview_page(PAGE, overview(seen), {}, [])
 
     before = announced(page(41, "spawn 3: 41 queued, clears in 9 min"))
-    assert before == {"decision-renders": "spawn", "item-failed-renders": "there"}
+    assert before == {"decision-renders": "spawn", "item-failed-renders": "shown"}
     assert announced(page(1_234, "spawn 1,200: 1,234 queued, clears in 2 h")) == before
     assert announced(page(41, "no change: 41 queued")) != before
     paused = announced(page(41, "spawn 3: 41 queued", is_paused=True))
@@ -493,7 +493,7 @@ def test_budget_shows_used_share_and_action() -> None:
     assert "per day: EUR 9.00 of 10.00" in page
     assert "90 % of the budget used" in page
     assert "stop-spawning" in page
-    assert budget.weight == "warn"
+    assert budget.level == "warn"
 
 
 def test_large_slot_map_has_a_next_page() -> None:
@@ -513,5 +513,7 @@ def test_large_slot_map_has_a_next_page() -> None:
     assert '<a class="button small" href="/workers?fleet=renders">First page</a>' in page(last)
 
 
-def test_vendored_script_has_its_license() -> None:
-    assert "MIT" in (STATIC / "uplot.LICENSE.txt").read_text()
+@pytest.mark.parametrize(("script", "license_name"), [("uplot", "MIT"), ("idiomorph", "Zero-Clause BSD")])
+def test_vendored_script_has_its_license(script: str, license_name: str) -> None:
+    assert (STATIC / f"{script}.js").stat().st_size > 0
+    assert license_name in (STATIC / f"{script}.LICENSE.txt").read_text()

@@ -96,7 +96,7 @@ async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
     provider = provider_of(account)
     first = asyncio.create_task(provider.create(MachineRequest("red-0-aa", "red", 0)))
     await until(lambda: vendor.posts == 1)
-    with pytest.raises(Throttled, match="too many requests are waiting"):
+    with pytest.raises(Throttled, match="too many requests in flight"):
         await provider.create(MachineRequest("red-1-aa", "red", 1))
     vendor.held.release(1)
     await first
@@ -136,7 +136,7 @@ def test_the_sdk_has_its_retries_and_its_session_where_we_turn_them_off(vendor: 
     client = account.api._client
     assert client._retry_max_retries == 0
     for scheme in ("https://", "http://"):
-        assert client._session.get_adapter(f"{scheme}hetzner.test") is account._ear
+        assert client._session.get_adapter(f"{scheme}hetzner.test") is account._adapter
     vendor.emulator.faults.next("unavailable", times=9)
     with pytest.raises(APIException):
         account.api.locations.get_list()

@@ -12,13 +12,15 @@ from windlass.model.errors import Refused, Throttled
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice
 from windlass.model.machine import MachineRequest
+from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner import naming
-from windlass.providers.hetzner.catalog import in_order, read_prices
-from windlass.providers.hetzner.doctor_checks import boot_time
-from windlass.providers.hetzner.errors import HetznerErrorKind, problem_of
+from windlass.providers.hetzner.catalog import order_choices, read_prices
+from windlass.providers.hetzner.doctor_checks import check_boot_time
+from windlass.providers.hetzner.errors import to_vendor_error
 from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, HetznerLimiter
-from windlass.providers.rate_limiter import PAUSE_FIRST_S, PAUSE_LONGEST_S
+from windlass.providers.rate_limiter import FIRST_PAUSE_S, MAX_PAUSE_S
 from windlass.providers.runpod.limiter import RunpodLimiter
+from windlass.providers.vendor_error import ErrorKind
 from windlass.simulator.loop import run
 
 # ---------------------------------------------------------------------------------------------------------- problems
@@ -31,49 +33,49 @@ def said(code: str | int) -> APIException:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (said("resource_unavailable"), HetznerErrorKind.NO_CAPACITY),
-        (said("placement_error"), HetznerErrorKind.NO_CAPACITY),
-        (said("maintenance"), HetznerErrorKind.NO_CAPACITY),
-        (said("resource_limit_exceeded"), HetznerErrorKind.LIMIT),
-        (said("unauthorized"), HetznerErrorKind.DENIED),
-        (said("token_readonly"), HetznerErrorKind.DENIED),
-        (said("forbidden"), HetznerErrorKind.DENIED),
-        (said("uniqueness_error"), HetznerErrorKind.TAKEN),
-        (said("not_found"), HetznerErrorKind.NOT_FOUND),
-        (said("locked"), HetznerErrorKind.BUSY),
-        (said("conflict"), HetznerErrorKind.BUSY),
-        (said("protected"), HetznerErrorKind.PROTECTED),
-        (said("rate_limit_exceeded"), HetznerErrorKind.THROTTLED),
-        (said("invalid_input"), HetznerErrorKind.REFUSED),
-        (said("json_error"), HetznerErrorKind.REFUSED),
-        (said("server_error"), HetznerErrorKind.LOST),
-        (said("unavailable"), HetznerErrorKind.LOST),
-        (said("timeout"), HetznerErrorKind.LOST),
-        (said("bad_gateway"), HetznerErrorKind.LOST),
-        (said("service_error"), HetznerErrorKind.LOST),
-        (said("a_code_of_next_year"), HetznerErrorKind.LOST),
-        (said(401), HetznerErrorKind.DENIED),
-        (said(404), HetznerErrorKind.NOT_FOUND),
-        (said(400), HetznerErrorKind.REFUSED),
-        (said(408), HetznerErrorKind.LOST),
-        (said(429), HetznerErrorKind.THROTTLED),
-        (said(502), HetznerErrorKind.LOST),
-        (said(200), HetznerErrorKind.LOST),
-        (requests.exceptions.ReadTimeout("read"), HetznerErrorKind.LOST),
-        (requests.exceptions.ConnectTimeout("connect"), HetznerErrorKind.LOST),
-        (requests.exceptions.ConnectionError("refused"), HetznerErrorKind.LOST),
-        (requests.exceptions.ChunkedEncodingError("broken"), HetznerErrorKind.LOST),
-        (TimeoutError(), HetznerErrorKind.LOST),
-        (KeyError("server"), HetznerErrorKind.LOST),
+        (said("resource_unavailable"), ErrorKind.NO_CAPACITY),
+        (said("placement_error"), ErrorKind.NO_CAPACITY),
+        (said("maintenance"), ErrorKind.NO_CAPACITY),
+        (said("resource_limit_exceeded"), ErrorKind.LIMIT),
+        (said("unauthorized"), ErrorKind.DENIED),
+        (said("token_readonly"), ErrorKind.DENIED),
+        (said("forbidden"), ErrorKind.DENIED),
+        (said("uniqueness_error"), ErrorKind.NAME_IN_USE),
+        (said("not_found"), ErrorKind.NOT_FOUND),
+        (said("locked"), ErrorKind.BUSY),
+        (said("conflict"), ErrorKind.BUSY),
+        (said("protected"), ErrorKind.PROTECTED),
+        (said("rate_limit_exceeded"), ErrorKind.THROTTLED),
+        (said("invalid_input"), ErrorKind.REFUSED),
+        (said("json_error"), ErrorKind.REFUSED),
+        (said("server_error"), ErrorKind.LOST),
+        (said("unavailable"), ErrorKind.LOST),
+        (said("timeout"), ErrorKind.LOST),
+        (said("bad_gateway"), ErrorKind.LOST),
+        (said("service_error"), ErrorKind.LOST),
+        (said("a_code_of_next_year"), ErrorKind.LOST),
+        (said(401), ErrorKind.DENIED),
+        (said(404), ErrorKind.NOT_FOUND),
+        (said(400), ErrorKind.REFUSED),
+        (said(408), ErrorKind.LOST),
+        (said(429), ErrorKind.THROTTLED),
+        (said(502), ErrorKind.LOST),
+        (said(200), ErrorKind.LOST),
+        (requests.exceptions.ReadTimeout("read"), ErrorKind.LOST),
+        (requests.exceptions.ConnectTimeout("connect"), ErrorKind.LOST),
+        (requests.exceptions.ConnectionError("refused"), ErrorKind.LOST),
+        (requests.exceptions.ChunkedEncodingError("broken"), ErrorKind.LOST),
+        (TimeoutError(), ErrorKind.LOST),
+        (KeyError("server"), ErrorKind.LOST),
     ],
     ids=lambda value: str(value.code) if isinstance(value, APIException) else str(value),
 )
-def test_every_answer_has_one_meaning(error: Exception, kind: HetznerErrorKind) -> None:
-    problem = problem_of(error)
-    assert problem.kind is kind
-    assert problem.words
+def test_every_answer_has_one_meaning(error: Exception, kind: ErrorKind) -> None:
+    found = to_vendor_error(error)
+    assert found.kind is kind
+    assert str(found)
     if isinstance(error, APIException):
-        assert problem.words == f"the vendor's words ({error.code})"
+        assert str(found) == f"the vendor's words ({error.code})"
 
 
 # ------------------------------------------------------------------------------------------------------------ naming
@@ -100,14 +102,14 @@ def test_a_servers_name_is_a_host_name_or_refused_in_words(worker_id: str, is_fi
         assert len(naming.server_name(worker_id, "abcdef0123456789")) <= 63
     else:
         with pytest.raises(
-            Refused, match=rf"creating server {worker_id}: '{worker_id}-abcdef' cannot be a server's name"
+            Refused, match=rf"creating server {worker_id}: '{worker_id}-abcdef' is not a valid server name"
         ):
             naming.server_name(worker_id, "abcdef0123456789")
 
 
 @pytest.mark.parametrize("fleet", ["renders", "Renders", "a.b_c", "a:b", "a-b", "ends-with-", "x" * 63, "x" * 62 + ":"])
 def test_every_fleets_name_becomes_a_label(fleet: str) -> None:
-    labels = naming.labels_of(naming.fleet_labels("0" * 16, fleet), request_for("w-0-1"), {"team": "a"})
+    labels = naming.server_labels(naming.fleet_labels("0" * 16, fleet), request_for("w-0-1"), {"team": "a"})
     assert set(labels) == {"team", "managed-by", "windlass-id", "windlass-fleet", "windlass-worker", "windlass-slot"}
     assert all(len(value) <= 63 for value in labels.values())
     assert labels["windlass-slot"] == "3"
@@ -119,18 +121,18 @@ def test_no_two_fleets_share_a_label() -> None:
 
 
 def test_a_label_that_would_be_refused_is_refused_before_the_call() -> None:
-    with pytest.raises(Refused, match="creating server w:0: 'w:0' cannot be the value of label windlass-worker"):
-        naming.labels_of(naming.fleet_labels("0" * 16, "f"), request_for("w:0"), {})
+    with pytest.raises(Refused, match="creating server w:0: 'w:0' is not a valid value of label windlass-worker"):
+        naming.server_labels(naming.fleet_labels("0" * 16, "f"), request_for("w:0"), {})
 
 
 def test_user_data_of_more_than_32_kib_is_refused_before_the_call() -> None:
     assert naming.check_user_data("w", "x" * 32_768)
-    with pytest.raises(Refused, match="creating server w: its user_data has 32,770 bytes and may have 32,768"):
+    with pytest.raises(Refused, match="creating server w: user_data has 32,770 bytes, at most 32,768 are allowed"):
         naming.check_user_data("w", "ä" * 16_385)
 
 
 def test_two_databases_are_two_installations_and_tell_nothing() -> None:
-    one, other = naming.installation_of("db.example.com/app"), naming.installation_of("db.example.com/other")
+    one, other = fingerprint("db.example.com/app"), fingerprint("db.example.com/other")
     assert one != other
     assert len(one) == 16
     assert "example" not in one
@@ -172,23 +174,23 @@ def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
     prices = read_prices(PRICING, "net")
     nuremberg = Choice("cx23", "nbg1")
     assert prices.currency == "EUR"
-    assert prices.of(nuremberg, has_ipv4=False) == ((5_600, 3_490_000),)
-    assert prices.of(nuremberg, has_ipv4=True) == ((5_600, 3_490_000), (800, 500_000))
-    assert read_prices(PRICING, "gross").of(nuremberg, has_ipv4=False) == ((9_000_000, 9_000_000),)
+    assert prices.price_parts(nuremberg, has_ipv4=False) == ((5_600, 3_490_000),)
+    assert prices.price_parts(nuremberg, has_ipv4=True) == ((5_600, 3_490_000), (800, 500_000))
+    assert read_prices(PRICING, "gross").price_parts(nuremberg, has_ipv4=False) == ((9_000_000, 9_000_000),)
 
 
 def test_half_a_price_is_no_price() -> None:
     prices = read_prices(PRICING, "net")
-    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=True) == ()
-    assert prices.of(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
-    assert prices.of(Choice("cx99", "nbg1"), has_ipv4=False) == ()
+    assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=True) == ()
+    assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
+    assert prices.price_parts(Choice("cx99", "nbg1"), has_ipv4=False) == ()
 
 
 def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
     a, b, c, d = (Choice("cx23", place) for place in "abcd")
-    assert in_order([a, b, c, d], {b}, {a}) == [c, d, a]
-    assert in_order([a, b], {a, b}, set()) == []
-    assert in_order([a, b], set(), {a, b}) == [a, b]
+    assert order_choices([a, b, c, d], {b}, {a}) == [c, d, a]
+    assert order_choices([a, b], {a, b}, set()) == []
+    assert order_choices([a, b], set(), {a, b}) == [a, b]
 
 
 # ----------------------------------------------------------------------------------------------------------- limiter
@@ -253,15 +255,15 @@ def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
     async def pauses() -> list[float]:
         limiter, found = HetznerLimiter(), []
         for _ in range(8):
-            limiter.learn(429, {})
+            limiter.record_response(429, {})
             found.append(limiter.pause_s)
-            assert limiter.spare() == 0
+            assert limiter.spare_requests() == 0
             await asyncio.sleep(limiter.pause_s)
-        limiter.learn(200, {})
-        limiter.learn(429, {})
+        limiter.record_response(200, {})
+        limiter.record_response(429, {})
         return [*found, limiter.pause_s]
 
-    assert run(pauses()) == [10, 20, 40, 80, 160, PAUSE_LONGEST_S, PAUSE_LONGEST_S, PAUSE_LONGEST_S, 10]
+    assert run(pauses()) == [10, 20, 40, 80, 160, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S, 10]
 
 
 @pytest.mark.parametrize("limiter", [HetznerLimiter, RunpodLimiter])
@@ -275,7 +277,7 @@ def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal
             await allowance.wait(25.0)
             sent.append(loop.time())
             await asyncio.sleep(0.1)
-            allowance.learn(429, {})
+            allowance.record_response(429, {})
 
         asking = [asyncio.create_task(ask()) for _ in range(40)]
         await asyncio.sleep(5.0)
@@ -284,8 +286,8 @@ def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal
         return sent, sum(isinstance(each, Throttled) for each in told), pause_s
 
     sent, throttled, pause_s = run(storm())
-    assert [at for at in sent if 0.2 < at < PAUSE_FIRST_S] == []
-    assert pause_s == pytest.approx(PAUSE_FIRST_S + 0.1)
+    assert [at for at in sent if 0.2 < at < FIRST_PAUSE_S] == []
+    assert pause_s == pytest.approx(FIRST_PAUSE_S + 0.1)
     # Whoever would have to wait for too long now is told so, and nothing was sent.
     assert throttled > 0
     assert len(sent) + throttled == 40
@@ -294,14 +296,14 @@ def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal
 def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
     async def pause() -> float:
         limiter = HetznerLimiter()
-        limiter.learn(429, {})
-        limiter.learn(429, {"Retry-After": "33"})
-        limiter.learn(200, {})  # sent before either
+        limiter.record_response(429, {})
+        limiter.record_response(429, {"Retry-After": "33"})
+        limiter.record_response(200, {})  # sent before either
         await asyncio.sleep(33)
-        limiter.learn(429, {})
+        limiter.record_response(429, {})
         return limiter.pause_s
 
-    assert run(pause()) == 2 * PAUSE_FIRST_S
+    assert run(pause()) == 2 * FIRST_PAUSE_S
 
 
 def test_deletions_and_lists_go_before_hirings() -> None:
@@ -324,7 +326,7 @@ def test_deletions_and_lists_go_before_hirings() -> None:
 def test_the_vendor_may_say_how_long_to_wait() -> None:
     async def pause() -> float:
         limiter = HetznerLimiter()
-        limiter.learn(429, {"Retry-After": "33"})
+        limiter.record_response(429, {"Retry-After": "33"})
         return limiter.pause_s
 
     assert run(pause()) == 33
@@ -333,18 +335,18 @@ def test_the_vendor_may_say_how_long_to_wait() -> None:
 def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_sooner() -> None:
     async def pause() -> tuple[float, float]:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
-        limiter.learn(429, {"Retry-After": "3600"})
+        limiter.record_response(429, {"Retry-After": "3600"})
         asked_s = limiter.pause_s
         await limiter.wait(3600, is_urgent=True)
         return asked_s, loop.time()
 
-    assert run(pause()) == (3600, PAUSE_LONGEST_S)
+    assert run(pause()) == (3600, MAX_PAUSE_S)
 
 
 def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
     async def waited(headers: dict[str, str]) -> float:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
-        limiter.learn(200, headers)
+        limiter.record_response(200, headers)
         for _ in range(BURST):
             await limiter.wait(600)
         return loop.time()
@@ -358,23 +360,24 @@ def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
 def test_the_doctor_remarks_on_images_that_take_longer_than_a_server_is_given() -> None:
     def remark(**settings: Any) -> str | None:
         config = FleetConfig.model_validate({"provider": "hetzner", **settings})
-        found = boot_time("red", config)
-        return found and found.what
+        found = check_boot_time("red", config)
+        return found and found.message
 
     docker = {"bootstrap": {"has_docker": True, "images": ["postgres:16"]}}
     assert remark() is None
     assert remark(**docker, spawn_timeout_s=300) is None
     assert remark(**docker) == (
-        "a new server of fleet red has 120 s to install Docker, pull 1 image and start its worker; then it is replaced"
+        "a new server of fleet red has 120 s to install Docker, pull 1 image and start its worker; "
+        "after that it is replaced"
     )
 
 
 def test_spare_requests_leave_half_a_burst_to_whoever_comes_next() -> None:
     async def spare() -> list[int]:
         limiter = HetznerLimiter()
-        found = [limiter.spare()]
+        found = [limiter.spare_requests()]
         for _ in range(BURST):
             await limiter.wait(0)
-        return [*found, limiter.spare()]
+        return [*found, limiter.spare_requests()]
 
     assert run(spare()) == [BURST // 2, 0]

@@ -138,7 +138,7 @@ def test_fleets_with_one_token_share_an_account_and_the_longest_timeout() -> Non
     config = Config(hetzner_api_token="secret")
     one, other = providers.hetzner_account(config, 20), providers.hetzner_account(config, 30)
     assert one is other
-    assert providers.hetzner_account(config, 5)._ear.timeout_s == 30
+    assert providers.hetzner_account(config, 5).timeout_s == 30
     assert providers.hetzner_account(Config(hetzner_api_token="another"), 20) is not one
 
 

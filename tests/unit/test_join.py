@@ -19,7 +19,7 @@ from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
 from windlass.server.server import listen, serving
 from windlass.worker import join as module
-from windlass.worker.http_transport import ControlPlane, HttpTransport
+from windlass.worker.http_transport import ControlPlaneClient, HttpTransport
 from windlass.worker.join import join, read_join_file
 
 JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"
@@ -110,7 +110,7 @@ async def test_calls_of_a_worker_share_one_connection() -> None:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    control_plane = ControlPlane(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "any", tls=False)
+    control_plane = ControlPlaneClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "any", tls=False)
     try:
         for _ in range(5):
             assert await control_plane.call("asking", "GET", "/") == b"{}"

@@ -15,18 +15,19 @@ from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod import naming
 from windlass.providers.runpod import provisioning as preparing
-from windlass.providers.runpod.catalog import micros_of, read_offers
-from windlass.providers.runpod.errors import MAX_WORDS, RunpodErrorKind, problem_of_answer, problem_of_error
+from windlass.providers.runpod.catalog import read_offers, read_price
+from windlass.providers.runpod.errors import response_error, transport_error
 from windlass.providers.runpod.provisioning import (
     WRITE_JOIN_FILE,
     Preparer,
     checks,
-    lack_of_disk,
     last_lines,
-    launch,
+    launch_script,
+    missing_disk,
     missing_gpus,
 )
 from windlass.providers.runpod.ssh import CommandResult, Endpoint
+from windlass.providers.vendor_error import MAX_MESSAGE, ErrorKind
 
 TIMEOUT_S = 20.0
 NO_CAPACITY = (
@@ -42,61 +43,61 @@ def answer(status: int, detail: object = "said", **headers: str) -> httpx.Respon
 @pytest.mark.parametrize(
     ("status", "detail", "kind"),
     [
-        (400, NO_CAPACITY, RunpodErrorKind.NO_CAPACITY),
-        (400, "No machines with enough GPUs are available right now", RunpodErrorKind.NO_CAPACITY),
-        (400, "This GPU type is currently unavailable", RunpodErrorKind.NO_CAPACITY),
+        (400, NO_CAPACITY, ErrorKind.NO_CAPACITY),
+        (400, "No machines with enough GPUs are available right now", ErrorKind.NO_CAPACITY),
+        (400, "This GPU type is currently unavailable", ErrorKind.NO_CAPACITY),
         (
             400,
             "This machine does not have the resources to deploy your pod. Please try another.",
-            RunpodErrorKind.NO_CAPACITY,
+            ErrorKind.NO_CAPACITY,
         ),
-        (400, "gpu.count must be at most 8", RunpodErrorKind.REFUSED),
-        (400, "network volume 'x' not found", RunpodErrorKind.REFUSED),
-        (400, "data center 'EU-XX-1' not found", RunpodErrorKind.REFUSED),
-        (401, "no", RunpodErrorKind.DENIED),
-        (402, "no", RunpodErrorKind.BALANCE),
-        (403, "no", RunpodErrorKind.FORBIDDEN),
-        (404, "no", RunpodErrorKind.NOT_FOUND),
-        (409, "no", RunpodErrorKind.BUSY),
-        (413, "no", RunpodErrorKind.INVALID),
-        (422, "no", RunpodErrorKind.INVALID),
-        (429, "no", RunpodErrorKind.THROTTLED),
-        (408, "no", RunpodErrorKind.LOST),
-        (418, "no", RunpodErrorKind.LOST),
-        (302, "no", RunpodErrorKind.LOST),
+        (400, "gpu.count must be at most 8", ErrorKind.REFUSED),
+        (400, "network volume 'x' not found", ErrorKind.REFUSED),
+        (400, "data center 'EU-XX-1' not found", ErrorKind.REFUSED),
+        (401, "no", ErrorKind.DENIED),
+        (402, "no", ErrorKind.LIMIT),
+        (403, "no", ErrorKind.FORBIDDEN),
+        (404, "no", ErrorKind.NOT_FOUND),
+        (409, "no", ErrorKind.BUSY),
+        (413, "no", ErrorKind.INVALID),
+        (422, "no", ErrorKind.INVALID),
+        (429, "no", ErrorKind.THROTTLED),
+        (408, "no", ErrorKind.LOST),
+        (418, "no", ErrorKind.LOST),
+        (302, "no", ErrorKind.LOST),
         # Prose about capacity is only meant where it is published.
-        (500, NO_CAPACITY, RunpodErrorKind.LOST),
-        (503, NO_CAPACITY, RunpodErrorKind.LOST),
+        (500, NO_CAPACITY, ErrorKind.LOST),
+        (503, NO_CAPACITY, ErrorKind.LOST),
     ],
 )
-def test_what_an_answer_means(status: int, detail: str, kind: RunpodErrorKind) -> None:
-    problem = problem_of_answer(answer(status, detail))
-    assert (problem.kind, problem.words) == (kind, f"{detail} ({status})")
+def test_what_an_answer_means(status: int, detail: str, kind: ErrorKind) -> None:
+    error = response_error(answer(status, detail))
+    assert (error.kind, str(error)) == (kind, f"{detail} ({status})")
 
 
 def test_an_answer_of_something_before_the_api_has_its_statuss_meaning() -> None:
-    assert problem_of_answer(httpx.Response(502, content=b"<html>")).words == "Bad Gateway (502)"
-    assert problem_of_answer(httpx.Response(403, content=b"[1]")).kind is RunpodErrorKind.FORBIDDEN
-    assert len(problem_of_answer(answer(400, "x" * 5000)).words) < MAX_WORDS + 10
+    assert str(response_error(httpx.Response(502, content=b"<html>"))) == "Bad Gateway (502)"
+    assert response_error(httpx.Response(403, content=b"[1]")).kind is ErrorKind.FORBIDDEN
+    assert len(str(response_error(answer(400, "x" * 5000)))) < MAX_MESSAGE + 10
 
 
 def test_retry_after_is_kept_where_it_is_a_number() -> None:
-    assert problem_of_answer(httpx.Response(429, headers={"Retry-After": "12"})).retry_after_s == 12
-    assert problem_of_answer(httpx.Response(429, headers={"Retry-After": "soon"})).retry_after_s is None
+    assert response_error(httpx.Response(429, headers={"Retry-After": "12"})).retry_after_s == 12
+    assert response_error(httpx.Response(429, headers={"Retry-After": "soon"})).retry_after_s is None
 
 
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (httpx.ReadTimeout(""), "no answer in time"),
-        (TimeoutError(), "no answer in time"),
-        (httpx.ConnectError("Connection refused"), "the API cannot be reached (Connection refused)"),
-        (httpx.ReadError(""), "the API cannot be reached (ReadError)"),
-        (ValueError("no JSON"), "an answer that cannot be read (ValueError: no JSON)"),
+        (httpx.ReadTimeout(""), "request timed out"),
+        (TimeoutError(), "request timed out"),
+        (httpx.ConnectError("Connection refused"), "API unreachable (Connection refused)"),
+        (httpx.ReadError(""), "API unreachable (ReadError)"),
+        (ValueError("no JSON"), "unreadable response (ValueError: no JSON)"),
     ],
 )
 def test_whatever_is_no_answer_is_lost(error: Exception, words: str) -> None:
-    assert (problem_of_error(error).kind, problem_of_error(error).words) == (RunpodErrorKind.LOST, words)
+    assert (transport_error(error).kind, str(transport_error(error))) == (ErrorKind.LOST, words)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_whatever_is_no_answer_is_lost(error: Exception, words: str) -> None:
     [(0.69, 690_000), (0.1234565, 123_457), (0, None), (0.0, None), (None, None), ("1.5", 1_500_000)],
 )
 def test_a_price_is_micros_and_zero_is_none(dollars: object, micros: int | None) -> None:
-    assert micros_of(dollars) == micros
+    assert read_price(dollars) == micros
 
 
 def test_stock_is_by_data_center() -> None:
@@ -115,7 +116,7 @@ def test_stock_is_by_data_center() -> None:
     }  # fmt: skip
     offer = read_offers({"gpus": [gpu]}, "SECURE")["X"]
     assert (offer.micros_per_hour, offer.max_count) == (500_000, 8)
-    assert [offer.has_left(places) for places in ((), ("A",), ("B",), ("B", "A"), ("C",))] == [
+    assert [offer.is_in_stock(places) for places in ((), ("A",), ("B",), ("B", "A"), ("C",))] == [
         True, True, False, True, False,
     ]  # fmt: skip
     assert read_offers({"gpus": [{**gpu, "dataCenters": []}]}, "COMMUNITY")["X"].micros_per_hour is None
@@ -133,7 +134,7 @@ def test_stock_is_by_data_center() -> None:
     ],
 )
 def test_a_pod_is_ours_by_its_tag_and_its_name(pod: dict[str, object], is_ours: bool) -> None:
-    assert naming.is_listed(pod, "T/red/") is is_ours
+    assert naming.is_of_fleet(pod, "T/red/") is is_ours
 
 
 # ------------------------------------------------------------------------------------------------------- looking over
@@ -155,11 +156,11 @@ def test_a_gpu_without_memory_is_none(said: str, wanted: int, problem: str | Non
 
 @pytest.mark.parametrize(
     ("free_kb", "problem"),
-    [("4000000", None), ("1000000", "1.0 GB are"), ("-", "df says something that cannot be read")],
+    [("4000000", None), ("1000000", "only 1.0 GB"), ("-", "unreadable output of df")],
 )
 def test_free_disk_is_read_from_df(free_kb: str, problem: str | None) -> None:
     said = f"Filesystem 1024-blocks Used Available Capacity Mounted on\noverlay 9 9 {free_kb} 9% /\n"
-    assert lack_of_disk(said, 2.0) == problem
+    assert missing_disk(said, 2.0) == problem
 
 
 def test_only_what_is_used_is_looked_at() -> None:
@@ -274,7 +275,7 @@ def test_without_either_it_says_so(disk: Disk) -> None:
 def started(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
     disk.path("windlass").mkdir(exist_ok=True)
     settings = RunpodSettings(ssh={"start_command": command, "start_watch_s": watch_s})  # type: ignore[arg-type]
-    return disk.run(launch(settings))
+    return disk.run(launch_script(settings))
 
 
 def test_a_program_is_started_once_with_the_containers_environment_and_without_the_token(disk: Disk) -> None:
@@ -298,8 +299,8 @@ def test_one_that_runs_on_is_not_waited_for(disk: Disk) -> None:
 def test_one_that_fails_at_once_is_quoted(disk: Disk) -> None:
     done = started(disk, "echo it is broken; exit 3")
     assert done.returncode == 75
-    assert done.stdout.splitlines() == ["it is broken", "it ended with 3"]
-    assert started(disk, "echo another").stdout.splitlines() == ["it is broken", "it ended with 3"]
+    assert done.stdout.splitlines() == ["it is broken", "exit status 3"]
+    assert started(disk, "echo another").stdout.splitlines() == ["it is broken", "exit status 3"]
 
 
 def test_what_it_prints_is_kept_within_bounds_and_its_end_stays(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,5 +329,5 @@ def test_what_it_prints_is_kept_within_bounds_and_its_end_stays(disk: Disk, monk
 def test_without_a_place_for_its_marker_nothing_is_started(disk: Disk) -> None:
     disk.path("windlass").write_text("a file")
     settings = RunpodSettings(ssh={"start_command": "touch started"})  # type: ignore[arg-type]
-    assert disk.run(launch(settings)).returncode == 1
+    assert disk.run(launch_script(settings)).returncode == 1
     assert not (disk.folder / "started").exists()

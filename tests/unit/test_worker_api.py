@@ -145,7 +145,7 @@ async def test_token_is_checked_before_the_body_is_read(plane: Plane) -> None:
 async def test_worker_may_use_only_its_own_queues(plane: Plane) -> None:
     token = await plane.join()
     for path, body in {
-        "register": {},
+        "register": {"worker_id": "w0"},
         "claim": {"limit": 1},
         "finish": {"limit": 1},
         "next-run-after": {},

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.common import ConfigFile, command, load
+from windlass.cli.options import ConfigFile, command, load
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import MachineRequest

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table
 from windlass.wiring import stores
 

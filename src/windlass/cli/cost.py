@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.fleets import check_fleet_is_known
+from windlass.cli.options import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.output import format_count, print_json, print_table
 from windlass.cli.times import parse_when
 from windlass.cost.queries import MAX_ROWS, CostReport, build_report

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
 from windlass.model.errors import BadInput

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, command
 from windlass.cli.errors import print_error
+from windlass.cli.options import AsJson, command
 from windlass.cli.output import print_json, print_table
 from windlass.demo.hetzner import HetznerDemo
 from windlass.demo.local import LocalDemo

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
@@ -98,12 +98,14 @@ async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncG
 
 
 async def _check_providers(config: Config) -> AsyncGenerator[Finding, None]:
-    for name, examine in (("hetzner", providers.examine_hetzner), ("runpod", providers.examine_runpod)):
+    for name, run_checks in (("hetzner", providers.check_hetzner), ("runpod", providers.check_runpod)):
         try:
-            async with aclosing(examine(config)) as remarks:
-                async for remark in remarks:
-                    verdict = CheckStatus.FAIL if remark.is_grave else CheckStatus.WARN if remark.do else CheckStatus.OK
-                    yield Finding(remark.check, verdict, remark.what, remark.do)
+            async with aclosing(run_checks(config)) as diagnostics:
+                async for found in diagnostics:
+                    verdict = (
+                        CheckStatus.FAIL if found.is_error else CheckStatus.WARN if found.advice else CheckStatus.OK
+                    )
+                    yield Finding(found.check, verdict, found.message, found.advice)
         except WindlassError as error:
             yield Finding(name, CheckStatus.FAIL, _clause(error))
 

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from windlass.cli.common import command
+from windlass.cli.options import command
 from windlass.model.errors import BadInput
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator

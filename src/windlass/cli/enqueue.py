@@ -18,7 +18,7 @@ from typing import IO, Annotated, Any, Protocol
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import format_count, print_json, progress
 from windlass.cli.times import parse_when
 from windlass.model.errors import BadInput, WindlassError

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, printable
 from windlass.config_loader import load_config
 from windlass.control.explain import explain as explain_name

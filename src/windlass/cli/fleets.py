@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from windlass import operations
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded
 from windlass.model.errors import BadInput

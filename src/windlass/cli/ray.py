@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from windlass import __version__
-from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.errors import EXIT_LOST
 from windlass.cli.logs import LogFormat, configure_logs
+from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig

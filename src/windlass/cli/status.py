@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, QueueFilter, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, command, load
 from windlass.cli.output import TextTable, duration, last_line, print_json, print_text_table, rich_table, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.control.explain import no_orchestrator_reason

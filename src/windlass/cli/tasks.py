@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from windlass import operations
-from windlass.cli.common import AsJson, ConfigFile, DataDir, QueueFilter, command, load
 from windlass.cli.cost import plain_cost
 from windlass.cli.errors import EXIT_BAD_INPUT, print_error
+from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, command, load
 from windlass.cli.output import (
     duration,
     format_count,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import duration, print_json, print_table
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.errors import BadInput

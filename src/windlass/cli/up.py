@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
+from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
 from windlass.control.summary import Summary

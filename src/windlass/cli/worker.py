@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from windlass import __version__
-from windlass.cli.common import ConfigFile, DataDir, command, load
 from windlass.cli.errors import EXIT_BAD_INPUT, EXIT_LOST, print_error
 from windlass.cli.logs import LogFormat, configure_logs, hide
+from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.config_loader import secrets_of
 from windlass.model.auth import API_PREFIX, is_token

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from windlass.cli.common import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.fleets import check_fleet_is_known
+from windlass.cli.options import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.output import duration, print_json, print_table, printable
 from windlass.model.errors import BadInput
 from windlass.model.worker import Worker

@@ -63,11 +63,11 @@ def fleet_charts(overview: FleetOverview, now: datetime, history: Sequence[Sampl
         values = (round((getattr(sample, field) or 0) / divisor, 4) for sample in samples)
         return Series(label, colour, tuple(values))
 
-    tasks = (series("queued", "waiting", "queued"), series("running", "running", "running"))
+    tasks = (series("queued", "queued", "queued"), series("running", "running", "running"))
     workers = (
         series("active", "active", "active"),
         series("spawning", "spawning", "spawning"),
-        series("draining", "terminating", "terminating"),
+        series("terminating", "terminating", "terminating"),
         series("error", "error", "error"),
     )
     used = tuple(one for one in workers if any(one.values)) or workers[:1]

@@ -8,7 +8,13 @@ from windlass.cost.report import Forecast
 from windlass.dashboard.render import PageContext, render
 from windlass.model.cost import ChargeKind, Cost
 
-KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
+KINDS = {
+    ChargeKind.TASK: "Time in which the worker ran tasks",
+    ChargeKind.BOOT: "From the machine's creation until its worker was ready",
+    ChargeKind.IDLE: "Time in which the worker was ready and ran no task",
+    ChargeKind.TAIL: "From the machine's deletion to the end of its billing period",
+    ChargeKind.AHEAD: "The rest of the billing period of a machine that still runs",
+}
 WIDTH, HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 1100.0, 230.0, 8.0, 24.0, 52.0, 12.0
 MAX_BAR_WIDTH = 44.0
 # Fits below the chart without overlap.
@@ -103,7 +109,7 @@ class BudgetView:
         return self.spent_micros / self.limit_micros
 
     @property
-    def weight(self) -> str:
+    def level(self) -> str:
         return "bad" if self.share >= 1 else "warn" if self.share >= BUDGET_WARNING_SHARE else ""
 
 
@@ -131,6 +137,7 @@ def cost_page(
         fleet=fleet,
         charts=day_charts(days, by_day) if len(days) > 1 else [],
         kinds=[str(kind) for kind in KINDS],
+        kind_texts={str(kind): text for kind, text in KINDS.items()},
         tables=[(title, heading, costs) for title, heading, costs in tables if costs],
         totals=totals,
         forecasts=forecasts,

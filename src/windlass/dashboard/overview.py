@@ -83,7 +83,7 @@ def _card(overview: FleetOverview, samples: Sequence[Sample], now: datetime) -> 
     if fleet.without_orchestrator_s(now) is not None:
         state, label = "unattended", "no orchestrator"
     elif fleet.hold is not None:
-        state, label = "held", "on hold"
+        state, label = "hold", "on hold"
     elif fleet.is_paused:
         state, label = "paused", "paused"
     elif fleet.planned_at is None:

@@ -105,10 +105,25 @@ def in_code(sentence: str) -> Markup:
 
 
 def confirm_page(
-    page_context: PageContext, *, path: str, ask: str, words: str, verb: str, back_to: str, fields: Mapping[str, str]
+    page_context: PageContext,
+    *,
+    path: str,
+    question: str,
+    explanation: str,
+    button: str,
+    back_to: str,
+    fields: Mapping[str, str],
 ) -> str:
+    """Asks for confirmation of a form, for browsers without JavaScript. `fields` are submitted again."""
     return render(
-        "confirm.html", page_context, path=path, ask=ask, words=words, verb=verb, back_to=back_to, fields=fields
+        "confirm.html",
+        page_context,
+        path=path,
+        question=question,
+        explanation=explanation,
+        button=button,
+        back_to=back_to,
+        fields=fields,
     )
 
 

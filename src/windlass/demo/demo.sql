@@ -1,8 +1,8 @@
--- Named queries of `windlass demo` on its own database.
+-- Named queries of `windlass demo`, for the database that it creates.
 
--- name: install
--- An independent record: every change of a task's status adds a row. An update that sets the same status again counts
--- too, so a second accepted completion would show.
+-- name: create_history
+-- A trigger records every update of a task's status, independently of Windlass. An update to the same status adds a row
+-- too, so that a second accepted completion is detected.
 create schema demo;
 
 create table demo.history (
@@ -12,7 +12,7 @@ create table demo.history (
   at timestamptz not null default clock_timestamp()
 );
 
-create function demo.remember() returns trigger
+create function demo.record_status() returns trigger
 language plpgsql
 as $$
 begin
@@ -21,26 +21,28 @@ begin
 end
 $$;
 
-create trigger remember
+create trigger record_status
   after insert or update of status on windlass.tasks
-  for each row execute function demo.remember();
+  for each row execute function demo.record_status();
 
--- name: news
--- While it runs: new events, then the decisions based on them.
+-- name: new_entries
+-- Events after id $2, then decisions of cycles after id $1.
 select *
 from (
-  select 'cycle' as source, id, started_at as at, 'DECISION' as code, decision as reason, null as worker_id, null as task_id
+  select
+    'cycle' as source, id, started_at as at, 'DECISION' as code, decision as reason, null as worker_id,
+    null as task_id
   from windlass.cycles
   where id > $1
   union all
   select 'event', id, at, code, reason, worker_id, task_id
   from windlass.events
   where id > $2
-) as news
+) as entries
 order by source desc, id;
 
--- name: standing
--- While it runs: progress.
+-- name: progress
+-- Counts of tasks, cycles and workers while the demo runs.
 select
   (select count(*) from windlass.tasks where status = 'complete') as complete,
   (select count(*) from windlass.tasks where status not in ('complete', 'failed')) as unfinished,
@@ -50,8 +52,8 @@ select
   (select count(*) from windlass.workers where status = 'active' and kind = 'dispatcher') as dispatchers,
   (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers;
 
--- name: at_work
--- The worker to kill: the oldest one that runs a harmless task.
+-- name: worker_to_kill
+-- The oldest worker with a running task that is neither poisonous nor stuck.
 select w.id, w.pid, w.machine_id, min(t.id) as task_id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -63,8 +65,8 @@ group by w.id, w.pid, w.machine_id
 order by w.created_at
 limit 1;
 
--- name: just_begun
--- The worker to drain: the one whose task started last, except $1.
+-- name: worker_to_drain
+-- The worker whose task started last, except worker $1 and stuck tasks.
 select w.id
 from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
@@ -74,8 +76,8 @@ where w.status = 'active'
 order by t.started_at desc
 limit 1;
 
--- name: report
--- At the end, from the independent record, the tasks and the workers.
+-- name: final_counts
+-- Totals at the end of the demo, from demo.history and the tables.
 with per_task as (
   select
     task_id,
@@ -100,12 +102,12 @@ select
   (select count(*) from windlass.workers where slot is not null) as workers_spawned,
   (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers_left;
 
--- name: nodes_at_work
--- How many nodes completed a task.
+-- name: count_used_nodes
+-- Number of nodes that completed a task.
 select count(distinct worker_id) from windlass.tasks where status = 'complete';
 
--- name: poison
--- The task that killed its workers, and those workers in order.
+-- name: poison_task
+-- The poisonous task and the workers that it killed, in order.
 select
   t.id as poisonous_task_id,
   array(
@@ -118,22 +120,22 @@ select
 from windlass.tasks t
 where (t.payload ->> 'is_poisonous')::boolean;
 
--- name: held
--- The running task of a worker.
+-- name: running_task
+-- The first running task of worker $1.
 select min(t.id)
 from windlass.tasks t
 where t.worker_id = $1
   and t.status = 'running';
 
--- name: machines
--- The worker of each machine, and why it ended.
+-- name: machine_workers
+-- The worker of each machine and its end code.
 select w.id as worker_id, w.machine_id, w.code
 from windlass.workers w
 where w.machine_id is not null
 order by w.created_at, w.slot;
 
--- name: recovery
--- The outcome of worker $1, killed at $3, and of its running task $2.
+-- name: recovery_of_killed_worker
+-- Outcome for worker $1, killed at $3, and its running task $2.
 select
   $1::text as killed_worker_id,
   $2::bigint as killed_task_id,
@@ -145,8 +147,8 @@ select
   ) as noticed_after_s,
   (select t.worker_id from windlass.tasks t where t.id = $2 and t.status = 'complete') as completed_by;
 
--- name: stuck
--- The first worker that failed with a stuck task, the task, and when the attempt started.
+-- name: first_stuck_task
+-- The first worker that failed because of a stuck task, the task, and the start of the attempt.
 select e.worker_id, t.task_id, h.at
 from windlass.events e
 join windlass.events t on t.worker_id = e.worker_id and t.code = 'TASK_REQUEUED'
@@ -156,13 +158,13 @@ where e.code = 'WORKER_ERROR'
 order by e.id, h.at
 limit 1;
 
--- name: broken
+-- name: worker_error_codes
 -- Error codes of failed workers.
 select coalesce(array_agg(detail ->> 'code'), '{}') from windlass.events where code = 'WORKER_ERROR';
 
--- name: prepared
--- How often a worker's program was started over SSH.
+-- name: count_prepared_machines
+-- Number of worker programs started over SSH.
 select count(*) from windlass.events where code = 'MACHINE_PREPARED';
 
--- name: completed_by
+-- name: completing_worker
 select worker_id from windlass.tasks where id = $1 and status = 'complete';

@@ -76,7 +76,7 @@ class DemoEnvironment:
         if self.up.returncode is not None:
             last = last_line((self.place.folder / "up.log").read_text(errors="replace"), ERROR_WIDTH)
             raise WindlassError(f"`windlass up` of the demo exited with code {self.up.returncode}: {last}")
-        return await self.database.fetchrow(QUERIES["standing"])
+        return await self.database.fetchrow(QUERIES["progress"])
 
     async def now(self) -> datetime:
         now: datetime = await self.database.fetchval("select clock_timestamp()")
@@ -101,7 +101,9 @@ class DemoNarrator:
         self._quarters = 4
 
     async def print_news(self, environment: DemoEnvironment, progress: Any) -> None:
-        rows = await environment.database.fetch(QUERIES["news"], self._last_ids["cycle"], self._last_ids["event"])
+        rows = await environment.database.fetch(
+            QUERIES["new_entries"], self._last_ids["cycle"], self._last_ids["event"]
+        )
         for row in rows:
             self._last_ids[row["source"]] = row["id"]
             kind = row["reason"].partition(":")[0]
@@ -156,7 +158,7 @@ async def start_environment(
     config = Config(data_dir=place.data_dir)
     print_line(f"starting PostgreSQL in {config.data_dir}")
     async with stores.database(config) as dsn, _connection(dsn) as database:
-        await database.execute(QUERIES["install"])
+        await database.execute(QUERIES["create_history"])
         print_line(f"starting `windlass up`: {description}")
         place.toml.write_text(toml, encoding="utf-8")
         up = await _start_up(place, secrets)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.demo.environment import QUERIES, DemoEnvironment, DemoPlace, KilledWorker, PrintLine
-from windlass.demo.report import Bill, DemoReport, MachineBill
+from windlass.demo.report import DemoBill, DemoReport, MachineBill
 from windlass.demo.scenario import DemoScenario, ledger_costs, workers_by_machine
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
@@ -112,7 +112,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
         return False
 
     async def _crash_busy_server(self, environment: DemoEnvironment) -> None:
-        chosen = await environment.database.fetchrow(QUERIES["at_work"])
+        chosen = await environment.database.fetchrow(QUERIES["worker_to_kill"])
         if chosen is None or chosen["machine_id"] is None:
             return
         server_id, crashed_at = int(chosen["machine_id"]), await environment.now()
@@ -120,12 +120,12 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
         self._crashed_ids.add(server_id)
         self.print_line(f"FAULT: server {server_id} of {chosen['id']} crashed; the API still reports it as `running`")
         await asyncio.sleep(CRASH_SETTLES_S)
-        task_id = await environment.database.fetchval(QUERIES["held"], chosen["id"])
+        task_id = await environment.database.fetchval(QUERIES["running_task"], chosen["id"])
         # A worker between two tasks has none to lose. Then the next one is crashed too.
         if task_id is not None:
             self.killed = KilledWorker(chosen["id"], task_id, crashed_at)
 
-    async def read_bill(self, environment: DemoEnvironment) -> Bill:
+    async def read_bill(self, environment: DemoEnvironment) -> DemoBill:
         bill, costs = self.emulator.bill(), await ledger_costs(environment)
         workers = await workers_by_machine(environment)
         machines = []
@@ -145,7 +145,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
                 )
             )
         project = self.emulator.project
-        return Bill(
+        return DemoBill(
             machines,
             bill["total_micros"],
             sum(costs.values()),

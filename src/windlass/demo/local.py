@@ -45,7 +45,7 @@ stop_timeout_s = 10
         return False
 
     async def read_details(self, environment: DemoEnvironment) -> dict[str, Any]:
-        return dict(await environment.database.fetchrow(QUERIES["poison"]))
+        return dict(await environment.database.fetchrow(QUERIES["poison_task"]))
 
     def checks(self, report: DemoReport) -> dict[str, bool]:
         workers = report.details["poisoned_worker_ids"]

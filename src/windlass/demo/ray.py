@@ -55,7 +55,7 @@ stop_timeout_s = 15
         return []
 
     async def read_details(self, environment: DemoEnvironment) -> dict[str, Any]:
-        return {"nodes_at_work": await environment.database.fetchval(QUERIES["nodes_at_work"])}
+        return {"nodes_at_work": await environment.database.fetchval(QUERIES["count_used_nodes"])}
 
     def checks(self, report: DemoReport) -> dict[str, bool]:
         nodes = report.details["nodes_at_work"]

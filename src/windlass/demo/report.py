@@ -25,7 +25,7 @@ class MachineBill:
 
 
 @dataclass(frozen=True, slots=True)
-class Bill:
+class DemoBill:
     machines: list[MachineBill]
     total_micros: int
     ledger_micros: int
@@ -58,7 +58,7 @@ class DemoReport:
     min_workers: int = 0
     # The task that kills every worker that runs it, if the scenario has one.
     poisonous_task_id: int | None = None
-    bill: Bill | None = None
+    bill: DemoBill | None = None
     # Values of this scenario only, for JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
     # Checks and lines of this scenario only.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import asyncssh
 
 from windlass.demo.environment import QUERIES, DemoEnvironment, DemoPlace, KilledWorker, PrintLine
-from windlass.demo.report import Bill, DemoReport, MachineBill
+from windlass.demo.report import DemoBill, DemoReport, MachineBill
 from windlass.demo.scenario import DemoScenario, ledger_costs, workers_by_machine
 from windlass.model.errors import BadInput
 from windlass.model.money import with_currency
@@ -159,7 +159,7 @@ start_watch_s = 0.5
             self.narrator.add_tasks(more)
             self.print_line(f"all tasks are complete before the last fault; {more} more tasks enqueued")
         elif self._worker_without_gpu is None and complete_share >= LOSE_GPU_AT:
-            chosen = await environment.database.fetchrow(QUERIES["at_work"])
+            chosen = await environment.database.fetchrow(QUERIES["worker_to_kill"])
             if chosen is not None and chosen["machine_id"] is not None:
                 self._worker_without_gpu = chosen["id"]
                 self.emulator.lose_gpus(chosen["machine_id"])
@@ -174,16 +174,16 @@ start_watch_s = 0.5
         return False
 
     async def _have_all_faults_happened(self, environment: DemoEnvironment) -> bool:
-        codes = await environment.database.fetchval(QUERIES["broken"])
+        codes = await environment.database.fetchval(QUERIES["worker_error_codes"])
         return self._drained is not None and set(FAULTS) <= set(codes)
 
     async def _drain_busy_worker(self, environment: DemoEnvironment) -> None:
         async with stores.store(environment.config) as store:
-            chosen = await environment.database.fetchrow(QUERIES["just_begun"], self._worker_without_gpu)
+            chosen = await environment.database.fetchrow(QUERIES["worker_to_drain"], self._worker_without_gpu)
             if chosen is None or not await store.set_terminating([chosen["id"]], "drained by the demo"):
                 return
             # It claims no more tasks, so its current task is the one that it must finish.
-            task_id = await environment.database.fetchval(QUERIES["held"], chosen["id"])
+            task_id = await environment.database.fetchval(QUERIES["running_task"], chosen["id"])
         # A worker between two tasks has none. Then another one is drained.
         if task_id is not None:
             self._drained = KilledWorker(chosen["id"], task_id, await environment.now())
@@ -191,7 +191,7 @@ start_watch_s = 0.5
 
     async def read_details(self, environment: DemoEnvironment) -> dict[str, Any]:
         database, drained = environment.database, self._drained
-        stuck = await database.fetchrow(QUERIES["stuck"])
+        stuck = await database.fetchrow(QUERIES["first_stuck_task"])
         if stuck is not None:
             self.killed = KilledWorker(stuck["worker_id"], stuck["task_id"], stuck["at"])
         starts = self.host.volume_folder(self.volume_id) / "starts"
@@ -199,17 +199,17 @@ start_watch_s = 0.5
         return {
             # Programs that were started over SSH: counted by the pods, and by events in the database.
             "starts": len(starts.read_text().splitlines()) if starts.exists() else 0,
-            "prepared": await database.fetchval(QUERIES["prepared"]),
+            "prepared": await database.fetchval(QUERIES["count_prepared_machines"]),
             "drained_worker_id": drained and drained.worker_id,
             "drained_task_id": drained and drained.task_id,
-            "drained_completed_by": drained and await database.fetchval(QUERIES["completed_by"], drained.task_id),
+            "drained_completed_by": drained and await database.fetchval(QUERIES["completing_worker"], drained.task_id),
             "volume_gb": VOLUME_GB,
             "volume_grown_gb": self.emulator.account.volumes[self.volume_id].size_gb,
             # Storage belongs to no worker, and is not in our ledger.
             "volume_micros": bill["total_micros"] - bill["pods_micros"],
         }
 
-    async def read_bill(self, environment: DemoEnvironment) -> Bill:
+    async def read_bill(self, environment: DemoEnvironment) -> DemoBill:
         bill, costs = self.emulator.bill(), await ledger_costs(environment)
         workers = await workers_by_machine(environment)
         machines = [
@@ -225,7 +225,7 @@ start_watch_s = 0.5
             )
             for line in bill["pods"]
         ]
-        return Bill(
+        return DemoBill(
             machines,
             bill["pods_micros"],
             sum(costs.values()),

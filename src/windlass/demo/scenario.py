@@ -32,7 +32,7 @@ from windlass.demo.environment import (
     start_environment,
     temporary_place,
 )
-from windlass.demo.report import Bill, DemoReport
+from windlass.demo.report import DemoBill, DemoReport
 from windlass.model.task import new_task
 from windlass.wiring import stores
 
@@ -121,7 +121,7 @@ class DemoScenario(ABC):
         names = {"data_dir": place.data_dir, "fleet": FLEET, "queue": QUEUE, "handler": HANDLER}
         return TOML.format(head=head, tail=tail, **names, **values)
 
-    async def read_bill(self, environment: DemoEnvironment) -> Bill | None:  # noqa: ARG002
+    async def read_bill(self, environment: DemoEnvironment) -> DemoBill | None:  # noqa: ARG002
         return None
 
     async def read_details(self, environment: DemoEnvironment) -> dict[str, Any]:  # noqa: ARG002
@@ -164,9 +164,10 @@ class DemoScenario(ABC):
         details = await self.read_details(environment)
         killed = self.killed
         report = DemoReport(
-            **await environment.database.fetchrow(QUERIES["report"]),
+            **await environment.database.fetchrow(QUERIES["final_counts"]),
             **await environment.database.fetchrow(
-                QUERIES["recovery"], *((killed.worker_id, killed.task_id, killed.at) if killed else (None, None, None))
+                QUERIES["recovery_of_killed_worker"],
+                *((killed.worker_id, killed.task_id, killed.at) if killed else (None, None, None)),
             ),
             took_s=self.narrator.took_s,
             min_workers=self.min_workers,
@@ -181,13 +182,13 @@ class DemoScenario(ABC):
         return [psutil.Process(pid)]
 
     async def kill_busy_worker(self, environment: DemoEnvironment) -> None:
-        chosen = await environment.database.fetchrow(QUERIES["at_work"])
+        chosen = await environment.database.fetchrow(QUERIES["worker_to_kill"])
         processes = self.processes_to_kill(chosen["pid"]) if chosen is not None else []
         if not processes:
             return
         # Stopped first, so that its task cannot change between the query and the kill.
         _apply(processes, psutil.Process.suspend)
-        if await environment.database.fetchrow(QUERIES["at_work"]) != chosen:
+        if await environment.database.fetchrow(QUERIES["worker_to_kill"]) != chosen:
             _apply(processes, psutil.Process.resume)
             return
         _apply(processes, psutil.Process.kill)
@@ -228,4 +229,4 @@ async def ledger_costs(environment: DemoEnvironment) -> dict[str, int]:
 
 
 async def workers_by_machine(environment: DemoEnvironment) -> dict[str, Any]:
-    return {row["machine_id"]: row for row in await environment.database.fetch(QUERIES["machines"])}
+    return {row["machine_id"]: row for row in await environment.database.fetch(QUERIES["machine_workers"])}

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from windlass.model.bootstrap import BootstrapSettings
+from windlass.model.comma_separated import TextList
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.money import to_micros
@@ -117,7 +118,7 @@ class FleetConfig(BaseModel):
     engine: Literal["ray"] | None = _setting(
         None, "`ray`: Ray places tasks on the fleet's machines. Unset: workers claim tasks themselves."
     )
-    queues: tuple[str, ...] = _setting(("default",), "Queues that the fleet's workers serve.", min_length=1)
+    queues: TextList = _setting(("default",), "Queues that the fleet's workers serve.", min_length=1)
     policy: Literal["threshold", "buffered", "clear-time"] = _setting(
         "buffered", "Scaling policy: how many workers are wanted."
     )
@@ -331,12 +332,6 @@ class FleetConfig(BaseModel):
         return PROVIDER_DEFAULTS.get(str(given.get("provider", "local")), {}) | given
 
     _durations = field_validator("*")(within_ten_years)
-
-    @field_validator("queues", mode="before")
-    @classmethod
-    def _from_one_line(cls, queues: Any) -> Any:
-        """From an environment variable: names separated by commas."""
-        return [name.strip() for name in queues.split(",")] if isinstance(queues, str) else queues
 
     @field_validator("handler")
     @classmethod

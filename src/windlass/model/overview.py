@@ -64,7 +64,8 @@ class FleetOverview:
     work: Work
     # Workers by status, without terminated ones.
     workers: Mapping[WorkerStatus, int]
-    hired: int
+    # Workers in a slot of the fleet; the others were started by hand.
+    managed: int
     paused: int
     # Active workers whose last heartbeat is older than their lease.
     silent: int

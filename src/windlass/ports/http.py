@@ -1,24 +1,23 @@
-"""What workers and the control plane say to each other over HTTP: paths, messages, errors. Both ends read it from here.
+"""The worker protocol over HTTP: paths, limits, error codes, and the messages that have no type in the model.
 
-Every call is a POST with a JSON body (but the order, which is a GET) and `Authorization: Bearer <token>`. A worker
-names itself nowhere: its token says who it is. An answer that is no success is a Problem with one of the codes below;
-one that is not came from somebody else on the way and counts as none.
+Calls are POST requests with a JSON body; reading the work order is a GET. Every call has `Authorization: Bearer
+<token>`, and the token identifies the worker. Other bodies and replies are model types: Registration, Claim,
+ClaimResult, HeartbeatReply, WorkOrder. An error reply without a code below comes from a proxy or another server.
 
-Payloads, results and errors travel as text, never as JSON within JSON: what the store wrote arrives as it was written.
+Payloads, results and errors are text, never nested JSON: they arrive exactly as the store wrote them.
 """
 
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Annotated, Any
 from uuid import UUID
 
 from pydantic import Field
 
-from windlass.model.task import Claim, Finished, TaskStatus
-from windlass.model.worker import HeldClaim, RecoveredTasks, WorkerKind, WorkerStatus
+from windlass.model.task import Finished
+from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
-# Self-registration, with an API token of role worker.
+# With an API token of role worker.
 SELF_REGISTER = "/internal/workers"
 ORDER = "/internal/worker/order"
 REGISTER = "/internal/worker/register"
@@ -27,20 +26,22 @@ FINISH = "/internal/worker/finish"
 FAIL = "/internal/worker/fail"
 RELEASE = "/internal/worker/release"
 HEARTBEAT = "/internal/worker/heartbeat"
-DEREGISTER = "/internal/worker/leave"
-# By one that has joined and was never registered.
+DEREGISTER = "/internal/worker/deregister"
+# From a worker that was activated and will never register.
 CANNOT_START = "/internal/worker/cannot-start"
 NEXT_RUN_AFTER = "/internal/worker/next-run-after"
 WAIT = "/internal/worker/wait"
-RUN_MAINTENANCE = "/internal/worker/upkeep"
+RUN_MAINTENANCE = "/internal/worker/maintenance"
 
-# Who waits for work is answered within this time, whatever it asked for: proxies cut what is silent for longer.
+# Upper limit for a wait for work: proxies close connections that are silent for longer.
 MAX_WAIT_S = 20.0
-# A task that is given back is claimed again within this time.
+# Upper limit for the delay of a released task.
 MAX_DELAY_S = 3600.0
-# Claims in one answer: more than any worker has places for, few enough to hold in memory.
+# Queues in one call.
+MAX_QUEUES = 1_000
+# Claims in one reply: more than any worker has slots, and few enough to hold in memory.
 MAX_CLAIMS = 2_000
-# Of results finished in one call, beyond the first: a batch must fit into a body.
+# Results in one call have at most this size together; a single result may be larger.
 MAX_BATCH_BYTES = 1 << 20
 
 BAD_INPUT = "BAD_INPUT"
@@ -61,7 +62,7 @@ PROBLEM_JSON = "application/problem+json"
 
 @dataclass(frozen=True, slots=True)
 class ErrorBody:
-    """What is wrong, after RFC 9457: `detail` is the sentence, `code` is for programs."""
+    """An error reply (RFC 9457). `code` is for programs, `detail` for people."""
 
     title: str
     status: int
@@ -70,62 +71,44 @@ class ErrorBody:
     type: str = "about:blank"
 
 
-Queues = Annotated[tuple[str, ...], Field(max_length=1_000)]
-
-
 def max_body_bytes(max_payload_bytes: int) -> int:
-    """Of a request: one result of the largest size, each character escaped, and a thousand of everything small."""
+    """Upper limit for a request: one result of the maximum size with every character escaped, and 4 MiB for the
+    rest."""
     return 2 * max(max_payload_bytes, MAX_BATCH_BYTES) + (4 << 20)
-
-
-# ------------------------------------------------------------------------------------------------ what workers ask
 
 
 @dataclass(frozen=True, slots=True)
 class ActivateCall:
-    """`token`: the worker token that the machine made up."""
+    """`token`: the worker token, which the machine has generated."""
 
     token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SelfRegisterCall:
-    """`token`: the worker token that the worker made up for this name of its own."""
+    """`token`: the worker token, which the worker has generated. The fleet and kind of the registration are ignored."""
 
     token: str = field(repr=False)
-    worker_id: str
-    queues: Queues
-    concurrency: int = 1
-    lease_s: float = 30.0
-    host: str | None = None
-    pid: int | None = None
-    version: str | None = None
-    start_id: str | None = None
+    registration: Registration
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterCall:
-    queues: Queues
-    concurrency: int = 1
-    lease_s: float = 30.0
-    host: str | None = None
-    pid: int | None = None
-    version: str | None = None
-    kind: WorkerKind = WorkerKind.WORKER
-    # Of the program that calls: a worker that was started again under its name has another one, and holds nothing.
-    start_id: str | None = None
+class SelfRegisterReply:
+    status: WorkerStatus
+    # Upper limit for a result.
+    max_payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimCall:
-    queues: Queues
+    queues: tuple[str, ...]
     limit: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class FinishCall:
     finished: tuple[Finished, ...] = ()
-    queues: Queues = ()
+    queues: tuple[str, ...] = ()
     limit: int = 0
 
 
@@ -154,69 +137,21 @@ class HeartbeatCall:
 
 
 @dataclass(frozen=True, slots=True)
-class DeregisterCall:
-    reason: str
+class ReasonCall:
+    """Why a worker deregisters, or cannot start."""
 
-
-@dataclass(frozen=True, slots=True)
-class CannotStartCall:
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class NextRunAfterCall:
-    queues: Queues
+    queues: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WaitCall:
-    """`cursor`: what the last wait for these queues answered. Without it, or with an old one, it ends at once."""
+    """`cursor`: the reply to the last wait for these queues. Without it, or with an old one, the reply is immediate."""
 
-    queues: Queues
+    queues: tuple[str, ...]
     timeout_s: float
     cursor: str | None = None
-
-
-# ------------------------------------------------------------------------------------------------ what they are told
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    status: WorkerStatus
-
-
-@dataclass(frozen=True, slots=True)
-class SelfRegisteredReply:
-    status: WorkerStatus
-    # Of a result.
-    max_payload_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    recoveries: list[RecoveredTasks]
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    claims: list[Claim]
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    status: TaskStatus | None
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    is_released: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NextRunAfter:
-    run_after: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class Waited:
-    cursor: str

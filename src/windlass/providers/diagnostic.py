@@ -1,15 +1,20 @@
-"""What `windlass doctor` is told about a provider: one thing, and what to do about it."""
+"""One result of a `windlass doctor` check of a provider."""
 
 from dataclasses import dataclass
 
-# What to do about machines of ours whose fleet is not configured.
-OF_OTHER_FLEETS = "`windlass up` lets those go whose workers it knows; delete the others, or configure the fleets again"
+# Advice for machines of this database whose fleet is not configured.
+UNCONFIGURED_FLEETS_ADVICE = (
+    "`windlass up` deletes those whose workers are in the database; delete the others in the provider's console, or "
+    "configure the fleets again"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
+    # What was checked.
     check: str
-    what: str
-    # Empty where all is well.
-    do: str = ""
-    is_grave: bool = False
+    message: str
+    # What to do. Empty if the check passed.
+    advice: str = ""
+    # No worker can be spawned until this is fixed. Otherwise a warning.
+    is_error: bool = False

@@ -1,8 +1,8 @@
-"""How a key is told from another without being told."""
+"""Short hashes that identify a secret or a database without revealing it."""
 
 import hashlib
 
 
-def fingerprint(endpoint: str, key: str) -> str:
-    """The same for the same key at the same place. A key is long and random: nobody guesses it from this."""
-    return hashlib.sha256(f"{endpoint} {key}".encode()).hexdigest()[:16]
+def fingerprint(*parts: str) -> str:
+    """16 hex digits of SHA-256. API keys are long and random, so they cannot be guessed from it."""
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]

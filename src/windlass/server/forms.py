@@ -41,7 +41,7 @@ async def submit_form(context: AppContext, request: Request, operate: Operation)
         back = "/"
     if fields.get("is_confirmed") != "yes":
         shown = page_context(context, request, await context.store.now(), is_live=False)
-        texts = {name: fields.get(name, "") for name in ("ask", "words", "verb")}
+        texts = {name: fields.get(name, "") for name in ("question", "explanation", "button")}
         page = confirm_page(shown, path=request.url.path, back_to=back, fields={**fields, "back": back}, **texts)
         return html(request, page)
     result = await operate(fields)

@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from windlass.simulator.invariants import InvariantViolation
-from windlass.simulator.scenario import draw, draw_paid
-from windlass.simulator.world import World
+from windlass.simulator.scenario import draw_billed_scenario, draw_scenario
+from windlass.simulator.simulation import Simulation
 
 
 def main() -> int:
@@ -13,13 +13,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--paid", action="store_true", help="where machines are paid by the started hour")
     arguments = parser.parse_args()
-    world = World((draw_paid if arguments.paid else draw)(arguments.seed))
+    simulation = Simulation((draw_billed_scenario if arguments.paid else draw_scenario)(arguments.seed))
     try:
-        report = world.run()
+        report = simulation.run()
     except InvariantViolation as error:
-        sys.stdout.write(f"{world.story.text(limit=None)}\n\nseed {arguments.seed} broke a promise: {error.args[0]}\n")
+        sys.stdout.write(
+            f"{simulation.trace.text(limit=None)}\n\nseed {arguments.seed} broke a promise: {error.args[0]}\n"
+        )
         return 1
-    sys.stdout.write(f"{report.story.text(limit=None)}\n\nseed {arguments.seed} kept every promise\n")
+    sys.stdout.write(f"{report.trace.text(limit=None)}\n\nseed {arguments.seed} kept every promise\n")
     return 0
 
 

@@ -23,8 +23,8 @@ from windlass.model.cost import PricePart
 from windlass.model.errors import Ambiguous, NoCapacity, ProviderError, Refused, Throttled, Unavailable
 from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.ports.provider import OnHostKey
-from windlass.simulator.loop import moment
-from windlass.simulator.processes import start_outside
+from windlass.simulator.loop import to_datetime
+from windlass.simulator.processes import start_detached
 from windlass.simulator.trace import Trace
 
 FOREVER = 1e9
@@ -32,7 +32,7 @@ FOREVER = 1e9
 
 @dataclass(frozen=True, slots=True)
 class CreateOutcome:
-    takes_s: float = 1.0
+    duration_s: float = 1.0
     # The caller is told Ambiguous, or nothing at all, and the machine is there.
     times_out_after_taking_effect: bool = False
     # The caller is told Ambiguous, and the machine comes this much later.
@@ -42,22 +42,22 @@ class CreateOutcome:
     never_answers: bool = False
     raises: Exception | None = None
     # Beyond the contract: the provider makes two, as a client that repeats a request by itself would.
-    makes_double: bool = False
+    creates_duplicate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ListOutcome:
-    takes_s: float = 0.2
-    is_old_s: float = 0.0
+    duration_s: float = 0.2
+    stale_by_s: float = 0.0
     never_answers: bool = False
     raises: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteOutcome:
-    takes_s: float = 1.0
+    duration_s: float = 1.0
     # The machine is gone, and the caller learns it this much later, or never.
-    answers_late_s: float = 0.0
+    answer_delay_s: float = 0.0
     never_answers: bool = False
     # The caller is told that it failed; the machine goes all the same, or stays.
     raises: Exception | None = None
@@ -68,45 +68,45 @@ class DeleteOutcome:
 class FaultRates:
     """Shares of calls that go wrong, from 0 to 1."""
 
-    create_unclear: float = 0.0
+    create_ambiguous: float = 0.0
     create_refused: float = 0.0
     create_slow: float = 0.0
     list_failed: float = 0.0
-    list_old: float = 0.0
+    list_stale: float = 0.0
     list_slow: float = 0.0
     delete_failed: float = 0.0
     delete_slow: float = 0.0
 
-    def clear_up(self) -> None:
-        self.create_unclear = self.create_refused = self.create_slow = 0.0
-        self.list_failed = self.list_old = self.list_slow = 0.0
+    def clear(self) -> None:
+        self.create_ambiguous = self.create_refused = self.create_slow = 0.0
+        self.list_failed = self.list_stale = self.list_slow = 0.0
         self.delete_failed = self.delete_slow = 0.0
 
 
 @dataclass(slots=True)
-class Entry:
+class MachineRecord:
     """A machine in the books."""
 
     id: str
     name: str
     fleet: str
     slot: int
-    began_at: float
-    is_double: bool = False
-    runs_from: float = FOREVER
+    created_at: float
+    is_duplicate: bool = False
+    running_at: float = FOREVER
     exited_at: float = FOREVER
-    gone_at: float = FOREVER
+    deleted_at: float = FOREVER
 
     def is_billed(self, at: float) -> bool:
-        return self.began_at <= at < self.gone_at
+        return self.created_at <= at < self.deleted_at
 
     def state(self, at: float) -> MachineState:
         if at >= self.exited_at:
             return MachineState.EXITED
-        return MachineState.RUNNING if at >= self.runs_from else MachineState.BOOTING
+        return MachineState.RUNNING if at >= self.running_at else MachineState.BOOTING
 
 
-class Tenant(Protocol):
+class Stoppable(Protocol):
     """What lives on a machine. It tells the machine when it runs, and when it has exited."""
 
     def stop(self) -> None:
@@ -119,36 +119,36 @@ class SimulatedCloud:
 
     fleet: str
     rng: Random
-    story: Trace
+    trace: Trace
     # How old a list may be, and how long after a failed create its machine may still come.
     max_list_age_s: float = 0.0
-    max_late_s: float = 0.0
+    max_creation_delay_s: float = 0.0
     # None: its machines cost nothing.
     price_micros_per_hour: int | None = None
     price_micros_per_month: int | None = None
     billing_unit_s: int = 1
-    move_in: Callable[[Entry], Tenant] | None = None
+    start_worker: Callable[[MachineRecord], Stoppable] | None = None
     rates: FaultRates = field(default_factory=FaultRates)
-    books: dict[str, Entry] = field(default_factory=dict)
+    machines: dict[str, MachineRecord] = field(default_factory=dict)
     # Told of every machine that begins to be billed, and of every one that somebody asks to delete.
-    on_begun: Callable[[Entry], None] = lambda _: None
-    on_ending: Callable[[Entry], None] = lambda _: None
-    created_calls: int = 0
-    listed_calls: int = 0
-    deleted_calls: int = 0
-    _tenants: dict[str, Tenant] = field(default_factory=dict)
+    on_created: Callable[[MachineRecord], None] = lambda _: None
+    on_delete_requested: Callable[[MachineRecord], None] = lambda _: None
+    create_calls: int = 0
+    list_calls: int = 0
+    delete_calls: int = 0
+    workers: dict[str, Stoppable] = field(default_factory=dict)
     _creates: deque[CreateOutcome] = field(default_factory=deque)
     _lists: deque[ListOutcome] = field(default_factory=deque)
     _deletes: deque[DeleteOutcome] = field(default_factory=deque)
 
     @property
     def traits(self) -> ProviderTraits:
-        if self.max_list_age_s == 0 and self.max_late_s == 0:
+        if self.max_list_age_s == 0 and self.max_creation_delay_s == 0:
             return ProviderTraits(billing_unit_s=self.billing_unit_s)
         # Missing for as long as a list may be old, seen from a list that was itself under way for a while.
         return ProviderTraits(
             absence_grace_s=2 * self.max_list_age_s,
-            creation_lateness_s=self.max_late_s + self.max_list_age_s,
+            creation_lateness_s=self.max_creation_delay_s + self.max_list_age_s,
             orphan_grace_s=self.max_list_age_s,
             billing_unit_s=self.billing_unit_s,
         )
@@ -167,15 +167,15 @@ class SimulatedCloud:
     # --------------------------------------------------------------------------------------------------- provider
 
     async def create(self, request: MachineRequest) -> Machine:
-        self.created_calls += 1
+        self.create_calls += 1
         fate = self._creates.popleft() if self._creates else self._draw_create()
-        self.story.tell("cloud", f"create {request.name}: {_said(fate, CreateOutcome())}")
+        self.trace.add("cloud", f"create {request.name}: {_said(fate, CreateOutcome())}")
         answer: asyncio.Future[Machine] = asyncio.get_running_loop().create_future()
-        start_outside(self._create(request, fate, answer))
+        start_detached(self._create(request, fate, answer))
         return await answer
 
     async def _create(self, request: MachineRequest, fate: CreateOutcome, answer: asyncio.Future[Machine]) -> None:
-        await asyncio.sleep(fate.takes_s)
+        await asyncio.sleep(fate.duration_s)
         if fate.raises is not None:
             _fail(answer, fate.raises)
             return
@@ -184,9 +184,9 @@ class SimulatedCloud:
             if fate.takes_effect_late_s is None:
                 return
             await asyncio.sleep(fate.takes_effect_late_s)
-        entry = self.begin(request)
-        if fate.makes_double:
-            self.begin(request, is_double=True)
+        entry = self.add_machine(request)
+        if fate.creates_duplicate:
+            self.add_machine(request, is_duplicate=True)
         if fate.never_answers:
             return
         if fate.times_out_after_taking_effect:
@@ -195,39 +195,39 @@ class SimulatedCloud:
             answer.set_result(self._machine(entry, asyncio.get_running_loop().time()))
 
     async def list_machines(self) -> tuple[Machine, ...]:
-        self.listed_calls += 1
+        self.list_calls += 1
         fate = self._lists.popleft() if self._lists else self._draw_list()
         # What is listed was true when the question arrived, or earlier.
-        as_of = asyncio.get_running_loop().time() - fate.is_old_s
+        as_of = asyncio.get_running_loop().time() - fate.stale_by_s
         if fate != ListOutcome():
-            self.story.tell("cloud", f"list: {_said(fate, ListOutcome())}")
-        await asyncio.sleep(FOREVER if fate.never_answers else fate.takes_s)
+            self.trace.add("cloud", f"list: {_said(fate, ListOutcome())}")
+        await asyncio.sleep(FOREVER if fate.never_answers else fate.duration_s)
         if fate.raises is not None:
             raise fate.raises
-        return tuple(self._machine(entry, as_of) for entry in self.books.values() if entry.is_billed(as_of))
+        return tuple(self._machine(entry, as_of) for entry in self.machines.values() if entry.is_billed(as_of))
 
     async def delete(self, machine: Machine) -> datetime | None:
-        self.deleted_calls += 1
+        self.delete_calls += 1
         fate = self._deletes.popleft() if self._deletes else self._draw_delete()
-        self.story.tell("cloud", f"delete {machine.id} of {machine.name}: {_said(fate, DeleteOutcome())}")
+        self.trace.add("cloud", f"delete {machine.id} of {machine.name}: {_said(fate, DeleteOutcome())}")
         answer: asyncio.Future[datetime | None] = asyncio.get_running_loop().create_future()
-        start_outside(self._delete(machine.id, fate, answer))
+        start_detached(self._delete(machine.id, fate, answer))
         return await answer
 
     async def _delete(self, machine_id: str, fate: DeleteOutcome, answer: asyncio.Future[datetime | None]) -> None:
-        entry = self.books.get(machine_id)
-        is_there = entry is not None and entry.gone_at == FOREVER
+        entry = self.machines.get(machine_id)
+        is_there = entry is not None and entry.deleted_at == FOREVER
         if entry is not None and is_there:
-            self.on_ending(entry)
-        await asyncio.sleep(fate.takes_s)
+            self.on_delete_requested(entry)
+        await asyncio.sleep(fate.duration_s)
         if fate.takes_effect:
-            self.end(machine_id)
-        await asyncio.sleep(fate.answers_late_s)
+            self.remove_machine(machine_id)
+        await asyncio.sleep(fate.answer_delay_s)
         if fate.raises is not None:
             _fail(answer, fate.raises)
         elif not fate.never_answers and not answer.done():
             # Of one that was gone before, nobody says since when.
-            answer.set_result(moment(entry.gone_at) if entry is not None and is_there else None)
+            answer.set_result(to_datetime(entry.deleted_at) if entry is not None and is_there else None)
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         return Preparation()
@@ -237,51 +237,53 @@ class SimulatedCloud:
 
     # -------------------------------------------------------------------------------------------------- machines
 
-    def begin(self, request: MachineRequest, *, is_double: bool = False, machine_id: str | None = None) -> Entry:
+    def add_machine(
+        self, request: MachineRequest, *, is_duplicate: bool = False, machine_id: str | None = None
+    ) -> MachineRecord:
         """A machine is there, and billed. A vendor's emulator calls this with its own id, `end` and `billed`, and keeps
         no books."""
         now = asyncio.get_running_loop().time()
-        machine_id = machine_id or f"m{len(self.books)}-{request.fleet}"
-        entry = Entry(machine_id, request.name, request.fleet, request.slot, now, is_double=is_double)
-        self.books[entry.id] = entry
-        self.story.tell("cloud", f"{entry.id} of {entry.name} begins")
-        self.on_begun(entry)
-        if self.move_in is not None:
-            self._tenants[entry.id] = self.move_in(entry)
+        machine_id = machine_id or f"m{len(self.machines)}-{request.fleet}"
+        entry = MachineRecord(machine_id, request.name, request.fleet, request.slot, now, is_duplicate=is_duplicate)
+        self.machines[entry.id] = entry
+        self.trace.add("cloud", f"{entry.id} of {entry.name} begins")
+        self.on_created(entry)
+        if self.start_worker is not None:
+            self.workers[entry.id] = self.start_worker(entry)
         return entry
 
-    def end(self, machine_id: str) -> None:
+    def remove_machine(self, machine_id: str) -> None:
         """It is gone, and billed no more."""
-        entry = self.books.get(machine_id)
-        if entry is None or entry.gone_at != FOREVER:
+        entry = self.machines.get(machine_id)
+        if entry is None or entry.deleted_at != FOREVER:
             return
-        entry.gone_at = asyncio.get_running_loop().time()
-        self.story.tell("cloud", f"{entry.id} of {entry.name} is gone")
-        tenant = self._tenants.pop(machine_id, None)
+        entry.deleted_at = asyncio.get_running_loop().time()
+        self.trace.add("cloud", f"{entry.id} of {entry.name} is gone")
+        tenant = self.workers.pop(machine_id, None)
         if tenant is not None:
             tenant.stop()
 
-    def exited(self, machine_id: str) -> None:
+    def mark_exited(self, machine_id: str) -> None:
         """What lived on it has ended; it is still there, and billed."""
-        entry = self.books[machine_id]
+        entry = self.machines[machine_id]
         entry.exited_at = min(entry.exited_at, asyncio.get_running_loop().time())
 
     @property
-    def billed_at_end(self) -> list[str]:
+    def remaining_machine_ids(self) -> list[str]:
         """When all is over: the machines that were never ended."""
-        return [entry.id for entry in self.books.values() if entry.gone_at == FOREVER]
+        return [entry.id for entry in self.machines.values() if entry.deleted_at == FOREVER]
 
-    def billed(self) -> list[Entry]:
+    def billed_machines(self) -> list[MachineRecord]:
         now = asyncio.get_running_loop().time()
-        return [entry for entry in self.books.values() if entry.is_billed(now)]
+        return [entry for entry in self.machines.values() if entry.is_billed(now)]
 
     # -------------------------------------------------------------------------------------------------------- money
 
-    def charged(self, entry: Entry, until: datetime) -> int:
+    def cost_micros(self, entry: MachineRecord, until: datetime) -> int:
         """What a machine costs that is gone at that time: every unit that begins before, at least one."""
         if self.price_micros_per_hour is None:
             return 0
-        begins, unit = moment(entry.began_at), timedelta(seconds=self.billing_unit_s)
+        begins, unit = to_datetime(entry.created_at), timedelta(seconds=self.billing_unit_s)
         units: Counter[tuple[int, int]] = Counter()
         while begins < until or not units:
             units[begins.year, begins.month] += 1
@@ -296,12 +298,12 @@ class SimulatedCloud:
         price, cap = self.price_micros_per_hour, self.price_micros_per_month
         return () if price is None or cap is None else (PricePart(price, cap),)
 
-    def _machine(self, entry: Entry, as_of: float) -> Machine:
+    def _machine(self, entry: MachineRecord, as_of: float) -> Machine:
         return Machine(
             entry.id,
             entry.name,
             entry.state(as_of),
-            created_at=moment(entry.began_at),
+            created_at=to_datetime(entry.created_at),
             instance_type="sim",
             price_micros_per_hour=self.price_micros_per_hour,
             price_parts=self._price_parts,
@@ -312,26 +314,26 @@ class SimulatedCloud:
 
     def _draw_create(self) -> CreateOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
-        takes_s = rng.uniform(0.1, 3.0)
-        if roll < rates.create_unclear:
+        duration_s = rng.uniform(0.1, 3.0)
+        if roll < rates.create_ambiguous:
             kinds: list[CreateOutcome] = [
-                CreateOutcome(takes_s, times_out_after_taking_effect=True),
-                CreateOutcome(takes_s, takes_effect_late_s=rng.uniform(0.0, self.max_late_s)),
-                CreateOutcome(takes_s, fails_without_effect=True),
-                CreateOutcome(takes_s, never_answers=True),
-                CreateOutcome(takes_s, raises=RuntimeError("a fault in the adapter")),
+                CreateOutcome(duration_s, times_out_after_taking_effect=True),
+                CreateOutcome(duration_s, takes_effect_late_s=rng.uniform(0.0, self.max_creation_delay_s)),
+                CreateOutcome(duration_s, fails_without_effect=True),
+                CreateOutcome(duration_s, never_answers=True),
+                CreateOutcome(duration_s, raises=RuntimeError("a fault in the adapter")),
             ]
             return rng.choice(kinds)
-        roll -= rates.create_unclear
+        roll -= rates.create_ambiguous
         if roll < rates.create_refused:
             problems: list[ProviderError] = [
                 Refused("creating: the limit of the account is reached"),
                 NoCapacity("creating: no capacity"),
                 Throttled("creating: too many requests", retry_after_s=rng.uniform(1.0, 30.0)),
             ]
-            return CreateOutcome(takes_s, raises=rng.choice(problems))
+            return CreateOutcome(duration_s, raises=rng.choice(problems))
         roll -= rates.create_refused
-        return CreateOutcome(rng.uniform(3.0, 55.0) if roll < rates.create_slow else takes_s)
+        return CreateOutcome(rng.uniform(3.0, 55.0) if roll < rates.create_slow else duration_s)
 
     def _draw_list(self) -> ListOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
@@ -339,29 +341,31 @@ class SimulatedCloud:
             problems: list[Exception] = [Unavailable("listing: 503"), RuntimeError("a fault in the adapter")]
             return rng.choice([ListOutcome(raises=rng.choice(problems)), ListOutcome(never_answers=True)])
         roll -= rates.list_failed
-        if roll < rates.list_old:
-            return ListOutcome(is_old_s=rng.uniform(0.0, self.max_list_age_s))
-        roll -= rates.list_old
-        return ListOutcome(takes_s=rng.uniform(1.0, 50.0)) if roll < rates.list_slow else ListOutcome()
+        if roll < rates.list_stale:
+            return ListOutcome(stale_by_s=rng.uniform(0.0, self.max_list_age_s))
+        roll -= rates.list_stale
+        return ListOutcome(duration_s=rng.uniform(1.0, 50.0)) if roll < rates.list_slow else ListOutcome()
 
     def _draw_delete(self) -> DeleteOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
-        takes_s = rng.uniform(0.1, 2.0)
+        duration_s = rng.uniform(0.1, 2.0)
         if roll < rates.delete_failed:
             kinds = [
-                DeleteOutcome(takes_s, raises=Unavailable("deleting: 503"), takes_effect=False),
-                DeleteOutcome(takes_s, raises=Unavailable("deleting: 503")),
-                DeleteOutcome(takes_s, raises=Refused("deleting: denied"), takes_effect=False),
-                DeleteOutcome(takes_s, raises=Throttled("deleting: too many requests", 5.0), takes_effect=False),
-                DeleteOutcome(takes_s, raises=RuntimeError("a fault in the adapter"), takes_effect=False),
-                DeleteOutcome(takes_s, never_answers=True),
-                DeleteOutcome(takes_s, never_answers=True, takes_effect=False),
+                DeleteOutcome(duration_s, raises=Unavailable("deleting: 503"), takes_effect=False),
+                DeleteOutcome(duration_s, raises=Unavailable("deleting: 503")),
+                DeleteOutcome(duration_s, raises=Refused("deleting: denied"), takes_effect=False),
+                DeleteOutcome(duration_s, raises=Throttled("deleting: too many requests", 5.0), takes_effect=False),
+                DeleteOutcome(duration_s, raises=RuntimeError("a fault in the adapter"), takes_effect=False),
+                DeleteOutcome(duration_s, never_answers=True),
+                DeleteOutcome(duration_s, never_answers=True, takes_effect=False),
             ]
             return rng.choice(kinds)
         roll -= rates.delete_failed
         if roll < rates.delete_slow:
-            return rng.choice([DeleteOutcome(rng.uniform(2.0, 80.0)), DeleteOutcome(takes_s, rng.uniform(2.0, 80.0))])
-        return DeleteOutcome(takes_s)
+            return rng.choice(
+                [DeleteOutcome(rng.uniform(2.0, 80.0)), DeleteOutcome(duration_s, rng.uniform(2.0, 80.0))]
+            )
+        return DeleteOutcome(duration_s)
 
 
 def _fail(answer: asyncio.Future[Any], error: Exception) -> None:

@@ -13,19 +13,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.simulator.orchestrators import SimOrchestrator
-from windlass.simulator.world import SimulationReport, World
+from windlass.simulator.orchestrators import SimulatedOrchestrator
+from windlass.simulator.simulation import Simulation, SimulationReport
 
-When = Literal["before", "during", "after"]
+CrashTiming = Literal["before", "during", "after"]
 RESTARTS_AFTER_S = 1.0
 
-MakeWorld = Callable[[], World]
+MakeWorld = Callable[[], Simulation]
 
 
 @dataclass(frozen=True, slots=True)
 class CrashPoint:
     number: int
-    when: When
+    when: CrashTiming
 
 
 @dataclass(slots=True)
@@ -35,11 +35,11 @@ class CrashInjector:
     point: CrashPoint | None = None
     calls: list[str] = field(default_factory=list)
 
-    def wrap(self, orchestrator: SimOrchestrator, service: Any) -> "_Wired":
+    def wrap(self, orchestrator: SimulatedOrchestrator, service: Any) -> "_Wired":
         return _Wired(self, orchestrator, service)
 
     async def call(
-        self, orchestrator: SimOrchestrator, name: str, method: Callable[..., Awaitable[Any]], arguments: Any
+        self, orchestrator: SimulatedOrchestrator, name: str, method: Callable[..., Awaitable[Any]], arguments: Any
     ) -> Any:
         self.calls.append(name)
         if self.point is None or len(self.calls) - 1 != self.point.number:
@@ -59,9 +59,9 @@ class CrashInjector:
 
 
 class _Wired:
-    def __init__(self, wire: CrashInjector, orchestrator: SimOrchestrator, service: Any) -> None:
+    def __init__(self, wire: CrashInjector, orchestrator: SimulatedOrchestrator, service: Any) -> None:
         self._wire = wire
-        self._orchestrator = orchestrator
+        self._make_orchestrator = orchestrator
         self._service = service
 
     def __getattr__(self, name: str) -> Any:
@@ -70,21 +70,21 @@ class _Wired:
         method = getattr(self._service, name)
 
         async def call(*arguments: Any) -> Any:
-            return await self._wire.call(self._orchestrator, name, method, arguments)
+            return await self._wire.call(self._make_orchestrator, name, method, arguments)
 
         return call
 
 
-def calls_of(make_world: MakeWorld) -> list[str]:
-    wire, world = CrashInjector(), make_world()
-    world.wrap = wire.wrap
+def record_calls(make_world: MakeWorld) -> list[str]:
+    wire, simulation = CrashInjector(), make_world()
+    simulation.wrap = wire.wrap
     eventful: list[str] = []
-    world.on_calm = lambda: eventful.extend(wire.calls)
-    world.run()
+    simulation.on_faults_ended = lambda: eventful.extend(wire.calls)
+    simulation.run()
     return eventful
 
 
-def crash_at(make_world: MakeWorld, point: CrashPoint) -> SimulationReport:
-    world = make_world()
-    world.wrap = CrashInjector(point).wrap
-    return world.run()
+def run_with_crash(make_world: MakeWorld, point: CrashPoint) -> SimulationReport:
+    simulation = make_world()
+    simulation.wrap = CrashInjector(point).wrap
+    return simulation.run()

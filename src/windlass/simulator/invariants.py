@@ -29,14 +29,14 @@ from windlass.model.outcome import Committed, Created, Deleted, Intent, OrphanDe
 from windlass.model.snapshot import Snapshot, WorkerView
 from windlass.model.task import Claim, ClaimResult, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, WorkerStatus
-from windlass.simulator.cloud import Entry, SimulatedCloud
-from windlass.simulator.loop import EPOCH, moment
-from windlass.simulator.workers import SimWorker
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
+from windlass.simulator.loop import EPOCH, to_datetime
+from windlass.simulator.workers import SimulatedWorker
 
 # A decision is made a moment before it is carried out.
 MOMENT_S = 0.001
 # Nobody is let go for want of work before this share of what is paid is used up, where time is paid in units this long.
-USED_SHARE = 0.8
+MIN_USED_SHARE = 0.8
 LONG_UNIT_S = 30
 # From when to when before the end of paid time somebody spare must be let go, in cycles, on top of what its deletion
 # may take: less is too late, and more is too early. A second on both sides is nobody's fault.
@@ -51,7 +51,7 @@ class InvariantViolation(AssertionError):
 
 
 @dataclass(slots=True)
-class TaskEntry:
+class TaskRecord:
     """A task in the book: who had it, and whose result was taken."""
 
     claims: list[tuple[str, UUID]] = field(default_factory=list)
@@ -69,27 +69,27 @@ class TaskEntry:
 @dataclass(slots=True)
 class InvariantChecker:
     fleets: dict[str, FleetConfig]
-    on_broken: Callable[[str], None]
+    on_violation: Callable[[str], None]
     clouds: dict[str, SimulatedCloud] = field(default_factory=dict)
-    tasks: dict[int, TaskEntry] = field(default_factory=dict)
+    tasks: dict[int, TaskRecord] = field(default_factory=dict)
     # By machine, and the latest by worker id.
-    by_machine: dict[str, SimWorker] = field(default_factory=dict)
-    by_id: dict[str, SimWorker] = field(default_factory=dict)
+    workers_by_machine: dict[str, SimulatedWorker] = field(default_factory=dict)
+    workers_by_id: dict[str, SimulatedWorker] = field(default_factory=dict)
     hired_at: dict[str, float] = field(default_factory=dict)
-    told_to_end_at: dict[str, float] = field(default_factory=dict)
-    ended_by_hand: set[str] = field(default_factory=set)
+    draining_since: dict[str, float] = field(default_factory=dict)
+    terminated_by_operator: set[str] = field(default_factory=set)
     most_billed: dict[str, int] = field(default_factory=dict)
     # When somebody last held the lease, and the longest time nobody did.
-    led_at: float = 0.0
-    holder: str = ""
-    longest_without_lead_s: float = 0.0
+    leader_seen_at: float = 0.0
+    leader: str = ""
+    longest_leaderless_s: float = 0.0
     takeovers: int = 0
     plans: int = 0
     # Worker id to its machine, to when that was gone as far as anybody told us, and to when it was let go as spare.
     machine_of: dict[str, str] = field(default_factory=dict)
     ended_at: dict[str, datetime] = field(default_factory=dict)
     strays_ended: dict[str, datetime] = field(default_factory=dict)
-    spared_at: dict[str, float] = field(default_factory=dict)
+    idle_drain_at: dict[str, float] = field(default_factory=dict)
     # Worker id to when it was first kept though it could have gone.
     _kept_since: dict[str, float] = field(default_factory=dict)
     claimed_at: dict[str, float] = field(default_factory=dict)
@@ -99,40 +99,42 @@ class InvariantChecker:
 
     # ----------------------------------------------------------------------------------------------------- machines
 
-    def machine_begins(self, entry: Entry) -> None:
+    def on_machine_created(self, entry: MachineRecord) -> None:
         cloud, fleet = self.clouds[entry.fleet], self.fleets[entry.fleet]
-        billed = [other for other in cloud.billed() if not other.is_double]
+        billed = [other for other in cloud.billed_machines() if not other.is_duplicate]
         self.most_billed[entry.fleet] = max(self.most_billed.get(entry.fleet, 0), len(billed))
         if len(billed) > fleet.max_workers:
             names = ", ".join(f"{other.id} of {other.name}" for other in billed)
-            self._break(
+            self.report_violation(
                 f"{len(billed)} machines of {entry.fleet} are billed, the maximum is {fleet.max_workers}: {names}"
             )
 
-    def moved_in(self, entry: Entry, worker: SimWorker) -> None:
-        self.by_machine[entry.id] = self.by_id[worker.id] = worker
-        worker.conduct.asked_at = self.hired_at.get(worker.id, entry.began_at)
+    def on_worker_started(self, entry: MachineRecord, worker: SimulatedWorker) -> None:
+        self.workers_by_machine[entry.id] = self.workers_by_id[worker.id] = worker
+        worker.history.asked_at = self.hired_at.get(worker.id, entry.created_at)
 
-    def machine_ends(self, entry: Entry) -> None:
+    def on_delete_requested(self, entry: MachineRecord) -> None:
         """Somebody asks for it to be deleted."""
-        worker = self.by_machine.get(entry.id)
-        if worker is None or entry.is_double or worker.conduct.is_over or worker.id in self.ended_by_hand:
+        worker = self.workers_by_machine.get(entry.id)
+        if worker is None or entry.is_duplicate or worker.history.is_over or worker.id in self.terminated_by_operator:
             return
         now, fleet = self._now(), self.fleets[entry.fleet]
-        if worker.conduct.blame(now, fleet) is not None:
+        if worker.history.blame(now, fleet) is not None:
             return
-        told_at = self.told_to_end_at.get(worker.id)
+        told_at = self.draining_since.get(worker.id)
         if told_at is None:
-            self._break(f"{worker.id} is blameless, was never told to end, and its machine {entry.id} is deleted")
-        elif worker.conduct.at_work and now - told_at < fleet.stop_timeout_s - MOMENT_S:
-            self._break(
+            self.report_violation(
+                f"{worker.id} is blameless, was never told to end, and its machine {entry.id} is deleted"
+            )
+        elif worker.history.at_work and now - told_at < fleet.stop_timeout_s - MOMENT_S:
+            self.report_violation(
                 f"{worker.id} is at work, was told to end {now - told_at:.1f} s ago, may finish for "
                 f"{fleet.stop_timeout_s:g} s, and its machine {entry.id} is deleted"
             )
 
     # -------------------------------------------------------------------------------------------------------- tasks
 
-    def of_workers(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
+    def on_worker_call(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
         """What took effect of a worker's call, whether or not it learns of it."""
         if isinstance(result, Exception):
             return
@@ -147,12 +149,12 @@ class InvariantChecker:
             case "heartbeat":
                 self._beat(arguments[0], result)
             case "deregister":
-                self.told_to_end_at.setdefault(arguments[0], self._now())
+                self.draining_since.setdefault(arguments[0], self._now())
             case _:
                 pass
 
     def enqueued(self, task_id: int) -> None:
-        self.tasks[task_id] = TaskEntry()
+        self.tasks[task_id] = TaskRecord()
 
     def _claimed(self, worker_id: str, claims: list[Claim]) -> None:
         for claim in claims:
@@ -161,51 +163,51 @@ class InvariantChecker:
             if task.is_pardoned:
                 task.is_dead = task.is_pardoned = False
             if task.is_finished:
-                self._break(f"task {claim.task_id} is finished and was claimed again by {worker_id}")
+                self.report_violation(f"task {claim.task_id} is finished and was claimed again by {worker_id}")
             for before, token in task.claims:
                 self._check_taken(claim.task_id, before, token)
             task.claims.append((worker_id, claim.token))
 
     def _check_taken(self, task_id: int, worker_id: str, token: UUID) -> None:
         """Somebody else has it now: who had it must be to blame, or have had its time."""
-        worker = self.by_id.get(worker_id)
-        if worker is None or worker.conduct.is_over or worker_id in self.ended_by_hand:
+        worker = self.workers_by_id.get(worker_id)
+        if worker is None or worker.history.is_over or worker_id in self.terminated_by_operator:
             return
-        if token not in worker.conduct.at_work:
+        if token not in worker.history.at_work:
             return
         fleet, now = self.fleets[worker.fleet_name], self._now()
-        told_at = self.told_to_end_at.get(worker_id)
+        told_at = self.draining_since.get(worker_id)
         is_timely = told_at is not None and now - told_at >= fleet.stop_timeout_s - MOMENT_S
-        if worker.conduct.blame(now, fleet) is None and not is_timely:
-            self._break(f"task {task_id} was taken from {worker_id}, which is blameless and at work on it")
+        if worker.history.blame(now, fleet) is None and not is_timely:
+            self.report_violation(f"task {task_id} was taken from {worker_id}, which is blameless and at work on it")
 
     def _finished(self, worker_id: str, finished: list[Finished], turn: ClaimResult) -> None:
         for done in finished:
             task = self.tasks[done.task_id]
             self._is_done(worker_id, done.token)
-            if done.token not in turn.lost and worker_id in self.by_id:
-                self.by_id[worker_id].conduct.failed_in_a_row.clear()
+            if done.token not in turn.lost and worker_id in self.workers_by_id:
+                self.workers_by_id[worker_id].history.failed_in_a_row.clear()
             if done.token in turn.lost:
                 self.late_results += 1
             elif task.accepted not in (None, done.token) or task.is_dead:
-                self._break(f"task {done.task_id} was accepted twice, now from {worker_id}")
+                self.report_violation(f"task {done.task_id} was accepted twice, now from {worker_id}")
             else:
                 task.accepted = done.token
                 if task.claims[-1:] != [(worker_id, done.token)]:
-                    self._break(f"task {done.task_id} was accepted from {worker_id}, which does not have it")
+                    self.report_violation(f"task {done.task_id} was accepted from {worker_id}, which does not have it")
         self._claimed(worker_id, turn.claims)
 
     def _is_done(self, worker_id: str, token: UUID) -> None:
         """Its work on it has arrived, whether or not it knows."""
-        worker = self.by_id.get(worker_id)
+        worker = self.workers_by_id.get(worker_id)
         if worker is not None:
-            worker.conduct.at_work.pop(token, None)
+            worker.history.at_work.pop(token, None)
 
     def _failed(self, worker_id: str, task_id: int, status: str | None) -> None:
         if status is None:
             return
-        if worker_id in self.by_id:
-            self.by_id[worker_id].conduct.failed_in_a_row.add(task_id)
+        if worker_id in self.workers_by_id:
+            self.workers_by_id[worker_id].history.failed_in_a_row.add(task_id)
         self.tasks[task_id].failed_attempts.add(worker_id)
         self.tasks[task_id].is_dead = status == "failed"
 
@@ -215,16 +217,16 @@ class InvariantChecker:
             task.is_pardoned = task.is_pardoned or worker_id in task.failed_attempts
 
     def _beat(self, worker_id: str, pulse: HeartbeatReply) -> None:
-        worker = self.by_id.get(worker_id)
+        worker = self.workers_by_id.get(worker_id)
         if worker is None or pulse.status not in LIVE:
             return
-        worker.conduct.heard(self._now())
+        worker.history.heard(self._now())
         if pulse.status is WorkerStatus.TERMINATING:
-            self.told_to_end_at.setdefault(worker_id, self._now())
+            self.draining_since.setdefault(worker_id, self._now())
 
     # ------------------------------------------------------------------------------------------------ orchestrators
 
-    def of_orchestrators(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
+    def on_orchestrator_call(self, name: str, arguments: tuple[Any, ...], _: dict[str, Any], result: Any) -> None:
         if name == "commit_outcomes":
             # Facts are written down even if what comes with them is refused.
             self._became(arguments[4])
@@ -246,18 +248,18 @@ class InvariantChecker:
 
     def _led(self, holder: str, ttl_s: float) -> None:
         now = self._now()
-        self.longest_without_lead_s = max(self.longest_without_lead_s, now - self.led_at - ttl_s)
-        self.takeovers += holder != self.holder
-        self.holder, self.led_at = holder, now
+        self.longest_leaderless_s = max(self.longest_leaderless_s, now - self.leader_seen_at - ttl_s)
+        self.takeovers += holder != self.leader
+        self.leader, self.leader_seen_at = holder, now
 
     def _planned(self, term: int, seen: Snapshot, plan: Plan, intents: list[Intent], committed: Committed) -> None:
         if term < self.last_term:
-            self._break(f"a plan of term {term} was written down after one of term {self.last_term}")
+            self.report_violation(f"a plan of term {term} was written down after one of term {self.last_term}")
         limit = self.fleets[seen.fleet].max_changes_per_cycle
         for kind in (Spawn, Drain, DeleteOrphan):
             count = sum(isinstance(action, kind) for action in plan.actions)
             if count > limit and not (kind is Drain and seen.is_shutting_down):
-                self._break(f"a plan has {count} {kind.__name__}, and at most {limit} may be at once")
+                self.report_violation(f"a plan has {count} {kind.__name__}, and at most {limit} may be at once")
         self.last_term = term
         self.plans += 1
         for action in plan.actions:
@@ -266,14 +268,14 @@ class InvariantChecker:
             if isinstance(action, Fail) and action.attempt_refund is not None:
                 self._pardon(action.worker_id)
             if isinstance(action, Drain):
-                self.told_to_end_at.setdefault(action.worker_id, self._now())
+                self.draining_since.setdefault(action.worker_id, self._now())
         self._hired(intents, committed.granted)
 
     def _hired(self, intents: list[Intent], granted: frozenset[str]) -> None:
         for intent in intents:
             if intent.worker_id in granted:
                 if intent.worker_id in self.hired_at:
-                    self._break(f"{intent.worker_id} was hired twice")
+                    self.report_violation(f"{intent.worker_id} was hired twice")
                 self.hired_at[intent.worker_id] = self._now()
 
     # -------------------------------------------------------------------------------------------------------- money
@@ -283,14 +285,14 @@ class InvariantChecker:
         for action in plan.actions:
             if not isinstance(action, Drain) or action.code not in SPARE:
                 continue
-            entry = cloud.books.get(self.machine_of.get(action.worker_id, ""))
+            entry = cloud.machines.get(self.machine_of.get(action.worker_id, ""))
             now = (decided_at - EPOCH).total_seconds()
-            self.spared_at.setdefault(action.worker_id, now)
+            self.idle_drain_at.setdefault(action.worker_id, now)
             if entry is None or cloud.billing_unit_s < LONG_UNIT_S:
                 continue
-            used_s = (now - entry.began_at) % cloud.billing_unit_s
-            if used_s < USED_SHARE * cloud.billing_unit_s:
-                self._break(
+            used_s = (now - entry.created_at) % cloud.billing_unit_s
+            if used_s < MIN_USED_SHARE * cloud.billing_unit_s:
+                self.report_violation(
                     f"{action.worker_id} is let go ({action.code}) {used_s:.0f} s into {cloud.billing_unit_s} s that "
                     "are paid"
                 )
@@ -330,12 +332,14 @@ class InvariantChecker:
         if now - self._kept_since.get(kept[0], -math.inf) > LEAVES_CYCLES[1] * poll_s:
             self._kept_since[kept[0]] = now
         elif now - self._kept_since[kept[0]] >= poll_s / 2:
-            self._break(f"{kept[0]} is spare and is kept though it is about to be paid for again: {plan.decision}")
+            self.report_violation(
+                f"{kept[0]} is spare and is kept though it is about to be paid for again: {plan.decision}"
+            )
 
     def _must_leave(self, seen: Snapshot, view: WorkerView, cloud: SimulatedCloud, fleet: FleetConfig) -> bool:
         """Idle for long enough, and at the end of its paid time by the cloud's book."""
         entry, idle_since = (
-            cloud.books.get(self.machine_of.get(view.id, "")),
+            cloud.machines.get(self.machine_of.get(view.id, "")),
             seen.planner_state.health.idle_since.get(view.id),
         )
         if entry is None or idle_since is None or view.bill is None or view.running:
@@ -344,7 +348,7 @@ class InvariantChecker:
         if idle_s < max(fleet.idle_timeout_s, fleet.poll_interval_s, fleet.scale_down_grace_s):
             return False
         unit_s, call_s = cloud.billing_unit_s, min(LEAVES_CALL_S, LEAVES_CALL_SHARE * cloud.billing_unit_s)
-        left_s = unit_s - ((seen.now - EPOCH).total_seconds() - entry.began_at) % unit_s - call_s
+        left_s = unit_s - ((seen.now - EPOCH).total_seconds() - entry.created_at) % unit_s - call_s
         last, first = (cycles * fleet.poll_interval_s for cycles in LEAVES_CYCLES)
         return last + 1.0 < left_s < first - 1.0
 
@@ -354,68 +358,79 @@ class InvariantChecker:
                 case Created(worker_id, machine):
                     self.machine_of.setdefault(worker_id, machine.id)
                 case OrphanDeleted(machine, _, _, ended_at):
-                    self.strays_ended.setdefault(machine.id, ended_at or moment(self._now()))
+                    self.strays_ended.setdefault(machine.id, ended_at or to_datetime(self._now()))
                 case Deleted(worker_id, _, _, _, ended_at) if worker_id in self.machine_of:
-                    self.ended_at.setdefault(worker_id, ended_at or moment(self._now()))
+                    self.ended_at.setdefault(worker_id, ended_at or to_datetime(self._now()))
                 case _:
                     pass
 
     def audit_living(self, bill: Bill, worker_id: str, fleet: str, ours: dict[str, int]) -> None:
         """What is settled of a worker that is there is what the cloud has charged for that time."""
         cloud = self.clouds[fleet]
-        entry = cloud.books[self.machine_of[worker_id]]
-        theirs = 0 if bill.settled_until in (None, bill.since) else cloud.charged(entry, bill.settled_until)
+        entry = cloud.machines[self.machine_of[worker_id]]
+        theirs = 0 if bill.settled_until in (None, bill.since) else cloud.cost_micros(entry, bill.settled_until)
         if ours.get(worker_id, 0) != theirs:
-            self._break(f"{worker_id} cost {theirs} micros so far, and our ledger has {ours.get(worker_id, 0)}")
+            self.report_violation(
+                f"{worker_id} cost {theirs} micros so far, and our ledger has {ours.get(worker_id, 0)}"
+            )
 
-    def audit(self, fleet: str, ours: dict[str, int], since_calm: float) -> list[str]:
+    def audit(self, fleet: str, ours: dict[str, int], faults_ended_at: float) -> list[str]:
         """Compare what we say that each worker cost with the cloud's ledger. Returns who has another bill than the
         cloud's because nobody ever told us when it ended: a machine that vanished, an answer that was lost."""
         cloud, guessed = self.clouds[fleet], []
-        self._audit_strays(cloud, ours, since_calm)
+        self._audit_strays(cloud, ours, faults_ended_at)
         for worker_id, ended_at in self.ended_at.items():
-            entry = cloud.books.get(self.machine_of[worker_id])
+            entry = cloud.machines.get(self.machine_of[worker_id])
             if entry is None:
                 continue
-            theirs, with_our_end = cloud.charged(entry, moment(entry.gone_at)), cloud.charged(entry, ended_at)
+            theirs, with_our_end = (
+                cloud.cost_micros(entry, to_datetime(entry.deleted_at)),
+                cloud.cost_micros(entry, ended_at),
+            )
             if ours.get(worker_id, 0) != with_our_end:
-                self._break(f"{worker_id} cost {with_our_end} micros, and our ledger has {ours.get(worker_id, 0)}")
+                self.report_violation(
+                    f"{worker_id} cost {with_our_end} micros, and our ledger has {ours.get(worker_id, 0)}"
+                )
             if theirs != with_our_end:
                 guessed.append(worker_id)
-                if entry.gone_at > since_calm:
-                    self._break(f"{worker_id} cost {theirs} micros, and our ledger has {with_our_end}")
-            self._check_in_time(cloud, entry, worker_id, since_calm)
+                if entry.deleted_at > faults_ended_at:
+                    self.report_violation(f"{worker_id} cost {theirs} micros, and our ledger has {with_our_end}")
+            self._check_in_time(cloud, entry, worker_id, faults_ended_at)
         return guessed
 
-    def _audit_strays(self, cloud: SimulatedCloud, ours: dict[str, int], since_calm: float) -> None:
+    def _audit_strays(self, cloud: SimulatedCloud, ours: dict[str, int], faults_ended_at: float) -> None:
         """Machines that never became a worker's cost money too. What went while we were dead nobody can know."""
         known = set(self.machine_of.values())
-        for entry in cloud.books.values():
+        for entry in cloud.machines.values():
             if entry.id in known or entry.id not in self.strays_ended:
                 continue
-            theirs, ended = cloud.charged(entry, moment(entry.gone_at)), self.strays_ended[entry.id]
-            with_our_end, booked = cloud.charged(entry, ended), ours.get(f"orphan-{entry.id}", 0)
-            if booked != with_our_end or (entry.gone_at > since_calm and theirs != with_our_end):
-                self._break(f"stray {entry.id} cost {theirs} micros, and our ledger has {booked}")
+            theirs, ended = cloud.cost_micros(entry, to_datetime(entry.deleted_at)), self.strays_ended[entry.id]
+            with_our_end, booked = cloud.cost_micros(entry, ended), ours.get(f"orphan-{entry.id}", 0)
+            if booked != with_our_end or (entry.deleted_at > faults_ended_at and theirs != with_our_end):
+                self.report_violation(f"stray {entry.id} cost {theirs} micros, and our ledger has {booked}")
 
-    def _check_in_time(self, cloud: SimulatedCloud, entry: Entry, worker_id: str, since_calm: float) -> None:
+    def _check_in_time(
+        self, cloud: SimulatedCloud, entry: MachineRecord, worker_id: str, faults_ended_at: float
+    ) -> None:
         """Where nothing goes wrong, who is let go as spare is gone before it is paid for again."""
-        spared_at = self.spared_at.get(worker_id)
-        if spared_at is None or spared_at < since_calm or cloud.billing_unit_s < LONG_UNIT_S:
+        idle_drain_at = self.idle_drain_at.get(worker_id)
+        if idle_drain_at is None or idle_drain_at < faults_ended_at or cloud.billing_unit_s < LONG_UNIT_S:
             return
-        if self.claimed_at.get(worker_id, 0.0) >= spared_at:
+        if self.claimed_at.get(worker_id, 0.0) >= idle_drain_at:
             return  # it took a task in the very moment, and may finish it
-        units = [(at - entry.began_at) // cloud.billing_unit_s for at in (spared_at, entry.gone_at)]
+        units = [(at - entry.created_at) // cloud.billing_unit_s for at in (idle_drain_at, entry.deleted_at)]
         if units[0] != units[1]:
-            self._break(f"{worker_id} was let go at {spared_at:.0f} s and paid for again before it was gone")
+            self.report_violation(
+                f"{worker_id} was let go at {idle_drain_at:.0f} s and paid for again before it was gone"
+            )
 
     # -------------------------------------------------------------------------------------------------------- other
 
-    def unfinished(self) -> list[int]:
+    def unfinished_tasks(self) -> list[int]:
         return [task_id for task_id, task in self.tasks.items() if not task.is_finished]
 
-    def _break(self, what: str) -> None:
-        self.on_broken(what)
+    def report_violation(self, what: str) -> None:
+        self.on_violation(what)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

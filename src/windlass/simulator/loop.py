@@ -58,13 +58,13 @@ class _Jumper(selectors.SelectSelector):
         return []
 
 
-def moment(at: float) -> datetime:
+def to_datetime(at: float) -> datetime:
     """A time of the loop's clock as everybody else knows it, in whole microseconds."""
     return EPOCH + timedelta(seconds=at)
 
 
 def virtual_now() -> datetime:
-    return moment(asyncio.get_running_loop().time())
+    return to_datetime(asyncio.get_running_loop().time())
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from windlass.model.errors import DatabaseUnavailable
-from windlass.simulator.processes import SimulatedProcess, start_outside
+from windlass.simulator.processes import SimulatedProcess, start_detached
 from windlass.simulator.trace import Trace
 
 # What was observed of a call when it took effect: its name, arguments and result or error.
@@ -43,7 +43,7 @@ class NetworkFaults:
     late: float = 0.0
     is_down: bool = False
 
-    def clear_up(self) -> None:
+    def clear(self) -> None:
         self.slow = self.lost = self.unanswered = self.late = 0.0
         self.is_down = False
 
@@ -56,16 +56,16 @@ GIVES_UP_S = 10.0
 LATE_S = 15.0
 
 
-class Remote:
+class RemoteStore:
     """A store as one process sees it. Every method of the store can be called; `witness` learns what took effect."""
 
     def __init__(
         self,
         target: Any,
         process: SimulatedProcess,
-        weather: NetworkFaults,
+        worker_network: NetworkFaults,
         rng: Random,
-        story: Trace,
+        trace: Trace,
         witness: Witness | None = None,
         *,
         straight: float = 0.0,
@@ -73,9 +73,9 @@ class Remote:
         """`straight`: the share of calls that take no time at all; they are cheap to simulate."""
         self._target = target
         self._process = process
-        self._weather = weather
+        self._weather = worker_network
         self._rng = rng
-        self._story = story
+        self._trace = trace
         self._witness = witness
         self._straight = straight
 
@@ -83,7 +83,7 @@ class Remote:
         method = getattr(self._target, name)
 
         async def call(*arguments: Any, **options: Any) -> Any:
-            await self._process.gate()
+            await self._process.checkpoint()
             fate = self._draw_fate()
             if fate is STRAIGHT:
                 return await self._take_effect(name, method, arguments, options)
@@ -91,23 +91,26 @@ class Remote:
                 return await self._travel(name, fate, lambda: self._take_effect(name, method, arguments, options))
             finally:
                 # Whoever stands still when the answer comes reads it when they go on.
-                await self._process.gate()
+                await self._process.checkpoint()
 
         return call
 
     def _draw_fate(self) -> CallOutcome:
-        weather, rng = self._weather, self._rng
-        if weather.is_down:
+        worker_network, rng = self._weather, self._rng
+        if worker_network.is_down:
             return CallOutcome(fails_after_s=rng.uniform(0.0, 1.0), is_lost=True)
         if self._straight > 0 and rng.random() < self._straight:
             return STRAIGHT
         out_s, back_s = rng.uniform(0.0, LATENCY_S), rng.uniform(0.0, LATENCY_S)
         roll = rng.random()
         for share, fate in (
-            (weather.lost, CallOutcome(out_s, back_s, fails_after_s=rng.uniform(0.0, GIVES_UP_S), is_lost=True)),
-            (weather.unanswered, CallOutcome(out_s, back_s, fails_after_s=out_s + rng.uniform(0.0, GIVES_UP_S))),
-            (weather.late, CallOutcome(rng.uniform(0.0, LATE_S), back_s, fails_after_s=rng.uniform(0.0, GIVES_UP_S))),
-            (weather.slow, CallOutcome(rng.uniform(0.0, SLOW_S), rng.uniform(0.0, SLOW_S))),
+            (worker_network.lost, CallOutcome(out_s, back_s, fails_after_s=rng.uniform(0.0, GIVES_UP_S), is_lost=True)),
+            (worker_network.unanswered, CallOutcome(out_s, back_s, fails_after_s=out_s + rng.uniform(0.0, GIVES_UP_S))),
+            (
+                worker_network.late,
+                CallOutcome(rng.uniform(0.0, LATE_S), back_s, fails_after_s=rng.uniform(0.0, GIVES_UP_S)),
+            ),
+            (worker_network.slow, CallOutcome(rng.uniform(0.0, SLOW_S), rng.uniform(0.0, SLOW_S))),
         ):
             if roll < share:
                 return fate
@@ -136,10 +139,10 @@ class Remote:
                 answer.set_exception(DatabaseUnavailable(f"{name}: the database does not answer"))
 
         if fate.fails_after_s is not None:
-            self._story.tell(self._process.name, f"{name} will get no answer{', nor arrive' if fate.is_lost else ''}")
+            self._trace.add(self._process.name, f"{name} will get no answer{', nor arrive' if fate.is_lost else ''}")
             loop.call_later(fate.fails_after_s, fail)
         if not fate.is_lost:
-            start_outside(_deliver(fate, effect, answer))
+            start_detached(_deliver(fate, effect, answer))
         return await answer
 
 

@@ -21,10 +21,10 @@ from windlass.simulator.trace import Trace
 
 StoreSeen = Callable[[SimulatedProcess], Any]
 # Given a store or a provider, what this orchestrator is given instead.
-Wrap = Callable[["SimOrchestrator", Any], Any]
+Wrap = Callable[["SimulatedOrchestrator", Any], Any]
 
 
-class SimOrchestrator:
+class SimulatedOrchestrator:
     def __init__(
         self,
         name: str,
@@ -32,7 +32,7 @@ class SimOrchestrator:
         open_store: StoreSeen,
         ttl_s: float,
         rng: Random,
-        story: Trace,
+        trace: Trace,
         wrap: Wrap = lambda _, service: service,
     ) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class SimOrchestrator:
         self._open_store = open_store
         self._ttl_s = ttl_s
         self._rng = rng
-        self._story = story
+        self._trace = trace
         self._wrap = wrap
         self._starts = 0
         self.process: SimulatedProcess | None = None
@@ -54,19 +54,19 @@ class SimOrchestrator:
             return
         self._starts += 1
         process = self.process = SimulatedProcess(f"{self.name}.{self._starts}")
-        self._story.tell(process.name, "starts")
+        self._trace.add(process.name, "starts")
         process.start(self._run(process))
 
     def kill(self) -> None:
         if self.process is not None and self.is_running:
-            self._story.tell(self.process.name, "is killed")
+            self._trace.add(self.process.name, "is killed")
             self.process.kill()
 
     async def _run(self, process: SimulatedProcess) -> None:
         candidate = Candidate(process.name, self._ttl_s)
         store = self._wrap(self, self._open_store(process))
         cycles = [
-            FleetCycle(name, config, store, self._wrap(self, GatedProvider(provider, process)), candidate, self._rng)
+            FleetCycle(name, config, store, self._wrap(self, ProcessProvider(provider, process)), candidate, self._rng)
             for name, (config, provider) in self.fleets.items()
         ]
         async with asyncio.TaskGroup() as group:
@@ -77,35 +77,35 @@ class SimOrchestrator:
     def _note(self, who: str, summary: Summary) -> None:
         if summary.is_leader and any((summary.actions or {}).values()):
             did = ", ".join(f"{count} {what}" for what, count in (summary.actions or {}).items() if count)
-            self._story.tell(who, f"{summary.fleet}: {did}; {summary.decision}")
+            self._trace.add(who, f"{summary.fleet}: {did}; {summary.decision}")
 
 
-class GatedProvider:
+class ProcessProvider:
     """A provider as one process sees it: the dead ask for nothing."""
 
     def __init__(self, provider: Provider, process: SimulatedProcess) -> None:
-        self._provider = provider
-        self._process = process
+        self.provider = provider
+        self.process = process
 
     @property
     def traits(self) -> ProviderTraits:
-        return self._provider.traits
+        return self.provider.traits
 
     async def create(self, request: MachineRequest) -> Machine:
-        await self._process.gate()
-        return await self._provider.create(request)
+        await self.process.checkpoint()
+        return await self.provider.create(request)
 
     async def list_machines(self) -> tuple[Machine, ...]:
-        await self._process.gate()
-        return await self._provider.list_machines()
+        await self.process.checkpoint()
+        return await self.provider.list_machines()
 
     async def delete(self, machine: Machine) -> datetime | None:
-        await self._process.gate()
-        return await self._provider.delete(machine)
+        await self.process.checkpoint()
+        return await self.provider.delete(machine)
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
-        await self._process.gate()
-        return await self._provider.prepare(machine, host_key, on_host_key)
+        await self.process.checkpoint()
+        return await self.provider.prepare(machine, host_key, on_host_key)
 
     async def close(self) -> None:
-        await self._provider.close()
+        await self.provider.close()

@@ -32,7 +32,7 @@ def _make_task(
     return task
 
 
-def start_outside(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+def start_detached(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     """A task of the world itself: it outlives whoever started it."""
     context = copy_context()
     context.run(_current.set, None)
@@ -83,7 +83,7 @@ class SimulatedProcess:
     def is_frozen(self) -> bool:
         return not self._thawed.is_set()
 
-    async def gate(self) -> None:
+    async def checkpoint(self) -> None:
         """Where it can be stopped: passed before everything it does to the outside."""
         if self.is_dead:
             raise asyncio.CancelledError

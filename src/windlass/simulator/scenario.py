@@ -7,7 +7,7 @@ from typing import Any
 from windlass.model.fleet import FleetConfig
 from windlass.simulator.cloud import FaultRates
 from windlass.simulator.network import NetworkFaults
-from windlass.simulator.workers import WorkerFaults, WorkerHabits
+from windlass.simulator.workers import TaskProfile, WorkerFaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,37 +22,37 @@ class WorkerFaultPlan:
     fails_tasks: float = 0.0
 
     def draw(self, rng: Random, fleet: FleetConfig) -> WorkerFaults:
-        luck = WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
+        faults = WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
         roll = rng.random()
         if roll < self.never_joins:
-            return replace(luck, never_joins=True)
+            return replace(faults, never_joins=True)
         roll -= self.never_joins
         if roll < self.boots_slowly:
-            return replace(luck, boots_s=fleet.spawn_timeout_s * rng.uniform(0.8, 1.5))
+            return replace(faults, boots_s=fleet.spawn_timeout_s * rng.uniform(0.8, 1.5))
         roll -= self.boots_slowly
         if roll < self.crashes:
-            return replace(luck, crashes_at_s=rng.uniform(1.0, 150.0), vanishes=rng.random() < 0.5)
+            return replace(faults, crashes_at_s=rng.uniform(1.0, 150.0), vanishes=rng.random() < 0.5)
         roll -= self.crashes
         if roll < self.freezes:
             frozen_s = fleet.heartbeat_timeout_s * rng.uniform(0.8, 2.0)
-            return replace(luck, freezes_at_s=rng.uniform(5.0, 150.0), frozen_s=frozen_s)
+            return replace(faults, freezes_at_s=rng.uniform(5.0, 150.0), frozen_s=frozen_s)
         roll -= self.freezes
         if roll < self.ignores_drain:
-            return replace(luck, ignores_drain=True)
+            return replace(faults, ignores_drain=True)
         roll -= self.ignores_drain
-        return replace(luck, fails_tasks=roll < self.fails_tasks)
+        return replace(faults, fails_tasks=roll < self.fails_tasks)
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class FleetScenario:
     """Of one fleet: its configuration, its cloud, its workers, what is asked of it."""
 
     config: FleetConfig
     max_list_age_s: float = 0.0
-    max_late_s: float = 0.0
+    max_creation_delay_s: float = 0.0
     rates: FaultRates = field(default_factory=FaultRates)
-    lucks: WorkerFaultPlan = WorkerFaultPlan()
-    habits: WorkerHabits = field(default_factory=WorkerHabits)
+    worker_faults: WorkerFaultPlan = WorkerFaultPlan()
+    tasks: TaskProfile = field(default_factory=TaskProfile)
     # What its machines cost. None: nothing.
     price_micros_per_hour: int | None = None
     price_micros_per_month: int | None = None
@@ -66,23 +66,23 @@ class Surroundings:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
-    fleets: dict[str, Surroundings]
+    fleets: dict[str, FleetScenario]
     orchestrators: int = 1
     ttl_s: float = 20.0
     # Faults happen until then; from then on everything works, and must come to rest.
     faults_end_s: float = 900.0
     # Between the database and workers, and between it and orchestrators.
-    weather: NetworkFaults = field(default_factory=NetworkFaults)
-    control_weather: NetworkFaults = field(default_factory=NetworkFaults)
+    worker_network: NetworkFaults = field(default_factory=NetworkFaults)
+    control_network: NetworkFaults = field(default_factory=NetworkFaults)
     # On average, from the start of an orchestrator to its sudden end. 0: they live.
     killed_every_s: float = 0.0
     # On average, from one outage of the database to the next, and how long they last at the most. 0: there are none.
     outage_every_s: float = 0.0
     outage_s: float = 60.0
     # On average, between two things a person does by hand. 0: nobody interferes.
-    by_hand_every_s: float = 0.0
-    # Drawn by draw_paid.
-    is_paid: bool = False
+    operator_every_s: float = 0.0
+    # Drawn by draw_billed_scenario.
+    is_billed: bool = False
 
 
 # What a run is mostly about. Each kind of trouble is there or not, and up to its worst where the theme is its own.
@@ -102,7 +102,7 @@ class _Dice:
         return self.rng.uniform(0.0, most if is_ours else most / 3)
 
 
-def draw(seed: int) -> Scenario:
+def draw_scenario(seed: int) -> Scenario:
     """A scenario of every kind of trouble."""
     rng = Random(seed)  # noqa: S311
     dice = _Dice(rng, rng.choice(THEMES))
@@ -114,17 +114,17 @@ def draw(seed: int) -> Scenario:
     return Scenario(
         seed=seed,
         fleets={
-            name: replace(around, lucks=replace(around.lucks, fails_tasks=fails_tasks))
-            for name, around in fleets.items()
+            name: replace(fleet_scenario, worker_faults=replace(fleet_scenario.worker_faults, fails_tasks=fails_tasks))
+            for name, fleet_scenario in fleets.items()
         },
         orchestrators=rng.choice([2, 3]) if is_succession else rng.choice([1, 2, 2]),
         ttl_s=rng.choice([5.0, 10.0, 20.0]),
         faults_end_s=faults_end_s,
         # A worker calls all the time and an orchestrator now and then: it takes rougher weather to trouble one.
-        weather=NetworkFaults(
+        worker_network=NetworkFaults(
             dice.share(0.1, "storm"), dice.share(0.1, "storm"), dice.share(0.1, "storm"), dice.share(0.1, "storm")
         ),
-        control_weather=NetworkFaults(
+        control_network=NetworkFaults(
             slow=dice.share(0.4, "storm"),
             lost=dice.share(0.2, "storm"),
             unanswered=dice.share(0.3, "storm"),
@@ -133,14 +133,14 @@ def draw(seed: int) -> Scenario:
         killed_every_s=rng.choice([20.0, 60.0]) if is_succession else rng.choice([0.0, 150.0]),
         outage_every_s=rng.choice([0.0, 0.0, 300.0]),
         outage_s=rng.choice([20.0, 150.0]),
-        by_hand_every_s=rng.choice([0.0, 0.0, 60.0]),
+        operator_every_s=rng.choice([0.0, 0.0, 60.0]),
     )
 
 
-def draw_paid(seed: int) -> Scenario:
+def draw_billed_scenario(seed: int) -> Scenario:
     """The same with machines that are paid by the started hour, or by units as long for a simulation's patience. It
     lasts for several units, with work that comes in waves, so that there is time to be idle."""
-    scenario = draw(seed)
+    scenario = draw_scenario(seed)
     rng = Random(f"{seed} paid")  # noqa: S311
     unit_s = rng.choice([300, 600, 600, 600, 3600])
     until_s = unit_s * rng.uniform(1.2, 2.2 if unit_s == 3600 else 4.0)
@@ -148,26 +148,26 @@ def draw_paid(seed: int) -> Scenario:
     price = rng.choice([5_999, 1_000_000])
     return replace(
         scenario,
-        is_paid=True,
+        is_billed=True,
         faults_end_s=until_s,
         fleets={
             name: replace(
-                around,
+                fleet_scenario,
                 price_micros_per_hour=price,
                 price_micros_per_month=rng.choice([None, price * unit_s * 2 // 3600]),
                 billing_unit_s=unit_s,
                 arrivals=tuple(sorted((at, rng.choice([1, 3, 12])) for at in waves)),
             )
-            for name, around in scenario.fleets.items()
+            for name, fleet_scenario in scenario.fleets.items()
         },
     )
 
 
-def _draw_surroundings(dice: _Dice, queue: str, until_s: float) -> Surroundings:
+def _draw_surroundings(dice: _Dice, queue: str, until_s: float) -> FleetScenario:
     rng = dice.rng
     is_cloud = rng.random() < 0.6
     max_workers = rng.choice([1, 2, 2, 3, 4, 6])
-    return Surroundings(
+    return FleetScenario(
         config=fleet_config(
             queues=(queue,),
             policy=rng.choice(["threshold", "buffered", "buffered", "clear-time"]),
@@ -183,25 +183,25 @@ def _draw_surroundings(dice: _Dice, queue: str, until_s: float) -> Surroundings:
             max_restarts=rng.choice([5, 100]),
         ),
         max_list_age_s=rng.choice([5.0, 30.0]) if is_cloud else 0.0,
-        max_late_s=rng.choice([5.0, 60.0]) if is_cloud else 0.0,
+        max_creation_delay_s=rng.choice([5.0, 60.0]) if is_cloud else 0.0,
         rates=FaultRates(
-            create_unclear=dice.share(0.8, "cloud"),
+            create_ambiguous=dice.share(0.8, "cloud"),
             create_refused=dice.share(0.5, "cloud"),
             create_slow=dice.share(0.5, "cloud"),
             list_failed=dice.share(0.6, "cloud"),
-            list_old=dice.share(0.8, "cloud") if is_cloud else 0.0,
+            list_stale=dice.share(0.8, "cloud") if is_cloud else 0.0,
             list_slow=dice.share(0.5, "cloud"),
             delete_failed=dice.share(0.8, "machines"),
             delete_slow=dice.share(0.6, "machines"),
         ),
-        lucks=WorkerFaultPlan(
+        worker_faults=WorkerFaultPlan(
             never_joins=dice.share(0.4, "machines"),
             boots_slowly=dice.share(0.3, "machines"),
             crashes=dice.share(0.5, "machines"),
             freezes=dice.share(0.6, "machines"),
             ignores_drain=dice.share(0.3, "machines"),
         ),
-        habits=WorkerHabits(task_s=(1.0, rng.choice([10.0, 60.0])), fails=dice.share(0.4, "machines")),
+        tasks=TaskProfile(duration_s=(1.0, rng.choice([10.0, 60.0])), failure_rate=dice.share(0.4, "machines")),
         arrivals=tuple(sorted((rng.uniform(0.0, until_s), rng.choice([1, 3, 12])) for _ in range(int(until_s / 40)))),
     )
 

@@ -19,13 +19,13 @@ class Trace:
         # Logged as errors: whatever it is, nobody foresaw it.
         self.errors: list[str] = []
 
-    def tell(self, who: str, what: str) -> None:
+    def add(self, who: str, what: str) -> None:
         if not self._is_over:
             self._lines.append((asyncio.get_running_loop().time(), who, what))
 
     def end(self, why: str) -> None:
         """What happens after this is of no interest."""
-        self.tell("world", why)
+        self.add("world", why)
         self._is_over = True
 
     def text(self, limit: int | None = MAX_LINES) -> str:
@@ -55,7 +55,7 @@ class Trace:
         if fields.pop("exc_info", None):
             fields["error"] = traceback.format_exc()
         said = ", ".join(f"{name}={value}" for name, value in fields.items())
-        self.tell("log", f"{level}: {event} ({said})")
+        self.add("log", f"{level}: {event} ({said})")
         if level in ("error", "exception", "critical"):
             self.errors.append(f"{event} ({said})")
         return ""

@@ -18,7 +18,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.task import Claim, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
-from windlass.simulator.cloud import Entry, SimulatedCloud
+from windlass.simulator.cloud import MachineRecord, SimulatedCloud
 from windlass.simulator.processes import SimulatedProcess
 from windlass.simulator.trace import Trace
 
@@ -52,37 +52,37 @@ class WorkerFaults:
 
 
 @dataclass(slots=True)
-class WorkerConduct:
+class WorkerHistory:
     """What a worker has done, by its own books."""
 
     asked_at: float
-    luck: WorkerFaults
-    first_heard_at: float | None = None
-    last_heard_at: float | None = None
+    faults: WorkerFaults
+    first_heartbeat_at: float | None = None
+    last_heartbeat_at: float | None = None
     max_silence_s: float = 0.0
     # Claims it is working on, by token, since when.
     at_work: dict[UUID, float] = field(default_factory=dict)
     # When the store first told it, or others, that it should end.
-    told_to_end_at: float | None = None
+    draining_since: float | None = None
     # Different tasks that failed on it since it last completed one.
     failed_in_a_row: set[int] = field(default_factory=set)
     is_over: bool = False
 
     def heard(self, now: float) -> None:
-        since = self.last_heard_at if self.last_heard_at is not None else self.asked_at
+        since = self.last_heartbeat_at if self.last_heartbeat_at is not None else self.asked_at
         self.max_silence_s = max(self.max_silence_s, now - since)
-        self.first_heard_at = self.first_heard_at if self.first_heard_at is not None else now
-        self.last_heard_at = now
+        self.first_heartbeat_at = self.first_heartbeat_at if self.first_heartbeat_at is not None else now
+        self.last_heartbeat_at = now
 
     def blame(self, now: float, fleet: FleetConfig) -> str | None:
         """What can be held against it: whoever has none of these must be left alone."""
-        if not self.luck.is_good:
+        if not self.faults.is_good:
             return "bad luck"
-        if self.first_heard_at is None or self.last_heard_at is None:
+        if self.first_heartbeat_at is None or self.last_heartbeat_at is None:
             return "never heard" if now - self.asked_at > fleet.spawn_timeout_s else None
-        if self.first_heard_at - self.asked_at > fleet.spawn_timeout_s:
+        if self.first_heartbeat_at - self.asked_at > fleet.spawn_timeout_s:
             return "slow to join"
-        if max(self.max_silence_s, now - self.last_heard_at) > fleet.heartbeat_timeout_s:
+        if max(self.max_silence_s, now - self.last_heartbeat_at) > fleet.heartbeat_timeout_s:
             return "silent for too long"
         stuck_s = fleet.stuck_timeout_s
         if stuck_s is not None and any(now - since > stuck_s for since in self.at_work.values()):
@@ -92,43 +92,43 @@ class WorkerConduct:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHabits:
+class TaskProfile:
     """How tasks go."""
 
-    task_s: tuple[float, float] = (5.0, 30.0)
-    fails: float = 0.0
+    duration_s: tuple[float, float] = (5.0, 30.0)
+    failure_rate: float = 0.0
 
 
-class SimWorker:
+class SimulatedWorker:
     """One worker on one machine. `transport` is the store as this worker sees it."""
 
     def __init__(
         self,
-        entry: Entry,
+        entry: MachineRecord,
         cloud: SimulatedCloud,
         fleet: FleetConfig,
         transport: Any,
         process: SimulatedProcess,
-        luck: WorkerFaults,
-        habits: WorkerHabits,
+        faults: WorkerFaults,
+        tasks: TaskProfile,
         rng: Random,
-        story: Trace,
+        trace: Trace,
     ) -> None:
         self.id = entry.name
-        self.conduct = WorkerConduct(entry.began_at, luck)
+        self.history = WorkerHistory(entry.created_at, faults)
         self._entry = entry
-        self._cloud = cloud
+        self._make_cloud = cloud
         self._fleet = fleet
         self._transport = transport
         self._process = process
-        self._luck = luck
-        self._habits = habits
+        self._luck = faults
+        self._tasks = tasks
         self._rng = rng
-        self._story = story
+        self._trace = trace
         self._is_draining = False
         self._is_calm: Callable[[], bool] = lambda: False
         self._failed: set[int] = set()
-        self._idle_since = entry.began_at
+        self._idle_since = entry.created_at
         self._held: dict[UUID, Claim] = {}
         self._attempts: dict[UUID, asyncio.Task[None]] = {}
         self._lanes: list[asyncio.Task[None]] = []
@@ -139,31 +139,31 @@ class SimWorker:
     def fleet_name(self) -> str:
         return self._entry.fleet
 
-    def start(self, is_calm: Callable[[], bool] = lambda: False) -> None:
+    def start(self, faults_ended: Callable[[], bool] = lambda: False) -> None:
         """What bad luck has in store happens unless it is calm by then."""
-        self._is_calm = is_calm
+        self._is_calm = faults_ended
         self._process.start(self._live())
         for at_s, strike in ((self._luck.crashes_at_s, self._crash), (self._luck.freezes_at_s, self._freeze)):
             if at_s is not None:
-                asyncio.get_running_loop().call_later(at_s, _strike_unless, is_calm, strike)
+                asyncio.get_running_loop().call_later(at_s, _strike_unless, faults_ended, strike)
 
     def stop(self) -> None:
-        self.conduct.is_over = True
+        self.history.is_over = True
         self._process.kill()
 
     def _crash(self) -> None:
         if self._process.is_dead:
             return
-        self._story.tell(self.id, "vanishes with its machine" if self._luck.vanishes else "crashes")
+        self._trace.add(self.id, "vanishes with its machine" if self._luck.vanishes else "crashes")
         self.stop()
         if self._luck.vanishes:
-            self._cloud.end(self._entry.id)
+            self._make_cloud.remove_machine(self._entry.id)
         else:
-            self._cloud.exited(self._entry.id)
+            self._make_cloud.mark_exited(self._entry.id)
 
     def _freeze(self) -> None:
         if not self._process.is_dead:
-            self._story.tell(self.id, f"stands still for {self._luck.frozen_s:.0f} s")
+            self._trace.add(self.id, f"stands still for {self._luck.frozen_s:.0f} s")
             self._process.freeze()
             asyncio.get_running_loop().call_later(self._luck.frozen_s, self._process.thaw)
 
@@ -171,7 +171,7 @@ class SimWorker:
 
     async def _live(self) -> None:
         await asyncio.sleep(self._luck.boots_s)
-        self._entry.runs_from = self._now()
+        self._entry.running_at = self._now()
         if self._luck.never_joins:
             return
         try:
@@ -182,11 +182,11 @@ class SimWorker:
                 self._leave_machine()
 
     def _leave_machine(self) -> None:
-        self._story.tell(self.id, "has ended")
+        self._trace.add(self.id, "has ended")
         self.stop()
-        if self._cloud.max_list_age_s == 0:
+        if self._make_cloud.max_list_age_s == 0:
             # Where a machine is a process, it ends with its program; elsewhere it idles on, and costs.
-            self._cloud.exited(self._entry.id)
+            self._make_cloud.mark_exited(self._entry.id)
 
     async def _join(self) -> bool:
         registration = Registration(
@@ -213,7 +213,7 @@ class SimWorker:
         while True:
             pulse = await self._beat_once()
             if pulse is not None and pulse.status not in LIVE:
-                self._story.tell(self.id, f"learns that it is {pulse.status}")
+                self._trace.add(self.id, f"learns that it is {pulse.status}")
                 return
             if pulse is not None and pulse.status is WorkerStatus.TERMINATING and not self._luck.ignores_drain:
                 self._is_draining = True
@@ -221,7 +221,7 @@ class SimWorker:
                 await self._insist(lambda: self._transport.deregister(self.id, "drained"))
                 return
             await asyncio.sleep(self._fleet.heartbeat_interval_s)
-            await self._process.gate()
+            await self._process.checkpoint()
 
     async def _beat_once(self) -> HeartbeatReply | None:
         held = [HeldClaim(claim.task_id, token) for token, claim in self._held.items()]
@@ -236,7 +236,7 @@ class SimWorker:
         for token in pulse.lost:
             attempt = self._attempts.get(token)
             if attempt is not None:
-                self._story.tell(self.id, f"lost its claim on task {self._held[token].task_id}")
+                self._trace.add(self.id, f"lost its claim on task {self._held[token].task_id}")
                 attempt.cancel()
         return pulse
 
@@ -256,20 +256,20 @@ class SimWorker:
     async def _attempt(self, claim: Claim) -> list[Claim]:
         """Work on it; returns what is to be done next."""
         self._held[claim.token] = claim
-        self.conduct.at_work[claim.token] = self._now()
-        takes_s = self._rng.uniform(*self._habits.task_s)
-        attempt = asyncio.create_task(asyncio.sleep(FAILS_WITHIN_S if self._is_useless() else takes_s))
+        self.history.at_work[claim.token] = self._now()
+        duration_s = self._rng.uniform(*self._tasks.duration_s)
+        attempt = asyncio.create_task(asyncio.sleep(FAILS_WITHIN_S if self._is_useless() else duration_s))
         self._attempts[claim.token] = attempt
         try:
             await asyncio.wait([attempt])
-            await self._process.gate()
+            await self._process.checkpoint()
             if attempt.cancelled():
                 return []
             return await self._deliver(claim)
         finally:
             attempt.cancel()
             del self._held[claim.token], self._attempts[claim.token]
-            self.conduct.at_work.pop(claim.token, None)
+            self.history.at_work.pop(claim.token, None)
             if not self._held:
                 self._idle_since = self._now()
 
@@ -279,7 +279,7 @@ class SimWorker:
         return self._luck.fails_tasks and (is_suspicious or not self._is_calm())
 
     async def _deliver(self, claim: Claim) -> list[Claim]:
-        if self._rng.random() < self._habits.fails or self._is_useless():
+        if self._rng.random() < self._tasks.failure_rate or self._is_useless():
             self._failed.add(claim.task_id)
             await self._insist(
                 lambda: self._transport.fail(self.id, claim.task_id, claim.token, "it did not work out", jitter=0.5)
@@ -303,17 +303,17 @@ class SimWorker:
                 return await call()
             except UnknownWorker:
                 # Its row is gone: whatever it had is somebody else's by now.
-                self._story.tell(self.id, "is unknown to the store")
+                self._trace.add(self.id, "is unknown to the store")
                 raise asyncio.CancelledError from None
             except DatabaseUnavailable:
                 failures += 1
                 await asyncio.sleep(reconnect_delay_s(failures, self._rng.random()))
-                await self._process.gate()
+                await self._process.checkpoint()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
 
-def _strike_unless(is_calm: Callable[[], bool], strike: Callable[[], None]) -> None:
-    if not is_calm():
+def _strike_unless(faults_ended: Callable[[], bool], strike: Callable[[], None]) -> None:
+    if not faults_ended():
         strike()

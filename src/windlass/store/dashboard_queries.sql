@@ -1,35 +1,30 @@
 -- Named queries of the dashboard and the HTTP API. Each reads a bounded number of rows.
--- The task lists have one query per status: the planner needs the literal status to use a partial index.
+-- The planner needs the literal status to use a partial index, so `tasks_{complete|failed}` is one query per status.
 
 -- name: worker_counts
 -- overview; workers_live, and all of tasks_running once.
 select
-  w.fleet,
-  count(*) filter (where w.status = 'spawning') as spawning,
+  w.fleet, count(*) filter (where w.status = 'spawning') as spawning,
   count(*) filter (where w.status = 'active') as active,
   count(*) filter (where w.status = 'terminating') as terminating,
   count(*) filter (where w.status = 'error') as error,
-  count(*) filter (where w.slot is not null) as hired,
+  count(*) filter (where w.slot is not null) as managed,
   count(*) filter (where w.paused) as paused,
-  count(*) filter (
-    where w.status = 'active' and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s)
-  ) as silent,
+  count(*) filter (where w.status = 'active' and not lease.is_valid) as silent,
   count(*) filter (where ready.can_begin and r.tasks is null) as idle,
   coalesce(
     sum(greatest(0, w.concurrency - coalesce(r.tasks, 0))) filter (where ready.can_begin), 0
   )::bigint as free_slots
 from windlass.workers w
 left join (
-  select t.worker_id, count(*) as tasks
-  from windlass.tasks t
-  where t.status = 'running'
-  group by t.worker_id
+  select t.worker_id, count(*) as tasks from windlass.tasks t where t.status = 'running' group by t.worker_id
 ) as r on r.worker_id = w.id
 cross join lateral (
+  select w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as is_valid
+) as lease
+cross join lateral (
   -- A dispatcher places tasks on nodes and has no slots of its own.
-  select
-    w.status = 'active' and not w.paused and w.kind <> 'dispatcher'
-    and w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as can_begin
+  select w.status = 'active' and not w.paused and w.kind <> 'dispatcher' and lease.is_valid as can_begin
 ) as ready
 where w.status <> 'terminated'
 group by w.fleet;
@@ -37,118 +32,88 @@ group by w.fleet;
 -- name: burn_rates
 -- overview; workers_live.
 select w.fleet, w.currency, sum(w.price_micros_per_hour)::bigint as micros_per_hour, count(*) as machines
-from windlass.workers w
-where w.status <> 'terminated'
-  and w.billed_since is not null
-  and w.billed_until is null
-group by w.fleet, w.currency
-order by w.fleet, micros_per_hour desc, w.currency;
+from windlass.workers w where w.status <> 'terminated' and w.billed_since is not null and w.billed_until is null
+group by w.fleet, w.currency order by w.fleet, micros_per_hour desc, w.currency;
 
 -- name: fleet_queues
 -- Queues that fleets serve. With `known_queues`, all queues.
-select distinct unnest(f.queues) as queue
-from windlass.fleets f;
+select distinct unnest(f.queues) as queue from windlass.fleets f;
 
 -- name: last_cycles
 -- overview; one probe of cycles_fleet for each fleet.
-select f.name as fleet, c.id, c.decision, coalesce(c.repeated_at, c.started_at) as decided_at
-from windlass.fleets f
+select f.name as fleet, c.id, c.decision, coalesce(c.repeated_at, c.started_at) as decided_at from windlass.fleets f
 cross join lateral (
   select l.id, l.decision, l.repeated_at, l.started_at
-  from windlass.cycles l
-  where l.fleet = f.name
-  order by l.id desc
-  limit 1
+  from windlass.cycles l where l.fleet = f.name order by l.id desc limit 1
 ) as c;
 
 -- name: queue_counts
 -- overview; tasks_ready and tasks_scheduled of each queue, counted up to $2.
 select
-  q.name as queue,
-  ready.count + due.count as queued,
-  later.count as scheduled,
-  retrying.count as retrying,
-  extract(epoch from windlass.now() - head.since)::double precision as oldest_queued_age_s
+  q.name as queue, ready.n + due.n as queued, later.n as scheduled, retrying.n as retrying,
+  extract(epoch from windlass.now() - head.since)::float8 as oldest_queued_age_s
 from unnest($1::text[]) as q (name)
 cross join lateral (
-  select count(*) as count
-  from (
+  select count(*) as n from (
     select from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null limit $2
   ) as counted
 ) as ready
 cross join lateral (
-  select count(*) as count
-  from (
+  select count(*) as n from (
     select from windlass.tasks t
     where t.queue = q.name and t.status = 'queued' and t.run_after is not null and t.run_after <= windlass.now()
     limit $2
   ) as counted
 ) as due
 cross join lateral (
-  select count(*) as count
-  from (
+  select count(*) as n from (
     select from windlass.tasks t
     where t.queue = q.name and t.status = 'queued' and t.run_after is not null and t.run_after > windlass.now()
     limit $2
   ) as counted
 ) as later
 cross join lateral (
-  select count(*) as count
-  from (
+  select count(*) as n from (
     select from windlass.tasks t where t.queue = q.name and t.status = 'error' and t.run_after is not null limit $2
   ) as counted
 ) as retrying
 left join lateral (
   -- The oldest of the first 100: the first alone may have been requeued a moment ago.
-  select min(first.since) as since
-  from (
+  select min(first.since) as since from (
     select coalesce(t.ready_at, t.created_at) as since
-    from windlass.tasks t
-    where t.queue = q.name and t.status = 'queued' and t.run_after is null
-    order by t.priority desc, t.id
-    limit 100
+    from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null
+    order by t.priority desc, t.id limit 100
   ) as first
 ) as head on true;
 
 -- name: running_by_queue
 -- overview; tasks_running.
-select t.queue, count(*) as running
-from windlass.tasks t
-where t.status = 'running'
-group by t.queue;
+select t.queue, count(*) as running from windlass.tasks t where t.status = 'running' group by t.queue;
 
 -- name: failed_by_queue
 -- overview; the newest $1 of tasks_failed.
 select d.queue, count(*) as dead
-from (
-  select t.queue from windlass.tasks t where t.status = 'failed' order by t.finished_at desc limit $1
-) as d
+from (select t.queue from windlass.tasks t where t.status = 'failed' order by t.finished_at desc limit $1) as d
 group by d.queue;
 
 -- name: recent_completions
--- overview; tasks_complete of the last $3 seconds: counts the newest $1 and returns the newest $2 of each queue. Waiting
--- times are of first attempts only: a retried task also waited for its back-off.
+-- overview; tasks_complete of the last $3 seconds: counts the newest $1 and returns the newest $2 of each queue.
+-- Waiting times are of first attempts only: a retried task also waited for its back-off.
 select
   s.queue, s.completed,
-  case
-    when s.scanned < $1 then $3::double precision
-    else greatest(1, extract(epoch from windlass.now() - s.oldest))::double precision
-  end as span_s,
-  case
-    when s.attempts = 1 then extract(epoch from s.started_at - coalesce(s.ready_at, s.created_at))::double precision
-  end as wait_s,
-  extract(epoch from s.finished_at - s.started_at)::double precision as duration_s
+  case when s.scanned < $1 then $3::float8 else greatest(1, extract(epoch from windlass.now() - s.oldest))::float8 end
+    as span_s,
+  case when s.attempts = 1 then extract(epoch from s.started_at - coalesce(s.ready_at, s.created_at))::float8 end
+    as wait_s,
+  extract(epoch from s.finished_at - s.started_at)::float8 as duration_s
 from (
   select
     r.*, row_number() over (partition by r.queue order by r.finished_at desc) as place,
     count(*) over (partition by r.queue) as completed, count(*) over () as scanned, min(r.finished_at) over () as oldest
   from (
-    select t.queue, t.attempts, t.created_at, t.ready_at, t.started_at, t.finished_at
-    from windlass.tasks t
-    where t.status = 'complete'
-      and t.finished_at > windlass.now() - make_interval(secs => $3::double precision)
-    order by t.finished_at desc
-    limit $1
+    select t.queue, t.attempts, t.created_at, t.ready_at, t.started_at, t.finished_at from windlass.tasks t
+    where t.status = 'complete' and t.finished_at > windlass.now() - make_interval(secs => $3::float8)
+    order by t.finished_at desc limit $1
   ) as r
 ) as s
 where s.place <= $2;
@@ -156,19 +121,13 @@ where s.place <= $2;
 -- name: open_alerts
 -- overview; alerts_open, a few rows per fleet and code.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
-from windlass.alerts
-where resolved_at is null
-order by since, id
-limit 500;
+from windlass.alerts where resolved_at is null order by since, id limit 500;
 
 -- name: leader
 -- overview; a few rows. Prefers the orchestrator's lease to those of other lease names.
-select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::double precision as expires_in_s
-from windlass.leases l
-where l.name not like 'ray:%'
-  and l.expires_at > windlass.now()
-order by l.name = 'orchestrator' desc
-limit 1;
+select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::float8 as expires_in_s
+from windlass.leases l where l.name not like 'ray:%' and l.expires_at > windlass.now()
+order by l.name = 'orchestrator' desc limit 1;
 
 -- name: overview_time
 -- overview; primary key backwards.
@@ -177,12 +136,10 @@ select windlass.now() as at, coalesce((select max(e.id) from windlass.events e),
 -- name: add_samples
 -- take_samples: one row per fleet and moment; the first writer wins.
 insert into windlass.samples (
-  fleet, at, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
+  at, fleet, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
   burn_micros_per_hour, currency
 )
-select
-  s.fleet, date_bin(make_interval(secs => $2::double precision), windlass.now(), 'epoch'), s.queued, s.running, s.spawning,
-  s.active, s.terminating, s.error, s.completed_per_minute, s.wait_p95_s, s.burn_micros_per_hour, s.currency
+select date_bin(make_interval(secs => $2::float8), windlass.now(), 'epoch'), s.*
 from jsonb_to_recordset($1::jsonb) as s (
   fleet text, queued integer, running integer, spawning integer, active integer, terminating integer, error integer,
   completed_per_minute real, wait_p95_s real, burn_micros_per_hour bigint, currency text
@@ -192,29 +149,20 @@ on conflict do nothing;
 -- name: history
 -- Charts; primary key of samples, bounded by retention.
 select
-  date_bin(make_interval(secs => $3::double precision), s.at, 'epoch') as at,
-  avg(s.queued)::double precision as queued, avg(s.running)::double precision as running,
-  avg(s.spawning)::double precision as spawning, avg(s.active)::double precision as active,
-  avg(s.terminating)::double precision as terminating, avg(s.error)::double precision as error,
-  avg(s.completed_per_minute)::double precision as completed_per_minute,
-  max(s.wait_p95_s)::double precision as wait_p95_s,
-  avg(s.burn_micros_per_hour)::double precision as burn_micros_per_hour,
-  max(s.currency) as currency
-from windlass.samples s
-where s.fleet = $1
-  and s.at > windlass.now() - make_interval(secs => $2::double precision)
-group by 1
-order by 1;
+  date_bin(make_interval(secs => $3::float8), s.at, 'epoch') as at,
+  avg(s.queued)::float8 as queued, avg(s.running)::float8 as running, avg(s.spawning)::float8 as spawning,
+  avg(s.active)::float8 as active, avg(s.terminating)::float8 as terminating, avg(s.error)::float8 as error,
+  avg(s.completed_per_minute)::float8 as completed_per_minute, max(s.wait_p95_s)::float8 as wait_p95_s,
+  avg(s.burn_micros_per_hour)::float8 as burn_micros_per_hour, max(s.currency) as currency
+from windlass.samples s where s.fleet = $1 and s.at > windlass.now() - make_interval(secs => $2::float8)
+group by 1 order by 1;
 
 -- name: fleet_metrics
 -- Metrics; for each fleet workers_managed, workers_failed, workers_terminated_by_fleet, and its slots.
 select
-  f.name as fleet,
-  spawned.success_ratio::double precision as provisioning_success_ratio,
-  spawned.mean_s::double precision as provisioning_mean_s,
-  slots.restarts, slots.failed_slots,
-  extract(epoch from windlass.now() - crash.failed_at)::double precision as since_last_crash_s,
-  ended.terminated
+  f.name as fleet, spawned.success_ratio::float8 as provisioning_success_ratio,
+  spawned.mean_s::float8 as provisioning_mean_s, slots.restarts, slots.failed_slots, ended.terminated,
+  extract(epoch from windlass.now() - crash.failed_at)::float8 as since_last_crash_s
 from windlass.fleets f
 cross join lateral (
   select count(*) as terminated
@@ -222,27 +170,21 @@ cross join lateral (
 ) as ended
 cross join lateral (
   select
-    count(h.activated_at)::numeric / nullif(count(h.activated_at) + count(*) filter (where h.has_failed), 0) as success_ratio,
+    count(h.activated_at)::numeric
+      / nullif(count(h.activated_at) + count(*) filter (where h.has_failed), 0) as success_ratio,
     avg(extract(epoch from h.activated_at - h.created_at)) as mean_s
   from (
     select w.activated_at, w.created_at, w.activated_at is null and w.status in ('error', 'terminated') as has_failed
-    from windlass.workers w
-    where w.fleet = f.name and w.slot is not null
-    order by w.created_at desc
-    limit 50
+    from windlass.workers w where w.fleet = f.name and w.slot is not null order by w.created_at desc limit 50
   ) as h
 ) as spawned
 cross join lateral (
   select coalesce(sum(s.restart_count), 0) as restarts, count(*) filter (where s.status = 'failed') as failed_slots
-  from windlass.slots s
-  where s.fleet = f.name
+  from windlass.slots s where s.fleet = f.name
 ) as slots
 left join lateral (
   select w.failed_at
-  from windlass.workers w
-  where w.fleet = f.name and w.failed_at is not null
-  order by w.failed_at desc
-  limit 1
+  from windlass.workers w where w.fleet = f.name and w.failed_at is not null order by w.failed_at desc limit 1
 ) as crash on true
 order by f.name;
 
@@ -251,42 +193,30 @@ order by f.name;
 select
   w.fleet, w.currency,
   sum(w.price_micros_per_hour * extract(epoch from windlass.now() - w.billed_since) / 3600)::bigint as micros
-from windlass.workers w
-where w.status <> 'terminated'
-  and w.billed_since is not null
-group by w.fleet, w.currency
-order by w.fleet, w.currency;
+from windlass.workers w where w.status <> 'terminated' and w.billed_since is not null
+group by w.fleet, w.currency order by w.fleet, w.currency;
 
 -- name: recent_spending
 -- Metrics; spending_hour.
 select
   s.fleet, s.currency, sum(s.task_micros)::bigint as task, sum(s.boot_micros)::bigint as boot,
   sum(s.idle_micros)::bigint as idle, sum(s.tail_micros)::bigint as tail
-from windlass.spending s
-where s.hour > windlass.now() - interval '1 day'
-group by s.fleet, s.currency
-order by s.fleet, s.currency;
+from windlass.spending s where s.hour > windlass.now() - interval '1 day'
+group by s.fleet, s.currency order by s.fleet, s.currency;
 
 -- name: live_workers
 -- workers_page; workers_by_slot, after the cursor ($3, $4, $5).
-select w.id
-from windlass.workers w
-where w.status <> 'terminated'
-  and ($1::text is null or w.fleet = $1)
-  and ($2::text is null or w.status = $2)
+select w.id from windlass.workers w
+where w.status <> 'terminated' and ($1::text is null or w.fleet = $1) and ($2::text is null or w.status = $2)
   and ($3::text is null or (w.fleet, coalesce(w.slot, 2147483647), w.id) > ($3, $4::integer, $5::text))
-order by w.fleet, coalesce(w.slot, 2147483647), w.id
-limit $6;
+order by w.fleet, coalesce(w.slot, 2147483647), w.id limit $6;
 
 -- name: terminated_workers
 -- workers_page; workers_terminated_at backwards, after the cursor ($2, $3).
-select w.id
-from windlass.workers w
-where w.status = 'terminated'
-  and ($1::text is null or w.fleet = $1)
+select w.id from windlass.workers w
+where w.status = 'terminated' and ($1::text is null or w.fleet = $1)
   and ($2::timestamptz is null or (w.terminated_at <= $2 and (w.terminated_at < $2 or w.id < $3::text)))
-order by w.terminated_at desc, w.id desc
-limit $4;
+order by w.terminated_at desc, w.id desc limit $4;
 
 -- name: worker_rows
 -- workers_page and worker_row; primary keys, and tasks_running for each.
@@ -294,13 +224,14 @@ select
   w.id, w.fleet, w.slot, w.status, w.paused, w.queues, w.concurrency, w.lease_s, w.created_at, w.activated_at,
   w.last_heartbeat, w.first_claimed_at, w.terminated_at, w.code, w.reason, w.host, w.pid, w.version, w.vram_total_mb,
   w.vram_used_mb, w.late_results, w.metadata, w.instance_type, w.place, w.machine_id, w.terminating_at,
-  extract(epoch from windlass.now() - w.last_heartbeat)::double precision as heartbeat_age_s,
+  extract(epoch from windlass.now() - w.last_heartbeat)::float8 as heartbeat_age_s,
   coalesce(
-    w.status in ('active', 'terminating') and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s), false
+    w.status in ('active', 'terminating') and w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s),
+    false
   ) as is_silent,
   t.running_tasks, r.id as task_id, r.queue as task_queue, r.started_at as task_started_at, r.progress as task_progress,
-  r.progress_note as task_note,
-  coalesce(s.restart_count, 0) as restarts, coalesce(s.status = 'failed', false) as is_slot_failed,
+  r.progress_note as task_note, coalesce(s.restart_count, 0) as restarts,
+  coalesce(s.status = 'failed', false) as is_slot_failed,
   w.price_micros_per_hour, w.currency, w.billing_unit_s, w.price_parts, w.billed_since, w.billed_until, w.settled_until,
   w.kind, w.node
 from unnest($1::text[]) with ordinality as wanted (id, place)
@@ -308,108 +239,57 @@ join windlass.workers w on w.id = wanted.id
 left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
 cross join lateral (
   select count(*) as running_tasks, min(a.id) as oldest_id
-  from windlass.tasks a
-  where a.worker_id = w.id and a.status = 'running'
+  from windlass.tasks a where a.worker_id = w.id and a.status = 'running'
 ) as t
 left join windlass.tasks r on r.id = t.oldest_id
 order by wanted.place;
 
 -- name: running_tasks_of
 -- running_tasks_of; tasks_running.
-select t.id
-from windlass.tasks t
-where t.worker_id = $1
-  and t.status = 'running'
-order by t.id
-limit $2;
+select t.id from windlass.tasks t where t.worker_id = $1 and t.status = 'running' order by t.id limit $2;
 
 -- name: tasks_newest
 -- tasks_page; the primary key backwards, after the cursor $5, at most $4 rows.
 select s.id
-from (
-  select t.*
-  from windlass.tasks t
-  where ($5::bigint is null or t.id < $5)
-  order by t.id desc
-  limit $4
-) as s
+from (select t.* from windlass.tasks t where $5::bigint is null or t.id < $5 order by t.id desc limit $4) as s
 where ($1::text is null or s.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
-order by s.id desc
-limit $3;
+order by s.id desc limit $3;
 
 -- name: tasks_newest_end
 -- The last row that a search of tasks_newest examined.
-select t.id
-from windlass.tasks t
-where ($2::bigint is null or t.id < $2)
-order by t.id desc
-limit 1 offset $1 - 1;
+select t.id from windlass.tasks t where $2::bigint is null or t.id < $2 order by t.id desc limit 1 offset $1 - 1;
 
 -- name: tasks_running
 -- tasks_page; tasks_running, sorted. Materialized, or the planner would scan the primary key over all queued tasks.
 with running as materialized (
-  select t.id, t.queue, t.unique_key, t.error_code, t.error
-  from windlass.tasks t
-  where t.status = 'running'
+  select t.id, t.queue, t.unique_key, t.error_code, t.error from windlass.tasks t where t.status = 'running'
 )
-select a.id
-from running a
+select a.id from running a
 where ($1::text is null or a.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(a.id, a.unique_key, a.error_code, a.error, $2))
   and ($3::bigint is null or a.id < $3)
-order by a.id desc
-limit $4;
+order by a.id desc limit $4;
 
--- name: tasks_complete
--- tasks_page; tasks_complete backwards, after the cursor ($5, $6), at most $4 rows.
+-- name: tasks_{complete|failed}
+-- tasks_page; tasks_complete or tasks_failed backwards, after the cursor ($5, $6), at most $4 rows.
 select s.id, s.finished_at as at
 from (
-  select t.*
-  from windlass.tasks t
-  where t.status = 'complete'
+  select t.* from windlass.tasks t
+  where t.status = '{variant}'
     and ($5::timestamptz is null or (t.finished_at <= $5 and (t.finished_at < $5 or t.id < $6::bigint)))
-  order by t.finished_at desc, t.id desc
-  limit $4
+  order by t.finished_at desc, t.id desc limit $4
 ) as s
 where ($1::text is null or s.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
-order by s.finished_at desc, s.id desc
-limit $3;
+order by s.finished_at desc, s.id desc limit $3;
 
--- name: tasks_complete_end
--- The last row that a search of tasks_complete examined.
-select t.id, t.finished_at as at
-from windlass.tasks t
-where t.status = 'complete'
+-- name: tasks_{complete|failed}_end
+-- The last row that a search of the list examined.
+select t.id, t.finished_at as at from windlass.tasks t
+where t.status = '{variant}'
   and ($2::timestamptz is null or (t.finished_at <= $2 and (t.finished_at < $2 or t.id < $3::bigint)))
-order by t.finished_at desc, t.id desc
-limit 1 offset $1 - 1;
-
--- name: tasks_failed
--- tasks_page; tasks_failed backwards, after the cursor ($5, $6), at most $4 rows.
-select s.id, s.finished_at as at
-from (
-  select t.*
-  from windlass.tasks t
-  where t.status = 'failed'
-    and ($5::timestamptz is null or (t.finished_at <= $5 and (t.finished_at < $5 or t.id < $6::bigint)))
-  order by t.finished_at desc, t.id desc
-  limit $4
-) as s
-where ($1::text is null or s.queue = $1)
-  and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
-order by s.finished_at desc, s.id desc
-limit $3;
-
--- name: tasks_failed_end
--- The last row that a search of tasks_failed examined.
-select t.id, t.finished_at as at
-from windlass.tasks t
-where t.status = 'failed'
-  and ($2::timestamptz is null or (t.finished_at <= $2 and (t.finished_at < $2 or t.id < $3::bigint)))
-order by t.finished_at desc, t.id desc
-limit 1 offset $1 - 1;
+order by t.finished_at desc, t.id desc limit 1 offset $1 - 1;
 
 -- name: tasks_queued
 -- tasks_page; tasks_ready of each queue ($1), after the cursor ($5, $6), at most $4 rows of each.
@@ -418,38 +298,27 @@ from unnest($1::text[]) as q (name)
 cross join lateral (
   select s.id, s.priority
   from (
-    select t.*
-    from windlass.tasks t
-    where t.queue = q.name
-      and t.status = 'queued'
-      and t.run_after is null
+    select t.* from windlass.tasks t
+    where t.queue = q.name and t.status = 'queued' and t.run_after is null
       and ($5::integer is null or (t.priority <= $5 and (t.priority < $5 or t.id > $6::bigint)))
-    order by t.priority desc, t.id
-    limit $4
+    order by t.priority desc, t.id limit $4
   ) as s
   where $2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
   limit $3
 ) as m
-order by m.priority desc, m.id
-limit $3;
+order by m.priority desc, m.id limit $3;
 
 -- name: tasks_queued_end
--- tasks_page; of the queues ($1) with more than the $2 examined rows, the first row that was examined last.
+-- The earliest of the queues' ($1) $2-th rows: a search has examined everything before it.
 select e.id, e.priority
 from unnest($1::text[]) as q (name)
 cross join lateral (
-  select t.id, t.priority
-  from windlass.tasks t
-  where t.queue = q.name
-    and t.status = 'queued'
-    and t.run_after is null
+  select t.id, t.priority from windlass.tasks t
+  where t.queue = q.name and t.status = 'queued' and t.run_after is null
     and ($3::integer is null or (t.priority <= $3 and (t.priority < $3 or t.id > $4::bigint)))
-  order by t.priority desc, t.id
-  offset $2::bigint - 1
-  limit 1
+  order by t.priority desc, t.id limit 1 offset $2::bigint - 1
 ) as e
-order by e.priority desc, e.id
-limit 1;
+order by e.priority desc, e.id limit 1;
 
 -- name: tasks_scheduled
 -- tasks_page; tasks_scheduled of each queue ($1), after the cursor ($5, $6), at most $4 rows of each.
@@ -458,44 +327,31 @@ from unnest($1::text[]) as q (name)
 cross join lateral (
   select s.id, s.run_after
   from (
-    select t.*
-    from windlass.tasks t
-    where t.queue = q.name
-      and t.status = $7
-      and t.run_after is not null
+    select t.* from windlass.tasks t
+    where t.queue = q.name and t.status = $7 and t.run_after is not null
       and ($5::timestamptz is null or (t.run_after >= $5 and (t.run_after > $5 or t.id > $6::bigint)))
-    order by t.run_after, t.id
-    limit $4
+    order by t.run_after, t.id limit $4
   ) as s
   where $2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
   limit $3
 ) as m
-order by m.run_after, m.id
-limit $3;
+order by m.run_after, m.id limit $3;
 
 -- name: tasks_scheduled_end
--- tasks_page; as tasks_queued_end.
+-- As tasks_queued_end.
 select e.id, e.run_after as at
 from unnest($1::text[]) as q (name)
 cross join lateral (
-  select t.id, t.run_after
-  from windlass.tasks t
-  where t.queue = q.name
-    and t.status = $5
-    and t.run_after is not null
+  select t.id, t.run_after from windlass.tasks t
+  where t.queue = q.name and t.status = $5 and t.run_after is not null
     and ($3::timestamptz is null or (t.run_after >= $3 and (t.run_after > $3 or t.id > $4::bigint)))
-  order by t.run_after, t.id
-  offset $2::bigint - 1
-  limit 1
+  order by t.run_after, t.id limit 1 offset $2::bigint - 1
 ) as e
-order by e.run_after, e.id
-limit 1;
+order by e.run_after, e.id limit 1;
 
 -- name: tasks_by_id_or_key
 -- tasks_page: exact matches of a search; primary key, tasks_unique_key of each queue ($2).
-select t.id, t.queue, t.status, t.run_after
-from windlass.tasks t
-where t.id = $3::bigint
+select t.id, t.queue, t.status, t.run_after from windlass.tasks t where t.id = $3::bigint
 union
 select t.id, t.queue, t.status, t.run_after
 from unnest($2::text[]) as q (name)
@@ -512,11 +368,7 @@ from unnest($1::bigint[]) with ordinality as wanted (id, place)
 join windlass.tasks t on t.id = wanted.id
 left join lateral (
   select sum(k.amount_micros)::bigint as cost_micros, k.currency
-  from windlass.charges k
-  where k.task_id = t.id
-  group by k.currency
-  order by 1 desc
-  limit 1
+  from windlass.charges k where k.task_id = t.id group by k.currency order by 1 desc limit 1
 ) as c on true
 order by wanted.place;
 
@@ -526,106 +378,73 @@ select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, payload, result,
   coalesce(ready_at, created_at) as ready_at
-from windlass.tasks
-where id = $1;
+from windlass.tasks where id = $1;
 
 -- name: events_page
 -- events_page; events_task, events_worker or the primary key backwards, at most $7 rows.
 select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail
 from (
-  select e.*
-  from windlass.events e
-  where ($1::bigint is null or e.task_id = $1)
-    and ($2::text is null or e.worker_id = $2)
+  select e.* from windlass.events e
+  where ($1::bigint is null or e.task_id = $1) and ($2::text is null or e.worker_id = $2)
     and ($5::bigint is null or e.id < $5)
-  order by e.id desc
-  limit $7
+  order by e.id desc limit $7
 ) as s
-where ($3::text is null or s.fleet = $3)
-  and ($4::text is null or s.code = $4)
-order by s.id desc
-limit $6;
+where ($3::text is null or s.fleet = $3) and ($4::text is null or s.code = $4)
+order by s.id desc limit $6;
 
 -- name: events_page_end
 -- The last row that a search of events_page examined.
-select e.id
-from windlass.events e
-where ($1::bigint is null or e.task_id = $1)
-  and ($2::text is null or e.worker_id = $2)
+select e.id from windlass.events e
+where ($1::bigint is null or e.task_id = $1) and ($2::text is null or e.worker_id = $2)
   and ($3::bigint is null or e.id < $3)
-order by e.id desc
-limit 1 offset $4 - 1;
+order by e.id desc limit 1 offset $4 - 1;
 
 -- name: events_after
 -- Event stream; primary key.
 select id, at, code, reason, fleet, worker_id, task_id, detail
-from windlass.events
-where id > $1
-order by id
-limit $2;
+from windlass.events where id > $1 order by id limit $2;
 
 -- name: cycles_page
 -- cycles_page; cycles_fleet or the primary key backwards.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
-from windlass.cycles
-where ($1::text is null or fleet = $1)
-  and ($2::bigint is null or id < $2)
-order by id desc
-limit $3;
+from windlass.cycles where ($1::text is null or fleet = $1) and ($2::bigint is null or id < $2)
+order by id desc limit $3;
 
 -- name: logs_page
 -- logs_page; logs_worker or the primary key backwards, at most $5 rows.
 select s.id, s.at, s.level, s.message, s.worker_id, s.cycle_id, s.fields
 from (
   select l.*
-  from windlass.logs l
-  where ($1::text is null or l.worker_id = $1)
-    and ($3::bigint is null or l.id < $3)
-  order by l.id desc
-  limit $5
+  from windlass.logs l where ($1::text is null or l.worker_id = $1) and ($3::bigint is null or l.id < $3)
+  order by l.id desc limit $5
 ) as s
 where $2::text is null or s.level = $2
-order by s.id desc
-limit $4;
+order by s.id desc limit $4;
 
 -- name: logs_page_end
 -- The last row that a search of logs_page examined.
 select l.id
-from windlass.logs l
-where ($1::text is null or l.worker_id = $1)
-  and ($2::bigint is null or l.id < $2)
-order by l.id desc
-limit 1 offset $3 - 1;
+from windlass.logs l where ($1::text is null or l.worker_id = $1) and ($2::bigint is null or l.id < $2)
+order by l.id desc limit 1 offset $3 - 1;
 
 -- name: alerts_page
 -- alerts_page; the primary key backwards.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
-from windlass.alerts
-where ($1::boolean is null or (resolved_at is null) = $1)
-  and ($2::bigint is null or id < $2)
-order by id desc
-limit $3;
+from windlass.alerts where ($1::boolean is null or (resolved_at is null) = $1) and ($2::bigint is null or id < $2)
+order by id desc limit $3;
 
 -- name: component_health
 -- GET /api/web/worker/status; workers_live.
 select component, status, pid, current_job, restart_count, last_seen
-from windlass.health
-order by component collate "C"
-limit $1;
+from windlass.health order by component collate "C" limit $1;
 
 -- name: ray_dashboards
 -- Worker pages; workers_by_slot of each fleet, workers without a slot.
-select f.name as fleet, d.url
-from windlass.fleets f
+select f.name as fleet, d.url from windlass.fleets f
 cross join lateral (
-  select w.metadata ->> 'ray_dashboard' as url
-  from windlass.workers w
-  where w.fleet = f.name
-    and w.status <> 'terminated'
-    and coalesce(w.slot, 2147483647) = 2147483647
-    and w.kind = 'dispatcher'
+  select w.metadata ->> 'ray_dashboard' as url from windlass.workers w
+  where w.fleet = f.name and w.status <> 'terminated' and coalesce(w.slot, 2147483647) = 2147483647
     -- Reported by the worker and shown as a link.
-    and w.metadata ->> 'ray_dashboard' ~ '^https?://'
-  order by w.id desc
-  limit 1
+    and w.kind = 'dispatcher' and w.metadata ->> 'ray_dashboard' ~ '^https?://'
+  order by w.id desc limit 1
 ) as d;

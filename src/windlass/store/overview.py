@@ -81,7 +81,7 @@ class PostgresOverview(DatabaseStore):
                     },
                     **{
                         name: workers[fleet.name][name] if fleet.name in workers else 0
-                        for name in ("hired", "paused", "silent", "idle", "free_slots")
+                        for name in ("managed", "paused", "silent", "idle", "free_slots")
                     },
                     decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
                     cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,

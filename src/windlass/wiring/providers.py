@@ -30,7 +30,7 @@ from windlass.worker.bootstrap import render_user_data
 
 # The SDKs of Hetzner and Runpod are imported where they are used: they are slow to load, and most processes need none.
 if TYPE_CHECKING:
-    from windlass.providers.hetzner import HetznerAccount
+    from windlass.providers.hetzner.account import HetznerAccount
     from windlass.providers.runpod.account import RunpodAccount
     from windlass.providers.runpod.ssh import Identity
 
@@ -132,7 +132,7 @@ def _node_program(fleet: FleetConfig, config: Config) -> tuple[str, ...]:
 
 
 def _hetzner_provider(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Provider:
-    from windlass.providers.hetzner import HetznerProvider
+    from windlass.providers.hetzner.provider import HetznerProvider
 
     settings = fleet.hetzner
     if not (settings.is_ipv4_on or settings.is_ipv6_on or settings.network_id or config.hetzner_network_id):
@@ -168,7 +168,7 @@ def _with_ray(bootstrap: BootstrapSettings) -> BootstrapSettings:
 def hetzner_account(config: Config, timeout_s: float) -> "HetznerAccount":
     """One account for all fleets with the same token: they share its rate limit, and what is out of stock."""
     account = _hetzner_account(_hetzner_token(config), config.hetzner_endpoint)
-    account.be_patient(timeout_s)
+    account.raise_timeout(timeout_s)
     return account
 
 
@@ -183,35 +183,35 @@ def _hetzner_token(config: Config) -> str:
 
 @functools.cache
 def _hetzner_account(token: str, endpoint: str) -> "HetznerAccount":
-    from windlass.providers.hetzner import HetznerAccount
+    from windlass.providers.hetzner.account import HetznerAccount
 
     return HetznerAccount(token, endpoint=endpoint, timeout_s=0.0)
 
 
-async def examine_hetzner(config: Config) -> AsyncGenerator[Diagnostic, None]:
+async def check_hetzner(config: Config) -> AsyncGenerator[Diagnostic, None]:
     """Diagnose the Hetzner fleets, and what else is in the account; with a token also if no fleet uses it. Only reads.
     Raises ConfigError."""
-    from windlass.providers.hetzner.doctor_checks import boot_time, examine
+    from windlass.providers.hetzner.doctor_checks import check_boot_time, run_checks
 
     fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
     if not fleets and config.hetzner_api_token is None:
         return
-    for slow in filter(None, (boot_time(name, config.fleets[name]) for name in fleets)):
+    for slow in filter(None, (check_boot_time(name, config.fleets[name]) for name in fleets)):
         yield slow
     timeouts_s = (settings.call_timeout_s for settings in fleets.values())
     timeout_s = min(timeouts_s, default=HetznerSettings().call_timeout_s)
     account = hetzner_account(config, timeout_s)
     instance_id = await _known_instance_id(config)
     try:
-        async with aclosing(examine(account, instance_id, fleets, config.hetzner_network_id)) as remarks:
-            async for remark in remarks:
-                yield _remark(remark, has_fleets=bool(fleets))
+        async with aclosing(run_checks(account, instance_id, fleets, config.hetzner_network_id)) as diagnostics:
+            async for diagnostic in diagnostics:
+                yield _downgrade(diagnostic, has_fleets=bool(fleets))
     finally:
         account.close()
 
 
 def _runpod_provider(name: str, fleet: FleetConfig, config: Config, instance_id: str) -> Provider:
-    from windlass.providers.runpod import RunpodProvider
+    from windlass.providers.runpod.provider import RunpodProvider
     from windlass.providers.runpod.provisioning import Preparer
 
     url = _machine_url(name, config)
@@ -245,7 +245,7 @@ def runpod_identity(name: str, fleet: FleetConfig, config: Config) -> "Identity"
 def runpod_account(config: Config, timeout_s: float) -> "RunpodAccount":
     """One account for all fleets with the same key: they share its rate limit and its list of pods."""
     account = _runpod_account(_runpod_key(config), config.runpod_endpoint)
-    account.be_patient(timeout_s)
+    account.raise_timeout(timeout_s)
     return account
 
 
@@ -260,15 +260,15 @@ def _runpod_key(config: Config) -> str:
 
 @functools.cache
 def _runpod_account(key: str, endpoint: str) -> "RunpodAccount":
-    from windlass.providers.runpod import RunpodAccount
+    from windlass.providers.runpod.account import RunpodAccount
 
     return RunpodAccount(key, endpoint=endpoint, timeout_s=0.0)
 
 
-async def examine_runpod(config: Config) -> AsyncGenerator[Diagnostic, None]:
+async def check_runpod(config: Config) -> AsyncGenerator[Diagnostic, None]:
     """Diagnose the Runpod fleets, and what else is in the account; with a key also if no fleet uses it. Only reads.
     Raises ConfigError."""
-    from windlass.providers.runpod.doctor_checks import examine
+    from windlass.providers.runpod.doctor_checks import run_checks
 
     fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "runpod"}
     if not fleets and config.runpod_api_key is None:
@@ -277,9 +277,9 @@ async def examine_runpod(config: Config) -> AsyncGenerator[Diagnostic, None]:
     timeouts_s = (each.call_timeout_s for each in settings.values())
     account = runpod_account(config, min(timeouts_s, default=RunpodSettings().call_timeout_s))
     try:
-        async with aclosing(examine(account, await _known_instance_id(config), settings)) as remarks:
-            async for remark in remarks:
-                yield _remark(remark, has_fleets=bool(fleets))
+        async with aclosing(run_checks(account, await _known_instance_id(config), settings)) as diagnostics:
+            async for diagnostic in diagnostics:
+                yield _downgrade(diagnostic, has_fleets=bool(fleets))
     finally:
         await account.close()
     for name, fleet in fleets.items():
@@ -288,9 +288,9 @@ async def examine_runpod(config: Config) -> AsyncGenerator[Diagnostic, None]:
             yield Diagnostic("ssh key", f"pods of fleet {name} accept {identity.key.get_fingerprint()}")
 
 
-def _remark(remark: Diagnostic, *, has_fleets: bool) -> Diagnostic:
-    """A key that no fleet uses may belong to another purpose: its problems are not grave."""
-    return remark if has_fleets else replace(remark, is_grave=False)
+def _downgrade(diagnostic: Diagnostic, *, has_fleets: bool) -> Diagnostic:
+    """A key that no fleet uses may belong to another purpose: its problems are warnings."""
+    return diagnostic if has_fleets else replace(diagnostic, is_error=False)
 
 
 async def _known_instance_id(config: Config) -> str | None:

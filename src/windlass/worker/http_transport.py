@@ -74,7 +74,7 @@ def tls_context(url: str, ca_file: Path | None) -> ssl.SSLContext | bool:
         raise BadInput(f"cannot read the certificates in {ca_file}: {error}. Check ca_file.") from None
 
 
-class ControlPlane:
+class ControlPlaneClient:
     """HTTP calls to one control plane with one token."""
 
     def __init__(
@@ -154,7 +154,7 @@ class HttpTransport:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._credentials = credentials
-        self._plane = ControlPlane(credentials.url, credentials.token, tls, transport)
+        self._plane = ControlPlaneClient(credentials.url, credentials.token, tls, transport)
         # Cursor of the last wait, by queues.
         self._cursors: dict[tuple[str, ...], str] = {}
 
@@ -166,19 +166,14 @@ class HttpTransport:
 
     async def register(self, registration: Registration) -> WorkerStatus:
         self._check_worker(registration.worker_id)
-        r = registration
-        call = http.RegisterCall(r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind, r.start_id)
         try:
-            registered = await self._post("registering the worker", http.REGISTER, call, _REGISTERED)
+            return await self._post("registering the worker", http.REGISTER, registration, _WORKER_STATUS)
         except TokenRefused:
             return WorkerStatus.TERMINATED
-        return registered.status
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
         self._check_worker(worker_id)
-        call = http.ClaimCall(tuple(queues), limit)
-        claimed = await self._post("claiming tasks", http.CLAIM, call, _CLAIMED)
-        return claimed.claims
+        return await self._post("claiming tasks", http.CLAIM, http.ClaimCall(tuple(queues), limit), _CLAIMS)
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
@@ -207,14 +202,12 @@ class HttpTransport:
     ) -> TaskStatus | None:
         self._check_worker(worker_id)
         call = http.FailCall(task_id, token, storable(error), code, retry, jitter)
-        failed = await self._post("reporting a failed attempt", http.FAIL, call, _FAILED)
-        return failed.status
+        return await self._post("reporting a failed attempt", http.FAIL, call, _TASK_STATUS)
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
         self._check_worker(worker_id)
         call = http.ReleaseCall(task_id, token, reason, delay_s)
-        released = await self._post("releasing a task", http.RELEASE, call, _RELEASED)
-        return released.is_released
+        return await self._post("releasing a task", http.RELEASE, call, _IS_RELEASED)
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
@@ -230,7 +223,7 @@ class HttpTransport:
     async def deregister(self, worker_id: str, reason: str) -> None:
         self._check_worker(worker_id)
         try:
-            await self._send("deregistering the worker", http.DEREGISTER, http.DeregisterCall(reason))
+            await self._send("deregistering the worker", http.DEREGISTER, http.ReasonCall(reason))
         except TokenRefused:
             return  # it is terminated already
 
@@ -238,23 +231,22 @@ class HttpTransport:
         """The control loop recovers only spawned workers, but others may serve the same queues."""
         self._check_worker(worker_id)
         doing = "running maintenance"
-        return parse_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.RUN_MAINTENANCE)).recoveries
+        return parse_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.RUN_MAINTENANCE))
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         call = http.NextRunAfterCall(tuple(queues))
-        answer = await self._post("reading the next due time", http.NEXT_RUN_AFTER, call, _NEXT_RUN_AFTER)
-        return answer.run_after
+        return await self._post("reading the next due time", http.NEXT_RUN_AFTER, call, _RUN_AFTER)
 
     async def wait_for_work(self, queues: Sequence[str], timeout_s: float) -> None:
         names = tuple(queues)
         wait_s = min(timeout_s, http.MAX_WAIT_S)
         call = http.WaitCall(names, wait_s, self._cursors.get(names))
         content = await self._send("waiting for work", http.WAIT, call, wait_s + WAIT_MARGIN_S)
-        self._cursors[names] = parse_answer("waiting for work", _WAITED, content).cursor
+        self._cursors[names] = parse_answer("waiting for work", _CURSOR, content)
 
     async def report_start_failure(self, reason: str) -> None:
         """Report why this worker will never register."""
-        await self._send("reporting the start failure", http.CANNOT_START, http.CannotStartCall(storable(reason)))
+        await self._send("reporting the start failure", http.CANNOT_START, http.ReasonCall(storable(reason)))
 
     async def order(self) -> WorkOrder:
         doing = "reading the work order"
@@ -313,15 +305,15 @@ def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Fini
 
 
 WORK_ORDER = TypeAdapter(WorkOrder)
-_REGISTERED = TypeAdapter(http.Registered)
-_CLAIMED = TypeAdapter(http.Claimed)
+_WORKER_STATUS = TypeAdapter(WorkerStatus)
+_CLAIMS = TypeAdapter(list[Claim])
 _CLAIM_RESULT = TypeAdapter(ClaimResult)
-_FAILED = TypeAdapter(http.Failed)
-_RELEASED = TypeAdapter(http.Released)
+_TASK_STATUS: TypeAdapter[TaskStatus | None] = TypeAdapter(TaskStatus | None)
+_IS_RELEASED = TypeAdapter(bool)
 _HEARTBEAT_REPLY = TypeAdapter(HeartbeatReply)
-_RECOVERED = TypeAdapter(http.Recovered)
-_NEXT_RUN_AFTER = TypeAdapter(http.NextRunAfter)
-_WAITED = TypeAdapter(http.Waited)
+_RECOVERED = TypeAdapter(list[RecoveredTasks])
+_RUN_AFTER: TypeAdapter[datetime | None] = TypeAdapter(datetime | None)
+_CURSOR = TypeAdapter(str)
 
 
 if TYPE_CHECKING:

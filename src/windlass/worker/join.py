@@ -25,7 +25,7 @@ from windlass.ports import http
 from windlass.retry import retrying
 from windlass.worker.http_transport import (
     WORK_ORDER,
-    ControlPlane,
+    ControlPlaneClient,
     HttpTransport,
     WorkerCredentials,
     encode_call,
@@ -114,7 +114,7 @@ async def join(path: Path) -> tuple[WorkerCredentials, ssl.SSLContext | bool, Wo
 
 async def _activate(file: JoinFile, join_token: str, token: str, tls: ssl.SSLContext | bool) -> WorkOrder:
     doing = f"joining as {file.worker_id}"
-    plane = ControlPlane(file.url, join_token, tls)
+    plane = ControlPlaneClient(file.url, join_token, tls)
     try:
         body = encode_call(doing, http.ActivateCall(token))
         path = http.ACTIVATE.format(worker_id=quote(file.worker_id, safe=""))

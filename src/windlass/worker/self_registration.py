@@ -15,7 +15,13 @@ from pydantic import TypeAdapter
 from windlass.model.auth import WORKER_PREFIX, new_token
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports import http
-from windlass.worker.http_transport import ControlPlane, HttpTransport, WorkerCredentials, encode_call, parse_answer
+from windlass.worker.http_transport import (
+    ControlPlaneClient,
+    HttpTransport,
+    WorkerCredentials,
+    encode_call,
+    parse_answer,
+)
 
 
 @dataclass(slots=True)
@@ -52,10 +58,8 @@ class SelfRegisteredTransport(HttpTransport):
             token = new_token(WORKER_PREFIX, SystemRandom())
             # Saved before the call: after a lost answer it is repeated with the same id and token.
             self_registration.credentials = WorkerCredentials(r.worker_id, self_registration.url, token)
-        call = http.SelfRegisterCall(
-            token, r.worker_id, r.queues, r.concurrency, r.lease_s, r.host, r.pid, r.version, r.start_id
-        )
-        plane = ControlPlane(
+        call = http.SelfRegisterCall(token, registration)
+        plane = ControlPlaneClient(
             self_registration.url, self_registration.api_token, self_registration.tls, self_registration.carrier
         )
         try:
@@ -78,4 +82,4 @@ class SelfRegisteredTransport(HttpTransport):
         super()._check_worker(worker_id)
 
 
-_REGISTERED = TypeAdapter(http.SelfRegisteredReply)
+_REGISTERED = TypeAdapter(http.SelfRegisterReply)

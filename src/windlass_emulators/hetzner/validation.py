@@ -8,7 +8,7 @@ from pydantic_core import ErrorDetails
 
 from windlass_emulators.hetzner.errors import HetznerApiError, invalid
 from windlass_emulators.http import Json
-from windlass_emulators.validation import BodyT, RequestBody, parse_model
+from windlass_emulators.validation import BodyT, VendorRequestBody, parse_model
 
 MAX_USER_DATA_BYTES = 32 * 1024
 MAX_LABEL_CHARACTERS = 63
@@ -34,7 +34,7 @@ _MESSAGES = {
 }
 
 
-class HetznerBody(RequestBody):
+class HetznerBody(VendorRequestBody):
     """Unknown fields are ignored. Null means absent."""
 
     model_config = ConfigDict(extra="ignore")

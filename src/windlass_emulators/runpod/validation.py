@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from windlass_emulators.http import ApiCall, Json
 from windlass_emulators.runpod.errors import RunpodApiError
-from windlass_emulators.validation import BodyT, RequestBody, parse_model
+from windlass_emulators.validation import BodyT, VendorRequestBody, parse_model
 
 _TYPES = {"str": "string", "int": "integer", "bool": "boolean", "list": "array", "dict": "object", "float": "number"}
 # By pydantic's error type: the JSON type that the schema wants.
@@ -27,7 +27,7 @@ _WANTED = {
 }
 
 
-class RunpodBody(RequestBody):
+class RunpodBody(VendorRequestBody):
     """Unknown fields are violations."""
 
     model_config = ConfigDict(extra="forbid")

@@ -39,7 +39,7 @@ async def store(request: pytest.FixtureRequest, clock: VirtualClock) -> AsyncIte
 
 @pytest.fixture
 def set_status(request: pytest.FixtureRequest, store: ControlStores) -> SetStatus:
-    """Past all functions, as a person with psql might."""
+    """Set the status directly in the table, as an operator with psql might."""
 
     async def set_status(worker_id: str, status: WorkerStatus) -> None:
         if isinstance(store, MemoryStores):

@@ -74,7 +74,7 @@ from windlass.store.memory.stores import MemoryStores
 
 
 class Twins:
-    """Both stores live through the same; what differs is a bug in one of them."""
+    """Runs every step on both stores. A difference is a bug in one of them."""
 
     def __init__(self, memory: MemoryStores, postgres: PostgresStores, clock: VirtualClock) -> None:
         self.memory = memory
@@ -292,7 +292,7 @@ async def live(twins: Twins, rng: Random) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(5))
-async def test_both_stores_tell_the_same_story(shared_dsn: str, chunk: int) -> None:
+async def test_both_control_stores_agree_on_random_histories(shared_dsn: str, chunk: int) -> None:
     for seed in range(chunk, HISTORIES, 5):
         clock = VirtualClock()
         await execute(shared_dsn, EMPTY)

@@ -36,7 +36,7 @@ from windlass.model.task import NewTask, TaskStatus
 from windlass.model.worker import Registration, WorkerStatus
 
 
-async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
+async def test_cycle_is_stored_with_snapshot_and_decision(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await store.enqueue(NewTask("a"))
@@ -75,14 +75,14 @@ async def test_a_cycle_is_stored_with_what_it_saw_and_decided(
     assert await store.cycle(99_999) is None
 
 
-async def test_a_cycle_that_asks_nothing_of_a_provider_is_finished_at_once(
+async def test_cycle_without_provider_calls_finishes_at_once(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     committed = await ann.commit(RaiseAlert("X", "x"))
     assert (await store.cycle(committed.cycle_id)).cycle.finished_at == clock()
 
 
-async def test_cycles_that_do_nothing_and_say_the_same_are_counted(
+async def test_repeated_idle_cycles_are_counted_not_stored(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     first = (await ann.commit(decision="steady")).cycle_id
@@ -101,7 +101,7 @@ async def test_cycles_that_do_nothing_and_say_the_same_are_counted(
     assert [cycle.id for cycle in await store.cycles("f", 2)] == [fourth, third]
 
 
-async def test_at_least_one_cycle_in_five_minutes_is_stored(
+async def test_cycle_is_stored_at_least_every_five_minutes(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     first = (await ann.commit(decision="steady")).cycle_id
@@ -113,7 +113,7 @@ async def test_at_least_one_cycle_in_five_minutes_is_stored(
     assert (await ann.commit(decision="steady")).cycle_id != first
 
 
-async def test_old_cycles_are_swept(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+async def test_retention_deletes_old_cycles(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.commit(decision="steady")
     clock.advance(RETENTION.cycles_s + 1)
     assert await store.sweep() == 1
@@ -137,7 +137,7 @@ async def test_deregistered_worker_keeps_slot_until_machine_is_deleted(
     assert await ann.report(Deleted("w0", None, "DRAINED", "x"), intents=(intent("y0", 0),)) == {"y0"}
 
 
-async def test_a_drained_worker_that_leaves_keeps_the_reason_it_was_given(
+async def test_drained_worker_keeps_drain_reason_when_it_deregisters(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
@@ -149,15 +149,13 @@ async def test_a_drained_worker_that_leaves_keeps_the_reason_it_was_given(
     assert (view.terminating_at, view.code, view.reason) == (drained_at, "IDLE", "idle 41 s")
 
 
-async def test_a_worker_started_by_hand_that_leaves_is_over(store: ControlStores, ann: Leader) -> None:
+async def test_unmanaged_worker_is_terminated_when_it_deregisters(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
     await store.deregister("hand", "SIGTERM")
     assert (await store.worker("hand")).status is WorkerStatus.TERMINATED
 
 
-async def test_a_worker_ended_by_hand_is_seen_terminating_since_then(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_manual_drain_records_terminating_time(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0)
     clock.advance(5)
     assert await store.set_terminating(["w0"], "enough") == 1

@@ -56,7 +56,7 @@ async def test_failing_worker_has_streak_with_results_of_others(
         clock.advance(1)
     assert (await ann.observe()).failure_streaks == (FailureStreak("w0", since, tuple(failed)),)
     clock.advance(5)
-    # The first comes back: it fails on w1 too. Of the others, w1 completes one; b is completed as well, c is not ours.
+    # The first task is retried and fails on w1 too. w1 completes another one. c is not a queue of this fleet.
     assert await fail_one(store, "w1") == failed[0]
     (claim,) = await store.claim("w1", ("a",))
     assert claim.task_id == failed[1]
@@ -70,7 +70,7 @@ async def test_failing_worker_has_streak_with_results_of_others(
     assert (await ann.observe(FLEET.model_copy(update={"quarantine_min_failures": 4}))).failure_streaks == ()
 
 
-async def test_how_others_did_is_seen_beside_a_queue_that_is_far_busier(
+async def test_busier_queue_does_not_hide_results_of_other_workers(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0, 1)
@@ -101,7 +101,7 @@ async def complete_and_claim(store: ControlStores, worker_id: str) -> None:
 
 
 @pytest.mark.parametrize("complete", [complete_alone, complete_and_claim])
-async def test_a_completed_task_ends_a_row_of_failures(
+async def test_completed_task_ends_failure_streak(
     store: ControlStores, ann: Leader, complete: Callable[[ControlStores, str], Awaitable[None]]
 ) -> None:
     await ann.hire(0)
@@ -133,7 +133,7 @@ async def test_failure_streak_counts_tasks_once_and_is_bounded(
     assert suspect.failed == tuple(ids[-100:])
 
 
-async def test_attempts_on_a_worker_that_is_to_blame_count_for_no_task(
+async def test_quarantine_refunds_attempts_of_failed_tasks(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0, 1)
@@ -201,7 +201,7 @@ async def test_trial_refund_happens_once_per_task(store: ControlStores, ann: Lea
     assert attempts == [ready, dead, ready]
 
 
-async def test_a_worker_remembers_its_provider_when_its_fleet_gets_another(store: ControlStores, ann: Leader) -> None:
+async def test_worker_keeps_provider_when_fleet_changes_provider(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     seen = await ann.observe(FLEET.model_copy(update={"provider": "hetzner"}))
     assert [view.provider for view in seen.workers] == [FLEET.provider]
@@ -209,7 +209,7 @@ async def test_a_worker_remembers_its_provider_when_its_fleet_gets_another(store
     assert {view.id: view.provider for view in (await ann.observe()).workers}["by-hand"] is None
 
 
-async def test_a_worker_that_has_done_something_right_is_not_failing(store: ControlStores, ann: Leader) -> None:
+async def test_completed_task_clears_failing_since(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await join(store, "w0")
     for queue in "ab":
@@ -242,7 +242,7 @@ async def test_failed_task_lists_workers_of_its_attempts(store: ControlStores, c
     ]
 
 
-async def test_the_newest_word_about_storage_is_seen(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+async def test_snapshot_has_newest_reported_storage_use(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0, 1, 2)
     assert (await ann.observe()).storage is None
     await store.heartbeat("w1", (), {"storage_used_bytes": 10**13, "storage_free_bytes": None})
@@ -252,14 +252,14 @@ async def test_the_newest_word_about_storage_is_seen(store: ControlStores, clock
     for nonsense in ("7", 7.5, True, None, [7]):
         await store.heartbeat("w2", (), {"storage_used_bytes": nonsense})
         assert (await ann.observe()).storage == StorageUse("w0", 7, clock() - timedelta(seconds=1))
-    # Whoever no longer knows has nothing to say.
+    # A worker without a value reports none.
     await store.heartbeat("w0", (), {"storage_used_bytes": None})
     assert (await ann.observe()).storage == StorageUse("w1", 10**13, clock() - timedelta(seconds=2))
     await ann.commit(Fail("w1", "X", "broken"))
     assert (await ann.observe()).storage is None
 
 
-async def test_a_volume_that_grew_or_did_not_is_noted(store: ControlStores, ann: Leader) -> None:
+async def test_volume_growth_outcomes_record_events(store: ControlStores, ann: Leader) -> None:
     committed = await ann.commit(GrowVolume("v1", 150, "95 of 100 GB are used"))
     cycle = await store.cycle(committed.cycle_id)
     assert cycle is not None

@@ -28,7 +28,7 @@ from windlass.store import fleets
 from windlass.store.memory import fleet_store as memory_fleets
 
 
-async def test_restarting_slots_forgets_what_they_remember(store: ControlStores, ann: Leader) -> None:
+async def test_restarting_slots_clears_restart_counts_and_failures(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1, 2)
     await ann.commit(Fail("w0", "X", "x"), Fail("w1", "X", "x"), FailSlot(0, "x"), FailSlot(1, "x"), FailSlot(2, "x"))
     assert await store.restart_slots("f", 1) == 1
@@ -38,7 +38,7 @@ async def test_restarting_slots_forgets_what_they_remember(store: ControlStores,
     assert await store.restart_slots("f") == 0
 
 
-async def test_requested_workers_are_asked_for_until_they_are_hired(store: ControlStores, ann: Leader) -> None:
+async def test_worker_requests_stay_open_until_spawned(store: ControlStores, ann: Leader) -> None:
     assert await store.request_workers("f", 2) == 2
     assert (await ann.observe()).requested == 2
     await ann.commit(intents=(replace(intent("w0", 0), is_requested=True), intent("w1", 1)))
@@ -49,7 +49,7 @@ async def test_requested_workers_are_asked_for_until_they_are_hired(store: Contr
     assert (await store.fleets())[0].requested_workers == 0
 
 
-async def test_nobody_can_ask_for_more_than_there_is_room_for(store: ControlStores, ann: Leader) -> None:
+async def test_worker_requests_never_exceed_free_slots(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1, 2, 3)
     await ann.report(Deleted("w3", None, "X", "x"))
     assert await store.request_workers("f", 9) == 1
@@ -59,8 +59,8 @@ async def test_nobody_can_ask_for_more_than_there_is_room_for(store: ControlStor
     assert await store.request_workers("f", 9) == 1, "whoever leaves makes room"
 
 
-async def test_a_wish_that_no_slot_can_take_any_more_is_forgotten(store: ControlStores, ann: Leader) -> None:
-    """Else it would hire again, one by one, whoever is let go for having nothing to do."""
+async def test_request_that_no_slot_can_take_is_dropped(store: ControlStores, ann: Leader) -> None:
+    """Otherwise it would spawn workers again that were drained for being idle."""
     assert await store.request_workers("f", 3) == 3
     await ann.hire(0, 1)
     await ann.hire(2, 3)
@@ -68,17 +68,13 @@ async def test_a_wish_that_no_slot_can_take_any_more_is_forgotten(store: Control
 
 
 @pytest.mark.parametrize("slot", [-1, 4, 17])
-async def test_a_slot_that_a_fleet_cannot_have_is_no_slot_to_restart(
-    store: ControlStores, ann: Leader, slot: int
-) -> None:
+async def test_restarting_slot_outside_fleet_is_bad_input(store: ControlStores, ann: Leader, slot: int) -> None:
     with pytest.raises(BadInput, match=f"slot {slot} not found in fleet f: its slots are 0 to 3"):
         await store.restart_slots("f", slot)
     assert (await ann.observe()).reset_at is None
 
 
-async def test_the_last_one_that_broke_is_seen_with_its_reason(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_snapshot_has_last_failure_with_reason(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     assert ann.snapshot.last_failure is None
     await ann.hire(0, 1, 2)
     await ann.commit(Fail("w1", "MACHINE_GONE", "exit code 2"), Drain("w2", "IDLE", "idle"))
@@ -104,8 +100,8 @@ async def test_fleet_has_last_cycle_time_and_leader_flag(
     assert (fleet.is_led, fleet.without_orchestrator_s(clock())) == (False, 30.0)
 
 
-async def test_what_was_hired_for_the_queue_fulfils_nobodys_wish(store: ControlStores, ann: Leader) -> None:
-    """A wish that came after the cycle looked is still to be fulfilled."""
+async def test_worker_spawned_for_queue_fulfils_no_request(store: ControlStores, ann: Leader) -> None:
+    """A request made after the observation stays open."""
     await store.request_workers("f", 2)
     await ann.hire(0, 1)
     assert (await ann.observe()).requested == 2
@@ -134,13 +130,11 @@ async def test_snapshot_has_times_of_slot_and_fleet_restarts(
     assert (seen.reset_at, seen.restarted_at) == (clock(), of_all)
 
 
-async def test_a_database_has_one_identity(store: ControlStores) -> None:
+async def test_instance_id_is_constant(store: ControlStores) -> None:
     assert str(UUID(await store.instance_id())) == await store.instance_id()
 
 
-async def test_the_newest_cycle_that_saw_a_worker_is_found(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_last_cycle_with_worker_is_found(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0)
     await ann.observe()
     first = (await ann.commit(decision="one")).cycle_id
@@ -151,7 +145,7 @@ async def test_the_newest_cycle_that_saw_a_worker_is_found(
     assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
     assert await store.last_cycle_with("f", "nobody") is None
     assert await store.last_cycle_with("g", "w0") is None
-    # However long ago it ended: it is looked for from its end on.
+    # The search starts at the end of the worker, however long ago that was.
     for number in range(201):
         clock.advance(1)
         await ann.observe()
@@ -159,7 +153,7 @@ async def test_the_newest_cycle_that_saw_a_worker_is_found(
     assert (await store.last_cycle_with("f", "w0")).cycle.id == first  # type: ignore[union-attr]
 
 
-async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Leader) -> None:
+async def test_running_tasks_are_listed_by_worker(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
     assert await store.running_tasks() == {}
     ids = [await store.enqueue(NewTask("a")) for _ in range(3)]
@@ -167,7 +161,7 @@ async def test_what_workers_have_at_hand_is_told(store: ControlStores, ann: Lead
     assert await store.running_tasks() == {"hand": ids[:2]}
 
 
-async def test_how_many_come_before_a_task(
+async def test_ready_before_counts_tasks_claimed_earlier(
     store: ControlStores, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = await store.enqueue(NewTask("a")), await store.enqueue(NewTask("a"))
@@ -197,7 +191,7 @@ async def test_queues_with_tasks_returns_only_queues_with_queued_tasks(
     assert await store.queues_with_tasks(()) == set()
 
 
-async def test_pausing_a_fleet_pauses_those_there_and_those_to_come(store: ControlStores, ann: Leader) -> None:
+async def test_pausing_fleet_pauses_present_and_future_workers(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1)
     await store.set_paused(["w1"], True)
     assert await store.pause_fleet("f", True) == 1
@@ -227,7 +221,7 @@ async def test_terminated_worker_loses_tasks_without_counting_a_restart(store: C
     assert await store.terminate_worker("nobody", "x") is False
 
 
-async def test_a_worker_started_by_hand_that_is_ended_at_once_is_over(store: ControlStores, ann: Leader) -> None:
+async def test_forced_end_of_unmanaged_worker_terminates_it(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
     assert await store.terminate_worker("hand", "x") is True
     worker = await store.worker("hand")
@@ -251,7 +245,7 @@ async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
             await store.heartbeat("judge")
         return await store.recover_lost_workers("judge")
 
-    # While somebody leads, and for two of the lost one's leases after.
+    # While a leader exists, and for two leases of the lost worker after it.
     for _ in range(20):
         await store.acquire_lease(ANN)
         assert await judged_after(10) == []
@@ -259,7 +253,7 @@ async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
     assert await judged_after(60) == []
     assert await judged_after(10) == [RecoveredTasks("w0", tasks_requeued=1, tasks_failed=0)]
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
-    # What the control loop finds when it is back: a broken worker, whose slot has counted it.
+    # The returning control loop finds a failed worker, and its slot has counted a restart.
     snapshot = await ann.observe()
     (broken,) = snapshot.workers
     assert (broken.id, broken.status, broken.code) == ("w0", WorkerStatus.ERROR, "STALE_HEARTBEAT")
@@ -267,7 +261,7 @@ async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
     assert [hiring.has_failed for hiring in snapshot.launches] == [True]
 
 
-async def test_what_is_asked_of_an_unknown_fleet_is_refused(store: ControlStores) -> None:
+async def test_operation_on_unknown_fleet_is_bad_input(store: ControlStores) -> None:
     for asked in (store.restart_slots("no"), store.request_workers("no", 1), store.pause_fleet("no", True)):
         with pytest.raises(BadInput, match="fleet no not found"):
             await asked

@@ -39,7 +39,7 @@ async def test_first_candidate_gets_lease_and_others_its_expiry(store: ControlSt
     assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock())
 
 
-async def test_a_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
+async def test_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.acquire_lease(ANN) == 1
     clock.advance(29)
     assert await store.acquire_lease(ANN) == 1
@@ -56,7 +56,7 @@ async def test_expired_lease_goes_to_next_holder_with_new_term(store: ControlSto
     assert await store.acquire_lease(ANN) == 3
 
 
-async def test_a_lease_that_was_given_up_need_not_run_out(store: ControlStores) -> None:
+async def test_released_lease_is_free_at_once(store: ControlStores) -> None:
     assert await store.acquire_lease(ANN) == 1
     await store.release_lease(BOB)
     assert isinstance(await store.acquire_lease(BOB), Standby)
@@ -64,7 +64,7 @@ async def test_a_lease_that_was_given_up_need_not_run_out(store: ControlStores) 
     assert await store.acquire_lease(BOB) == 2
 
 
-async def test_leases_of_different_names_do_not_disturb_each_other(store: ControlStores) -> None:
+async def test_leases_of_different_names_are_independent(store: ControlStores) -> None:
     assert await store.acquire_lease(ANN) == 1
     assert await store.acquire_lease(replace(BOB, lease="other")) == 1
 
@@ -92,7 +92,7 @@ LOSSES = [lose_by_time, lose_to_another, lose_and_win_back, lose_by_resigning]
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_a_plan_of_a_lost_lease_changes_nothing(
+async def test_plan_without_lease_changes_nothing(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
     await ann.hire(0)
@@ -124,7 +124,7 @@ async def test_outcomes_are_recorded_without_lease_but_intents_are_not(
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_facts_alone_need_no_lease(
+async def test_outcomes_without_intents_need_no_lease(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
     await ann.hire(0)

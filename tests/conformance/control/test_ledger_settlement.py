@@ -65,7 +65,7 @@ async def test_costs_by_queue_add_up_to_costs_by_fleet(store: ControlStores, clo
         assert await told(store, "queue") == by_queue
 
 
-async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
+async def test_priced_machine_is_billed_from_its_creation(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await hire_priced(ann, clock, born_s=7)
@@ -76,9 +76,7 @@ async def test_a_machine_with_a_price_has_a_bill_from_its_creation(
     assert free.bill is None
 
 
-async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_orphaned_machine_is_billed_once(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     orphan = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
     for _ in range(2):
         await ann.report(OrphanDeleted(orphan, "nobody's", 60, clock() - timedelta(seconds=10)))
@@ -90,7 +88,7 @@ async def test_a_machine_that_nobody_had_is_in_the_ledger_once(
     assert worker.reason == "machine of nobody: nobody's"
 
 
-async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
+async def test_adopted_machine_is_billed_at_its_listed_price(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
@@ -102,7 +100,7 @@ async def test_an_adopted_machine_has_the_bill_of_the_list_it_was_found_in(
     assert view.bill == Bill(Tariff(3_600_000, "EUR", 60, PARTS), clock() - timedelta(seconds=3))
 
 
-async def test_a_price_in_no_currency_is_kept_apart_from_all_others(store: ControlStores, ann: Leader) -> None:
+async def test_price_without_currency_is_summed_separately(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", replace(PRICED, currency=None)))
     (view,) = (await ann.observe()).workers
@@ -127,7 +125,7 @@ async def test_late_price_applies_from_machine_creation(store: ControlStores, cl
     assert again.bill == view.bill, "what was agreed stays"
 
 
-async def test_what_a_worker_did_in_its_hour_is_charged_when_it_is_gone(
+async def test_billing_period_is_charged_after_worker_ends(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await hire_priced(ann, clock)
@@ -187,9 +185,7 @@ async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: Vi
     assert (await ann.observe()).spending == (Spending("EUR", 0, 7_200_000, 7_200_000),)
 
 
-async def test_the_monthly_cap_makes_the_rest_of_the_month_free(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_monthly_cap_makes_rest_of_month_free(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await hire_priced(ann, clock)
     clock.advance(5 * 3600)
     await ann.observe()
@@ -256,10 +252,8 @@ async def test_every_end_of_attempt_records_billed_span(
     assert await store.open_accounts(worker_id="nobody") == []
 
 
-async def test_what_was_done_before_the_machine_was_known_is_remembered_too(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
-    """A worker may be at work before the answer to its creation is written down, or before its machine is adopted."""
+async def test_span_before_machine_is_known_is_recorded(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    """A worker may run tasks before its creation is recorded, or before its machine is adopted."""
     await ann.hire(0)
     begun = clock()
     task_id = await do(store, clock, "w0", 20)
@@ -268,9 +262,7 @@ async def test_what_was_done_before_the_machine_was_known_is_remembered_too(
     assert account.spans == (Span(task_id, "a", begun, clock()),)
 
 
-async def test_an_account_that_changed_since_it_was_read_is_left_as_it_is(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_settlement_of_changed_account_is_skipped(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await hire_priced(ann, clock)
     clock.advance(3700)
     (account,) = await store.accounts_to_settle("f", 10)
@@ -284,7 +276,7 @@ async def test_an_account_that_changed_since_it_was_read_is_left_as_it_is(
     assert await told(store, "worker") == {"w0": (0, 3_700_000, 0, 3_500_000)}
 
 
-async def test_a_bounded_number_is_settled_longest_due_first(
+async def test_accounts_to_settle_are_bounded_longest_due_first(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await hire_priced(ann, clock, 1)

@@ -39,7 +39,7 @@ from windlass.model.task import Finished, NewTask
 from windlass.model.worker import Registration, WorkerStatus
 
 
-async def test_the_first_observation_of_a_fleet_is_empty_and_makes_it_known(
+async def test_first_observation_is_empty_and_creates_fleet(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     assert ann.snapshot == Snapshot(now=clock(), fleet="f")
@@ -53,9 +53,7 @@ async def test_the_first_observation_of_a_fleet_is_empty_and_makes_it_known(
     assert (fleet.queues, fleet.min_workers, fleet.max_workers) == (("c",), 1, 2)
 
 
-async def test_a_worker_is_seen_with_everything_it_said_and_has(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     created_at = clock()
     await ann.hire(0)
     await ann.report(Created("w0", machine(1)))
@@ -114,7 +112,7 @@ async def test_gpu_loss_time_is_the_first_heartbeat_without_vram(store: ControlS
     assert await lost_after(vram_total_mb=0, vram_used_mb=0) == clock()
 
 
-async def test_workers_of_other_fleets_and_terminated_ones_are_not_seen(store: ControlStores, ann: Leader) -> None:
+async def test_snapshot_omits_other_fleets_and_terminated_workers(store: ControlStores, ann: Leader) -> None:
     other = Leader(store, ANN, "g")
     await other.observe()
     await other.commit(Spawn(0, "x"), intents=(intent("g0", 0),))
@@ -123,15 +121,13 @@ async def test_workers_of_other_fleets_and_terminated_ones_are_not_seen(store: C
     assert [worker.id for worker in (await ann.observe()).workers] == ["w1"]
 
 
-async def test_a_worker_started_by_hand_is_seen_in_its_fleet(store: ControlStores, ann: Leader) -> None:
+async def test_snapshot_has_unmanaged_workers_of_its_fleet(store: ControlStores, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="f"))
     (view,) = (await ann.observe()).workers
     assert (view.id, view.slot, view.status, view.machine_id) == ("hand", None, "active", None)
 
 
-async def test_what_waits_and_runs_in_its_queues_is_counted(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_snapshot_counts_queued_and_running_tasks(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))
     for _ in range(3):
         await store.enqueue(NewTask("a"))
@@ -149,7 +145,7 @@ async def test_what_waits_and_runs_in_its_queues_is_counted(
     assert (queue.queued, queue.running, queue.oldest_queued_age_s, queue.duration_p50_s) == (4, 0, 12.0, 4.0)
 
 
-async def test_a_fleet_is_told_since_when_what_waits_could_have_been_claimed(
+async def test_queued_age_starts_when_task_becomes_claimable(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))
@@ -175,7 +171,7 @@ async def test_recently_requeued_task_does_not_hide_older_tasks(
     assert (await ann.observe()).queue.oldest_queued_age_s == 60.0
 
 
-async def test_a_retry_whose_time_has_come_waits(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+async def test_due_retry_counts_as_queued(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))
     await store.enqueue(NewTask("a"))
     (claim,) = await store.claim("hand", ("a",), 1)
@@ -185,7 +181,7 @@ async def test_a_retry_whose_time_has_come_waits(store: ControlStores, clock: Vi
     assert (await ann.observe()).queue.queued == 1
 
 
-async def test_the_median_duration_lies_between_neighbours(
+async def test_median_of_even_count_is_mean_of_middle_values(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await store.register(Registration("hand", ("a",), fleet="g"))
@@ -201,7 +197,7 @@ async def test_the_median_duration_lies_between_neighbours(
     assert (await ann.observe()).queue.duration_p50_s == 3.25
 
 
-async def test_a_busy_queue_does_not_hide_how_long_the_tasks_of_another_take(
+async def test_busy_queue_does_not_hide_durations_of_another(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await store.register(Registration("hand", ("a", "elsewhere"), fleet="g", concurrency=1000))
@@ -216,7 +212,7 @@ async def test_a_busy_queue_does_not_hide_how_long_the_tasks_of_another_take(
     assert (len(busy), (await ann.observe()).queue.duration_p50_s) == (600, 7.0)
 
 
-async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
+async def test_snapshot_has_launches_and_failures_in_window(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0, 1)
@@ -231,7 +227,7 @@ async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
     ]  # fmt: skip
     clock.advance(200)
     await ann.observe()
-    # Hired before the window, found broken in it.
+    # Spawned before the window, failed in it.
     await ann.commit(Fail("w0", "SPAWNING_TIMEOUT", "too slow"), Fail("w2", "SPAWNING_TIMEOUT", "too slow"))
     assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).launches] == [
         (first, True), (second, True),
@@ -242,9 +238,7 @@ async def test_hirings_of_the_window_are_seen_and_those_that_broke_in_it(
     assert (await ann.observe()).launches == ()
 
 
-async def test_a_slot_remembers_restarts_within_the_window(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_snapshot_has_slot_restarts_within_window(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0, 1)
     await ann.commit(Fail("w0", "CRASHED", "x"))
     broke_at = clock()
@@ -258,7 +252,7 @@ async def test_a_slot_remembers_restarts_within_the_window(
     assert (await store.fleets())[0].failed_slots == (0,)
 
 
-async def test_tasks_in_the_name_of_the_dead_are_seen_as_orphaned(
+async def test_tasks_of_ended_workers_are_orphaned(
     store: ControlStores, clock: VirtualClock, ann: Leader, set_status: SetStatus
 ) -> None:
     for worker_id in ("broken", "gone", "well"):
@@ -267,7 +261,7 @@ async def test_tasks_in_the_name_of_the_dead_are_seen_as_orphaned(
     for worker_id in ("broken", "gone", "well", "stranger"):
         await store.enqueue(NewTask("a"))
         await store.claim(worker_id, ("a",), 1)
-    # As a claim does that was under way when its worker ended.
+    # As a claim that was in progress when its worker ended.
     await set_status("gone", WorkerStatus.TERMINATED)
     await set_status("broken", WorkerStatus.ERROR)
     await set_status("stranger", WorkerStatus.ERROR)

@@ -26,7 +26,9 @@ from windlass.model.task import NewTask, TaskStatus
 from windlass.model.worker import WorkerStatus
 
 
-async def test_a_created_machine_is_known_from_then_on(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+async def test_created_machine_is_stored_with_its_worker(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
     await ann.hire(0)
     clock.advance(2)
     await ann.report(Created("w0", machine(1)))
@@ -39,7 +41,7 @@ async def test_a_created_machine_is_known_from_then_on(store: ControlStores, clo
     assert (worker.machine_id, worker.instance_type, worker.place) == ("m1", "tiny", "nbg1")
 
 
-async def test_an_unclear_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
+async def test_ambiguous_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(CreationUnclear("w0", "no answer"))
     (view,) = (await ann.observe()).workers
@@ -62,7 +64,7 @@ async def test_refused_creation_terminates_worker(
 
 
 @pytest.mark.parametrize("meanwhile", [Fail("w0", "SPAWNING_TIMEOUT", "x"), Drain("w0", "MANUAL", "x")])
-async def test_a_refusal_ends_a_worker_that_was_given_up_meanwhile(
+async def test_refusal_terminates_failed_or_draining_worker(
     store: ControlStores, ann: Leader, meanwhile: Action
 ) -> None:
     await ann.hire(0)
@@ -86,7 +88,7 @@ async def test_fleet_refusal_is_observed_until_next_machine(clock: VirtualClock,
     assert (await ann.observe()).refusal is None
 
 
-async def test_of_refusals_at_the_same_moment_the_one_hired_last_is_seen(ann: Leader) -> None:
+async def test_latest_spawned_wins_among_simultaneous_refusals(ann: Leader) -> None:
     await ann.hire(0, 1)
     await ann.report(CreationRefused("w0", "DENIED", "zero"), CreationRefused("w1", "DENIED", "one"))
     refusal = (await ann.observe()).refusal
@@ -94,7 +96,7 @@ async def test_of_refusals_at_the_same_moment_the_one_hired_last_is_seen(ann: Le
     assert refusal.reason == "one"
 
 
-async def test_a_machine_that_was_found_outweighs_a_refusal(store: ControlStores, ann: Leader) -> None:
+async def test_refusal_does_not_terminate_worker_with_machine(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(Adopt("w0", "m1", "found"))
     await ann.report(CreationRefused("w0", "REFUSED", "said no"))
@@ -129,10 +131,10 @@ async def test_deleted_machine_terminates_worker_and_requeues_tasks(
         pytest.param("m2", "m1", False, id="has another one"),
     ],
 )
-async def test_the_end_of_a_machine_ends_only_the_worker_that_has_no_other(
+async def test_deletion_of_old_machine_keeps_worker_with_a_new_one(
     store: ControlStores, ann: Leader, known: str | None, deleted: str | None, is_over: bool
 ) -> None:
-    """Facts are written down whoever reports them: a leader of old may speak of what was so then."""
+    """Outcomes are recorded for any reporter: a former leader may report an outdated one."""
     await ann.hire(0)
     if known is not None:
         await ann.report(Created("w0", machine(int(known[1:]))))
@@ -162,7 +164,7 @@ LIFE = [
 
 
 @pytest.mark.parametrize("before", LIFE)
-async def test_a_workers_status_moves_only_along_its_life(
+async def test_worker_status_moves_only_forward(
     store: ControlStores, ann: Leader, set_status: SetStatus, before: WorkerStatus
 ) -> None:
     for number, after in enumerate(LIFE):

@@ -37,9 +37,7 @@ from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import Registration, WorkerStatus
 
 
-async def test_promoting_makes_a_spawning_worker_active_once(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_promote_activates_spawning_worker_once(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0)
     clock.advance(3)
     await ann.commit(Promote("w0", "heard"))
@@ -52,7 +50,7 @@ async def test_promoting_makes_a_spawning_worker_active_once(
     assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_ACTIVATED"]
 
 
-async def test_failing_gives_tasks_to_others_and_counts_for_the_slot(
+async def test_failed_worker_requeues_tasks_and_counts_a_restart(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
@@ -75,13 +73,13 @@ async def test_failing_gives_tasks_to_others_and_counts_for_the_slot(
     assert (await store.worker("w0")).code == "CRASHED"
 
 
-async def test_a_worker_that_broke_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
+async def test_failed_worker_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(Fail("w0", "CRASHED", "x"))
     assert (await ann.commit(intents=(intent("again", 0),))).granted == frozenset()
 
 
-async def test_draining_asks_a_worker_to_end_and_notes_since_when(
+async def test_drain_sets_worker_terminating_with_its_time(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await ann.hire(0)
@@ -98,9 +96,7 @@ async def test_draining_asks_a_worker_to_end_and_notes_since_when(
     assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_TERMINATING"]
 
 
-async def test_adopting_gives_a_worker_the_machine_that_was_found(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_adopt_assigns_listed_machine_to_worker(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0)
     await ann.observe()
     ann.snapshot = replace(ann.snapshot, machines=(machine(1), machine(2)), traits=ProviderTraits())
@@ -114,16 +110,14 @@ async def test_adopting_gives_a_worker_the_machine_that_was_found(
     assert (worker.machine_id, worker.instance_type, worker.place) == ("m1", "tiny", "nbg1")
 
 
-async def test_a_machine_that_must_be_prepared_first_is_not_prepared(store: ControlStores, ann: Leader) -> None:
+async def test_adopted_machine_that_needs_preparation_is_unprepared(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     await ann.commit(Adopt("w1", "m2", "found", is_prepared=False))
     assert [view.prepared_at for view in (await ann.observe()).workers] == [None, None]
 
 
-async def test_a_preparation_is_written_down_before_and_after(
-    store: ControlStores, clock: VirtualClock, ann: Leader
-) -> None:
+async def test_preparation_is_recorded_before_and_after(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     began_at = clock()
@@ -156,7 +150,7 @@ async def test_first_host_key_is_stored_before_preparation(store: ControlStores,
     assert await events(store, "w0") == [*before, "MACHINE_PREPARED"]
 
 
-async def test_a_preparation_that_failed_says_which_check_and_what_was_said(store: ControlStores, ann: Leader) -> None:
+async def test_failed_preparation_records_code_and_output(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     failed = PreparationFailed("w0", "m1", "GPU_NOT_DETECTED", "no GPU answers", "No devices were found", "key")
@@ -169,7 +163,7 @@ async def test_a_preparation_that_failed_says_which_check_and_what_was_said(stor
     assert event.detail == {"code": "GPU_NOT_DETECTED", "output": "No devices were found"}
 
 
-async def test_a_worker_that_is_heard_was_prepared_whatever_anybody_says(store: ControlStores, ann: Leader) -> None:
+async def test_failed_preparation_is_ignored_after_a_heartbeat(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     await store.heartbeat("w0")
@@ -178,7 +172,7 @@ async def test_a_worker_that_is_heard_was_prepared_whatever_anybody_says(store: 
     assert view.prepare_code is None
 
 
-async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: Leader) -> None:
+async def test_failed_slot_and_alert_record_events(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(FailSlot(0, "too often"), RaiseAlert("SLOT_FAILED", "slot 0 is failed", "w0", "0"))
     told = {event.code: event for event in await store.events(limit=1000)}
@@ -186,14 +180,14 @@ async def test_a_failed_slot_and_an_alert_are_noted(store: ControlStores, ann: L
     assert (told["ALERT"].worker_id, told["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED", "about": "0"})
 
 
-async def test_what_a_provider_must_do_first_changes_no_worker(store: ControlStores, ann: Leader) -> None:
+async def test_provider_actions_change_no_worker_before_outcome(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     before = await store.workers()
     await ann.commit(Delete("w0", "m0", "X", "x"), DeleteOrphan("m9", "w9", "x"), Spawn(1, "x"))
     assert await store.workers() == before
 
 
-async def test_intents_get_free_slots_below_the_maximum_only(store: ControlStores, ann: Leader) -> None:
+async def test_intents_are_granted_for_free_slots_below_maximum(store: ControlStores, ann: Leader) -> None:
     committed = await ann.commit(
         intents=(intent("x3", 3), intent("x4", 4), intent("x0", 0), intent("twin", 0), intent("x99", 99))
     )
@@ -201,13 +195,13 @@ async def test_intents_get_free_slots_below_the_maximum_only(store: ControlStore
     assert (await ann.commit(intents=(intent("y0", 0), intent("y1", 1)))).granted == {"y1"}
 
 
-async def test_an_intent_is_granted_once(store: ControlStores, ann: Leader) -> None:
+async def test_intent_is_granted_once(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.report(Deleted("w0", None, "X", "gone"))
     assert (await ann.commit(intents=(intent("w0", 0),))).granted == frozenset()
 
 
-async def test_a_failed_slot_is_never_filled_until_it_is_restarted(store: ControlStores, ann: Leader) -> None:
+async def test_failed_slot_is_not_filled_until_restarted(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0)
     await ann.commit(FailSlot(0, "too often"))
     await ann.report(Deleted("w0", None, "X", "gone"))
@@ -217,15 +211,15 @@ async def test_a_failed_slot_is_never_filled_until_it_is_restarted(store: Contro
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
 
 
-async def test_workers_beyond_a_smaller_maximum_count(store: ControlStores, ann: Leader) -> None:
+async def test_workers_above_lowered_maximum_count(store: ControlStores, ann: Leader) -> None:
     await ann.hire(1, 2, 3)
     await ann.observe(FleetConfig(queues=("a",), min_workers=0, max_workers=3))
     await ann.report(Deleted("w1", None, "X", "gone"))
-    # Two are left, one of them in a slot that is no more: there is room for one.
+    # Two workers are left, one of them in a slot above the maximum: one slot is free.
     assert (await ann.commit(intents=(intent("y0", 0), intent("y1", 1)))).granted == {"y0"}
 
 
-async def test_a_hired_worker_takes_queues_and_pause_from_its_fleet(store: ControlStores, ann: Leader) -> None:
+async def test_spawned_worker_inherits_queues_and_pause_of_fleet(store: ControlStores, ann: Leader) -> None:
     await store.pause_fleet("f", True)
     await ann.commit(intents=(Intent("w0", 0, "wanted", 12.5),))
     worker = await store.worker("w0")
@@ -235,7 +229,7 @@ async def test_a_hired_worker_takes_queues_and_pause_from_its_fleet(store: Contr
     assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_SPAWNED", "wanted", "f", {"slot": 0})
 
 
-async def test_outcomes_free_slots_for_the_intents_that_come_with_them(store: ControlStores, ann: Leader) -> None:
+async def test_outcomes_free_slots_for_their_intents(store: ControlStores, ann: Leader) -> None:
     await ann.hire(0, 1)
     granted = await ann.report(Deleted("w0", None, "X", "gone"), intents=(intent("y0", 0), intent("y1", 1)))
     assert granted == {"y0"}

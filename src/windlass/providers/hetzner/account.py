@@ -1,9 +1,9 @@
-"""One project of Hetzner Cloud, as all fleets with its token use it: the vendor's SDK, in threads, within its limits.
+"""One Hetzner Cloud project, shared by all fleets with its token: the vendor's SDK in threads, rate limited.
 
-Every request has a time limit and passes the limiter, so each is one call of the SDK that makes exactly one request:
-pages are asked for one by one, and its retries are turned off. By itself the SDK would wait for ever; it would also
-send a creation whose answer did not come again, up to five times, sleeping up to a minute between, past our limiter
-and our time limits. Actions are never waited for with it either: what became of a server shows in the next list.
+Each call of the SDK sends exactly one request, has a time limit and passes the limiter. Pages are therefore requested
+one by one, and the SDK's own retries are turned off. By default the SDK has no time limit and repeats an unanswered
+creation up to five times, with pauses of up to a minute, outside our limiter. Actions are not awaited either: the next
+list shows their outcome.
 """
 
 import asyncio
@@ -24,41 +24,42 @@ from windlass.model.errors import Throttled
 from windlass.model.hetzner import HETZNER_ENDPOINT, Choice
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.catalog import PriceList, read_prices
-from windlass.providers.hetzner.errors import HetznerError, HetznerErrorKind, problem_of
+from windlass.providers.hetzner.errors import to_vendor_error
 from windlass.providers.hetzner.limiter import HetznerLimiter
+from windlass.providers.vendor_error import ErrorKind
 
-# For a turn at the limiter. Whoever would wait longer is better asked for again by a later cycle.
+# Longest wait for the limiter. A request that would wait longer is left to a later cycle.
 MAX_WAIT_S = 25.0
-# Before something that collided is sent again; the next time, twice as long.
+# Pause before a request that collided with another action is repeated. It grows with each attempt.
 BUSY_PAUSE_S = 1.0
 PAGE_SIZE = 50
-# 5,000 of anything: far beyond any project's limit.
+# 5,000 entries: far beyond the limits of any project.
 MAX_PAGES = 100
-# More than the limiter lets be under way at once: a burst, and what comes back while the slowest of them is waited for.
-# Slow creations must not hold up a list.
+# More requests than the limiter allows in flight: a burst, and those refilled while the slowest response is awaited.
+# Slow creations must not delay a list.
 MAX_THREADS = 80
 CONNECT_TIMEOUT_S = 5.0
-# The SDK's time limit is for the next byte of an answer. An answer that trickles is given up after this much more.
+# The time limit of the SDK is per read. A response that arrives in small pieces is abandoned this much later.
 TRICKLE_S = 10.0
 # Prices change a few times a year.
 PRICES_FRESH_S = 6 * 3600.0
-# Whether there are some left changes all the time, and is only a hint.
-HINTS_FRESH_S = 300.0
-# What could not be had is asked for again after this time: hints, which are dispensable, and prices, which are not.
-ASK_AGAIN_S = 60.0
-ASK_PRICES_AGAIN_S = 10.0
+# Stock changes all the time and is only a hint.
+STOCK_FRESH_S = 300.0
+# After a failed request: stock is dispensable, prices are not.
+STOCK_RETRY_S = 60.0
+PRICES_RETRY_S = 10.0
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 
 class ThreadRunner(Protocol):
-    """Carries out a blocking call without blocking. Raises TimeoutError this long after the call has begun."""
+    """Runs a blocking call without blocking the loop. Raises TimeoutError this long after the call began."""
 
     def __call__(self, call: Callable[[], T], timeout_s: float) -> Awaitable[T]: ...
 
 
 class ApiPage(Protocol):
-    """Of a list, as the SDK gives it."""
+    """One page of a list, as the SDK returns it."""
 
     @property
     def meta(self) -> Meta: ...
@@ -68,20 +69,19 @@ P = TypeVar("P", bound=ApiPage)
 
 
 class _TimeoutAdapter(BaseAdapter):
-    """Hears what the vendor says about its own count of our requests, which the SDK does not tell, and sets the time
-    limit of each."""
+    """Sets the time limit of every request and keeps the rate limit headers, which the SDK does not expose."""
 
     def __init__(self, inner: BaseAdapter, timeout_s: float) -> None:
         super().__init__()
         self._inner = inner
         self.timeout_s = timeout_s
-        # Written by threads, read by the loop.
-        self.heard: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=MAX_THREADS)
+        # Written by threads, read by the event loop.
+        self.rate_headers: deque[tuple[int, Mapping[str, str]]] = deque(maxlen=MAX_THREADS)
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         options["timeout"] = (min(CONNECT_TIMEOUT_S, self.timeout_s), self.timeout_s)
         response = self._inner.send(request, *arguments, **options)
-        self.heard.append((response.status_code, response.headers))
+        self.rate_headers.append((response.status_code, response.headers))
         return response
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class _TimeoutAdapter(BaseAdapter):
 
 
 class HetznerAccount:
-    """`run` and `adapter` are for a world without threads or sockets."""
+    """`run` and `adapter` replace threads and sockets in tests."""
 
     def __init__(
         self,
@@ -105,59 +105,62 @@ class HetznerAccount:
         self._rng = rng or random.Random()  # noqa: S311
         self.limiter = limiter or HetznerLimiter()
         self.key_hash = fingerprint(endpoint, token)
-        self._ear = _TimeoutAdapter(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS), timeout_s)
-        self.api = _connect(token, endpoint, self._ear)
+        self._adapter = _TimeoutAdapter(adapter or HTTPAdapter(pool_maxsize=MAX_THREADS), timeout_s)
+        self.api = _connect(token, endpoint, self._adapter)
         self._pool: ThreadPoolExecutor | None = None
         self._users = 0
         self._run: ThreadRunner = run or self._run_in_thread
-        # By choice, when it may be tried again.
+        # When a choice without capacity may be tried again.
         self._exhausted: dict[Choice, float] = {}
         self._prices: dict[str, PriceList] = {}
         self._prices_due = float("-inf")
-        self._unavailable: dict[str, set[Choice]] = {}
-        self._hints_due: dict[str, float] = {}
-        self._asking = asyncio.Lock()
+        self._prices_lock = asyncio.Lock()
+        self._out_of_stock: dict[str, set[Choice]] = {}
+        self._stock_due: dict[str, float] = {}
 
-    def be_patient(self, timeout_s: float) -> None:
-        """Those who share it wait for an answer as long as the most patient of them."""
-        self._ear.timeout_s = max(self._ear.timeout_s, timeout_s)
+    @property
+    def timeout_s(self) -> float:
+        return self._adapter.timeout_s
 
-    async def call(self, call: Callable[[], T], *, max_wait_s: float, is_urgent: bool = False) -> T:
-        """One request. Raises whatever the SDK does, TimeoutError, or Throttled: nothing was sent then."""
+    def raise_timeout(self, timeout_s: float) -> None:
+        """Fleets that share the account share the longest of their time limits."""
+        self._adapter.timeout_s = max(self._adapter.timeout_s, timeout_s)
+
+    async def send(self, call: Callable[[], T], *, max_wait_s: float, is_urgent: bool = False) -> T:
+        """Send one request. Raises what the SDK raises, TimeoutError, or Throttled if nothing was sent."""
         await self.limiter.wait(max_wait_s, is_urgent=is_urgent)
         try:
-            return await self._run(call, self._ear.timeout_s + TRICKLE_S)
+            return await self._run(call, self._adapter.timeout_s + TRICKLE_S)
         finally:
-            while self._ear.heard:
-                self.limiter.learn(*self._ear.heard.popleft())
+            while self._adapter.rate_headers:
+                self.limiter.record_response(*self._adapter.rate_headers.popleft())
 
-    async def ask(self, call: Callable[[], T], *, tries: int = 1, is_urgent: bool = False) -> T:
-        """The same, for whoever waits. Sent again where the vendor says that it collided with something. Raises
-        Trouble, or Throttled."""
-        for attempt in range(1, tries + 1):
+    async def request(self, call: Callable[[], T], *, attempts: int = 1, is_urgent: bool = False) -> T:
+        """Send a request, and repeat it if it collided with another action. Raises VendorError or Throttled."""
+        for attempt in range(1, attempts + 1):
             try:
-                return await self.call(call, max_wait_s=MAX_WAIT_S, is_urgent=is_urgent)
+                return await self.send(call, max_wait_s=MAX_WAIT_S, is_urgent=is_urgent)
             except Throttled:
                 raise
             except Exception as error:
-                problem = problem_of(error)
-                if problem.kind is not HetznerErrorKind.BUSY or attempt == tries:
-                    raise HetznerError(problem) from error
+                failure = to_vendor_error(error)
+                if failure.kind is not ErrorKind.BUSY or attempt == attempts:
+                    raise failure from error
             await asyncio.sleep(BUSY_PAUSE_S * attempt * (0.5 + self._rng.random()))
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
-    async def ask_for_all(self, ask_page: Callable[[int], P]) -> list[P]:
-        """Every page of a list that may change meanwhile. Raises Trouble, or Throttled."""
+    async def request_all_pages(self, get_page: Callable[[int], P]) -> list[P]:
+        """All pages of a list, which may change meanwhile. Raises VendorError or Throttled."""
         pages: list[P] = []
         number: int | None = 1
         while number is not None and number <= MAX_PAGES:
-            page = await self.ask(partial(ask_page, number))
+            page = await self.request(partial(get_page, number))
             pages.append(page)
             number = page.meta.pagination.next_page if page.meta and page.meta.pagination else None
         return pages
 
     async def _run_in_thread(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Also raises Throttled, where all threads were taken: nothing was sent then."""
+        """Raises Throttled if no thread became free: nothing was sent then."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="hetzner")
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
@@ -173,94 +176,90 @@ class HetznerAccount:
                     await begun.wait()
             except TimeoutError:
                 if job.cancel():
-                    raise Throttled("too many requests are waiting for their answers", BUSY_PAUSE_S) from None
+                    raise Throttled("too many requests in flight", BUSY_PAUSE_S) from None
             async with asyncio.timeout(timeout_s):
                 return await asyncio.wrap_future(job)
         finally:
-            # Where nobody waits any more: what has not begun never does.
+            # If the caller was cancelled, a call that has not begun must never begin.
             job.cancel()
 
     # -------------------------------------------------------------------------------------------------- capacity
 
-    def note_no_capacity(self, choice: Choice, for_s: float) -> None:
+    def record_no_capacity(self, choice: Choice, for_s: float) -> None:
         self._exhausted[choice] = asyncio.get_running_loop().time() + for_s
 
     def exhausted(self) -> set[Choice]:
+        """Choices that had no capacity recently."""
         now = asyncio.get_running_loop().time()
         self._exhausted = {choice: until for choice, until in self._exhausted.items() if until > now}
         return set(self._exhausted)
 
-    async def unavailable(self, server_types: set[str], max_wait_s: float) -> set[Choice]:
-        """Where the vendor says that there are none now. What cannot be had says nothing."""
-        found: set[Choice] = set()
+    async def out_of_stock(self, server_types: set[str], max_wait_s: float) -> set[Choice]:
+        """Choices that the vendor reports as unavailable. Unknown counts as available."""
+        loop, found = asyncio.get_running_loop(), set[Choice]()
         for name in sorted(server_types):
-            if asyncio.get_running_loop().time() >= self._hints_due.get(name, float("-inf")):
-                await self._ask_for_hints(name, max_wait_s)
-            found |= self._unavailable.get(name, set())
+            if loop.time() >= self._stock_due.get(name, float("-inf")):
+                # Set before the request: concurrent callers use the previous value.
+                self._stock_due[name] = loop.time() + STOCK_FRESH_S
+                try:
+                    page = await self.send(partial(self.api.server_types.get_list, name=name), max_wait_s=max_wait_s)
+                    self._out_of_stock[name] = {
+                        Choice(name, str(place.location.name))
+                        for server_type in page.server_types
+                        for place in server_type.locations or ()
+                        if place.available is False
+                    }
+                except Exception as error:
+                    self._stock_due[name] = loop.time() + STOCK_RETRY_S
+                    log.info("list server types failed", server_type=name, error=_message(error))
+            found |= self._out_of_stock.get(name, set())
         return found
 
-    async def _ask_for_hints(self, name: str, max_wait_s: float) -> None:
-        # Those who ask at the same time do with what there is.
-        self._hints_due[name] = asyncio.get_running_loop().time() + HINTS_FRESH_S
-        try:
-            page = await self.call(lambda: self.api.server_types.get_list(name=name), max_wait_s=max_wait_s)
-            self._unavailable[name] = {
-                Choice(name, str(where.location.name))
-                for found in page.server_types
-                for where in found.locations or ()
-                if where.available is False
-            }
-        except Exception as error:
-            self._hints_due[name] = asyncio.get_running_loop().time() + ASK_AGAIN_S
-            log.info("where there are servers is not known", server_type=name, error=_said(error))
-
-    # ---------------------------------------------------------------------------------------------------- prices
-
     async def prices(self, kind: str, max_wait_s: float) -> PriceList | None:
-        """The last known; None as long as none are."""
-        if asyncio.get_running_loop().time() >= self._prices_due and not self._asking.locked():
-            async with self._asking:
-                await self._ask_for_prices(max_wait_s)
-        return self._prices.get(kind)
-
-    async def _ask_for_prices(self, max_wait_s: float) -> None:
+        """The last known prices. None until they were read once."""
         loop = asyncio.get_running_loop()
-        self._prices_due = loop.time() + ASK_PRICES_AGAIN_S
-        try:
-            answer = await self.call(lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s, is_urgent=True)
-            self._prices = {kind: read_prices(answer["pricing"], kind) for kind in ("net", "gross")}
-            self._prices_due = loop.time() + PRICES_FRESH_S
-        except Exception as error:
-            log.warning("prices are not known", error=_said(error))
+        if loop.time() >= self._prices_due and not self._prices_lock.locked():
+            async with self._prices_lock:
+                self._prices_due = loop.time() + PRICES_RETRY_S
+                try:
+                    response = await self.send(
+                        lambda: self.api.request("GET", "/pricing"), max_wait_s=max_wait_s, is_urgent=True
+                    )
+                    self._prices = {name: read_prices(response["pricing"], name) for name in ("net", "gross")}
+                    self._prices_due = loop.time() + PRICES_FRESH_S
+                except Exception as error:
+                    log.warning("list prices failed", error=_message(error))
+        return self._prices.get(kind)
 
     # ------------------------------------------------------------------------------------------------------ users
 
-    def join(self, fleet: str) -> None:
-        """From now on a provider of this fleet uses it."""
+    def add_user(self, fleet: str) -> None:
+        """A provider of this fleet uses the account from now on."""
         self._users += 1
-        self.limiter.join(fleet)
+        self.limiter.add_user(fleet)
 
-    def leave(self, fleet: str) -> None:
+    def remove_user(self, fleet: str) -> None:
+        """Closes the account with its last user."""
         self._users -= 1
-        self.limiter.leave(fleet)
+        self.limiter.remove_user(fleet)
         if self._users == 0:
             self.close()
 
     def close(self) -> None:
-        """Without waiting for what is under way. Whoever asks again opens it again."""
+        """Does not wait for requests in flight. A later request opens the account again."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        self._ear.close()
+        self._adapter.close()
 
 
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, Throttled) else problem_of(error).words
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, Throttled) else str(to_vendor_error(error))
 
 
 def _connect(token: str, endpoint: str, adapter: BaseAdapter) -> hcloud.Client:
     client = hcloud.Client(token=token, api_endpoint=endpoint, application_name="windlass")
-    # The SDK has no public way to either; tests/unit/test_hetzner_account.py fails if a newer one has moved them.
+    # The SDK has no public access to these; tests/unit/test_hetzner_account.py fails if a newer version moves them.
     client._client._retry_max_retries = 0
     for scheme in ("https://", "http://"):
         client._client._session.mount(scheme, adapter)

@@ -1,27 +1,25 @@
-"""What servers cost and where there seem to be some, as the API publishes it. Pure: whoever asks brings the answers."""
+"""Prices of servers and the order in which choices are tried. Pure: it reads responses, but requests none."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 from typing import Any
 
 from windlass.model.cost import PricePart
 from windlass.model.hetzner import Choice
-
-_MICROS = Decimal(1_000_000)
+from windlass.providers.money import to_micros
 
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """In micros of the currency; each part rounded half up, as it stands on the bill."""
+    """In micros of the currency. Each part is rounded half up, as on the vendor's bill."""
 
     currency: str
     servers: Mapping[Choice, PricePart]
     # By location.
     ipv4: Mapping[str, PricePart]
 
-    def of(self, choice: Choice, *, has_ipv4: bool) -> tuple[PricePart, ...]:
-        """What is paid for a server, and for its address. Nothing if any of it is not known: half a price is none."""
+    def price_parts(self, choice: Choice, *, has_ipv4: bool) -> tuple[PricePart, ...]:
+        """The price of a server and of its IPv4 address. Empty if either is unknown."""
         server, address = self.servers.get(choice), self.ipv4.get(choice.location)
         if server is None or (has_ipv4 and address is None):
             return ()
@@ -29,7 +27,7 @@ class PriceList:
 
 
 def read_prices(pricing: Mapping[str, Any], kind: str) -> PriceList:
-    """From the answer of GET /pricing; `kind` is net or gross. Raises KeyError, TypeError or ValueError."""
+    """From the response of GET /pricing; `kind` is net or gross. Raises KeyError, TypeError or ValueError."""
     ipv4 = [address for address in pricing["primary_ips"] if address["type"] == "ipv4"]
     return PriceList(
         currency=str(pricing["currency"]),
@@ -43,21 +41,11 @@ def read_prices(pricing: Mapping[str, Any], kind: str) -> PriceList:
 
 
 def _price(price: Mapping[str, Any], kind: str) -> PricePart:
-    return PricePart(_micros(price["price_hourly"][kind]), _micros(price["price_monthly"][kind]))
+    return PricePart(to_micros(price["price_hourly"][kind]), to_micros(price["price_monthly"][kind]))
 
 
-def _micros(amount: str) -> int:
-    try:
-        return int((Decimal(amount) * _MICROS).quantize(Decimal(1), rounding=ROUND_HALF_UP))
-    except InvalidOperation as error:
-        raise ValueError(f"{amount!r} is no price") from error
-
-
-def in_order(choices: Sequence[Choice], exhausted: Collection[Choice], unavailable: Collection[Choice]) -> list[Choice]:
-    """Those worth a try: as configured, but first those that the vendor does not say are out."""
-    worth = [choice for choice in choices if choice not in exhausted]
-    return sorted(worth, key=lambda choice: choice in unavailable)
-
-
-def named(choices: Iterable[Choice]) -> str:
-    return ", ".join(map(str, choices))
+def order_choices(
+    choices: Sequence[Choice], excluded: Collection[Choice], out_of_stock: Collection[Choice]
+) -> list[Choice]:
+    """The choices to try, in the configured order, but those that the vendor reports out of stock last."""
+    return sorted((choice for choice in choices if choice not in excluded), key=lambda choice: choice in out_of_stock)

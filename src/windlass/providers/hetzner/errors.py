@@ -1,129 +1,75 @@
-"""What each of the vendor's answers means, and nothing about what to do then. Pure.
+"""Maps what a call of Hetzner's SDK raises to a VendorError."""
 
-Only codes that are published as refusals are refusals. Whatever else comes instead of an answer (5xx, time-outs, broken
-connections, bodies that are none, codes nobody knows) is LOST: what was asked may have happened. Except where there
-was no connection at all: that is UNSENT.
-"""
-
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import requests
 from hcloud import APIException
 from urllib3.exceptions import NewConnectionError
 
+from windlass.providers.vendor_error import ErrorKind, VendorError, shorten
 
-class HetznerErrorKind(StrEnum):
-    NO_CAPACITY = "no_capacity"  # not this type in this place now
-    LIMIT = "limit"  # the account may have no more
-    DENIED = "denied"  # not with this token
-    TAKEN = "taken"  # the name is in use
-    NOT_FOUND = "not_found"
-    BUSY = "busy"  # something else is going on with it; soon it will not be
-    PROTECTED = "protected"  # a person forbade it
-    THROTTLED = "throttled"
-    REFUSED = "refused"  # a request that is wrong
-    UNSENT = "unsent"  # nobody could be asked
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class HetznerErrorInfo:
-    kind: HetznerErrorKind
-    # In the vendor's words where there are any.
-    words: str
-    # Of a request that is wrong: the fields that are, as far as the vendor names any.
-    fields: frozenset[str] = frozenset()
-
-
-class HetznerError(Exception):
-    """A request that was answered with a problem, or not at all."""
-
-    def __init__(self, problem: HetznerErrorInfo) -> None:
-        super().__init__(problem.words)
-        self.problem = problem
-
-
-HOW_TO_BE_LET_IN = "check hetzner_api_token (HETZNER_API_TOKEN): it must be the project's and may read and write"
-_BY_CODE = {
-    "resource_unavailable": HetznerErrorKind.NO_CAPACITY,
-    "placement_error": HetznerErrorKind.NO_CAPACITY,
-    # Of a place, for hours at the most: another one may do.
-    "maintenance": HetznerErrorKind.NO_CAPACITY,
-    "resource_limit_exceeded": HetznerErrorKind.LIMIT,
-    "unauthorized": HetznerErrorKind.DENIED,
-    "token_readonly": HetznerErrorKind.DENIED,
-    "forbidden": HetznerErrorKind.DENIED,
-    "uniqueness_error": HetznerErrorKind.TAKEN,
-    "not_found": HetznerErrorKind.NOT_FOUND,
-    "locked": HetznerErrorKind.BUSY,
-    "conflict": HetznerErrorKind.BUSY,
-    "protected": HetznerErrorKind.PROTECTED,
-    "rate_limit_exceeded": HetznerErrorKind.THROTTLED,
-    "json_error": HetznerErrorKind.REFUSED,
-    "invalid_input": HetznerErrorKind.REFUSED,
-    "method_not_allowed": HetznerErrorKind.REFUSED,
-    "deprecated_api_endpoint": HetznerErrorKind.REFUSED,
-    "unsupported_error": HetznerErrorKind.REFUSED,
-    "must_be_unassigned": HetznerErrorKind.REFUSED,
-    "primary_ip_version_mismatch": HetznerErrorKind.REFUSED,
-    "primary_ip_assigned": HetznerErrorKind.REFUSED,
-    "primary_ip_datacenter_mismatch": HetznerErrorKind.REFUSED,
-    "no_subnet_available": HetznerErrorKind.REFUSED,
-    "ip_not_available": HetznerErrorKind.REFUSED,
-    "networks_overlap": HetznerErrorKind.REFUSED,
+TOKEN_HINT = "check hetzner_api_token (HETZNER_API_TOKEN): it must belong to the project and allow read and write"  # noqa: S105
+_CODES = {
+    # Maintenance is of one location, for hours at most: another one may work.
+    ErrorKind.NO_CAPACITY: ("resource_unavailable", "placement_error", "maintenance"),
+    ErrorKind.LIMIT: ("resource_limit_exceeded",),
+    ErrorKind.DENIED: ("unauthorized", "token_readonly", "forbidden"),
+    ErrorKind.NAME_IN_USE: ("uniqueness_error",),
+    ErrorKind.NOT_FOUND: ("not_found",),
+    ErrorKind.BUSY: ("locked", "conflict"),
+    ErrorKind.PROTECTED: ("protected",),
+    ErrorKind.THROTTLED: ("rate_limit_exceeded",),
+    ErrorKind.REFUSED: (
+        *("json_error", "invalid_input", "method_not_allowed", "deprecated_api_endpoint", "unsupported_error"),
+        *("must_be_unassigned", "primary_ip_version_mismatch", "primary_ip_assigned", "primary_ip_datacenter_mismatch"),
+        *("no_subnet_available", "ip_not_available", "networks_overlap"),
+    ),
 }
-# Answers without a code: from something before the API.
+_BY_CODE = {code: kind for kind, codes in _CODES.items() for code in codes}
+# For responses without a code, which come from a proxy in front of the API.
 _BY_STATUS = {
-    401: HetznerErrorKind.DENIED,
-    403: HetznerErrorKind.DENIED,
-    404: HetznerErrorKind.NOT_FOUND,
-    423: HetznerErrorKind.BUSY,
-    429: HetznerErrorKind.THROTTLED,
+    401: ErrorKind.DENIED,
+    403: ErrorKind.DENIED,
+    404: ErrorKind.NOT_FOUND,
+    423: ErrorKind.BUSY,
+    429: ErrorKind.THROTTLED,
 }
-MAX_WORDS = 300
 
 
-def problem_of(error: Exception) -> HetznerErrorInfo:
+def to_vendor_error(error: Exception) -> VendorError:
     if isinstance(error, APIException):
-        words = f"{' '.join(str(error.message).split())[:MAX_WORDS]} ({error.code})"
+        message = f"{shorten(error.message)} ({error.code})"
         if isinstance(error.code, str):
-            return HetznerErrorInfo(_BY_CODE.get(error.code, HetznerErrorKind.LOST), words, _fields(error.details))
-        is_wrong = 400 <= error.code < 500 and error.code != 408
-        return HetznerErrorInfo(
-            _BY_STATUS.get(error.code, HetznerErrorKind.REFUSED if is_wrong else HetznerErrorKind.LOST), words
-        )
-    if isinstance(error, TimeoutError | requests.exceptions.Timeout):
-        return HetznerErrorInfo(
-            HetznerErrorKind.LOST, str(error) if isinstance(error, TimeoutError) and str(error) else "no answer in time"
-        )
+            details = error.details if isinstance(error.details, dict) else {}
+            kind = _BY_CODE.get(error.code, ErrorKind.LOST)
+            return VendorError(kind, message, fields=_invalid_fields(details.get("fields")))
+        is_client_error = 400 <= error.code < 500 and error.code != 408
+        default = ErrorKind.REFUSED if is_client_error else ErrorKind.LOST
+        return VendorError(_BY_STATUS.get(error.code, default), message)
+    if isinstance(error, TimeoutError):
+        return VendorError(ErrorKind.LOST, str(error) or "request timed out")
+    if isinstance(error, requests.exceptions.Timeout):
+        return VendorError(ErrorKind.LOST, "request timed out")
     if isinstance(error, requests.exceptions.RequestException):
-        kind = HetznerErrorKind.UNSENT if _is_unsent(error) else HetznerErrorKind.LOST
-        return HetznerErrorInfo(kind, f"the API cannot be reached ({_innermost(error)})")
-    return HetznerErrorInfo(
-        HetznerErrorKind.LOST, f"an answer that cannot be read ({type(error).__name__}: {str(error)[:MAX_WORDS]})"
-    )
+        # A connection that was refused, or a host that does not resolve, cannot have carried the request.
+        inner = error.args[0] if error.args else None
+        is_unsent = isinstance(getattr(inner, "reason", None), NewConnectionError)
+        kind = ErrorKind.UNSENT if is_unsent else ErrorKind.LOST
+        return VendorError(kind, f"API unreachable ({_innermost_message(error)})")
+    return VendorError(ErrorKind.LOST, f"unreadable response ({type(error).__name__}: {shorten(error)})")
 
 
-def _fields(details: Any) -> frozenset[str]:
-    fields = details.get("fields") if isinstance(details, dict) else None
+def _invalid_fields(fields: Any) -> frozenset[str]:
     named = fields if isinstance(fields, list) else []
     return frozenset(str(field["name"]) for field in named if isinstance(field, dict) and "name" in field)
 
 
-def _is_unsent(error: requests.exceptions.RequestException) -> bool:
-    """Refused, or no such host. A connection that broke, or took too long, may have carried something."""
-    inner = error.args[0] if error.args else None
-    return isinstance(getattr(inner, "reason", None), NewConnectionError)
-
-
-def _innermost(error: BaseException) -> str:
-    """requests wraps urllib3 wraps the system's own words."""
+def _innermost_message(error: BaseException) -> str:
+    """The message of the system's error, which urllib3 and requests have wrapped."""
     for _ in range(10):
         inner = error.args[0] if error.args else None
         inner = getattr(inner, "reason", None) or inner
         if not isinstance(inner, BaseException):
             break
         error = inner
-    return " ".join(str(error).split())[:MAX_WORDS] or type(error).__name__
+    return shorten(error) or type(error).__name__

@@ -1,6 +1,6 @@
-"""What Hetzner lets everybody with one token ask for.
+"""The request rate of one Hetzner Cloud token.
 
-The vendor's own count, where it says that little is left, slows us down: somebody else uses the project too.
+If the vendor's own counter runs low, another program uses the project too, and the rate is halved.
 """
 
 from collections import Counter
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from windlass.providers.rate_limiter import RateLimiter
 
-# The vendor gives 3,600 requests an hour, one back every second. A tenth is left to people and other programs.
+# The vendor allows 3,600 requests an hour and refills one per second. A tenth is left to people and other programs.
 RATE_PER_S = 0.9
-# What may go at once after a rest: a list, prices, and the first hirings, so that a small fleet does not wait. Few, so
-# that no minute has more than sixty. (The vendor allows bursts of thousands.)
+# Requests that may be sent at once when idle: a list, prices and the first creations, so that a small fleet does not
+# wait. Few enough that no minute has more than sixty. (The vendor allows bursts of thousands.)
 BURST = 5
-# Below this much left of the vendor's allowance, we take half of what comes back.
+# Below this many remaining requests, use only half of the refill rate.
 LOW_REMAINING = 300
 _HOUR_S = 3600.0
 
@@ -21,30 +21,30 @@ _HOUR_S = 3600.0
 class HetznerLimiter(RateLimiter):
     def __init__(self, rate_per_s: float = RATE_PER_S, burst: float = BURST) -> None:
         super().__init__(rate_per_s, burst)
-        # The fleets that share it, each as often as there are providers of it: while settings change, two.
+        # Number of provider objects per fleet. A fleet has two while its settings change.
         self._fleets: Counter[str] = Counter()
 
     @property
-    def fleets(self) -> int:
+    def fleet_count(self) -> int:
         return max(1, len(+self._fleets))
 
-    def join(self, fleet: str) -> None:
+    def add_user(self, fleet: str) -> None:
         self._fleets[fleet] += 1
 
-    def leave(self, fleet: str) -> None:
+    def remove_user(self, fleet: str) -> None:
         self._fleets[fleet] -= 1
 
-    def learn(self, status: int, headers: Mapping[str, str]) -> None:
-        """What the vendor said about its own count with an answer."""
+    def record_response(self, status: int, headers: Mapping[str, str]) -> None:
+        """Adjust the rate to the vendor's own counter, which each response reports."""
         if status == 429:
-            self._refused(_number(headers, "Retry-After"))
+            self._record_rejected(_number(headers, "Retry-After"))
             return
         limit, remaining = _number(headers, "RateLimit-Limit"), _number(headers, "RateLimit-Remaining")
-        rate_per_s = min(self._most_per_s, self._most_per_s * limit / _HOUR_S) if limit else self._most_per_s
+        rate_per_s = min(self._max_rate_per_s, self._max_rate_per_s * limit / _HOUR_S) if limit else None
         if remaining is not None and remaining < LOW_REMAINING:
-            self._accepted(rate_per_s / 2, at_most=1.0)
+            self._record_accepted((rate_per_s or self._max_rate_per_s) / 2, max_tokens=1.0)
         else:
-            self._accepted(rate_per_s)
+            self._record_accepted(rate_per_s or self._max_rate_per_s)
 
 
 def _number(headers: Mapping[str, str], name: str) -> float | None:

@@ -1,8 +1,8 @@
-"""One Runpod account, as all fleets with its key use it: REST v2 over httpx, within its limits.
+"""One Runpod account, shared by all fleets with its key: REST v2 over httpx, rate limited.
 
-Every request has a time limit and passes the limiter. Only requests that change nothing are ever sent again: a creation
-has no idempotency key, so one whose answer was lost would be paid for twice. The API lists all pods of the account at
-once: those who ask at about the same time share an answer.
+Every request has a time limit and passes the limiter. Only reads are repeated: a creation has no idempotency key, so
+repeating one whose response was lost could create and bill a second pod. The API lists all pods of the account at once;
+concurrent callers share a response.
 """
 
 import asyncio
@@ -19,28 +19,23 @@ import structlog
 from windlass.model.errors import Throttled
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.providers.fingerprint import fingerprint
-from windlass.providers.runpod.catalog import Offer, Want, read_offers
-from windlass.providers.runpod.errors import (
-    RunpodError,
-    RunpodErrorInfo,
-    RunpodErrorKind,
-    problem_of_answer,
-    problem_of_error,
-)
+from windlass.providers.runpod.catalog import CapacityKey, Offer, offers_path, read_offers
+from windlass.providers.runpod.errors import response_error, transport_error
 from windlass.providers.runpod.limiter import RunpodLimiter
+from windlass.providers.vendor_error import ErrorKind, VendorError
 
-# For a turn at the limiter. Whoever would wait longer is better asked for again by a later cycle.
+# Longest wait for the limiter. A request that would wait longer is left to a later cycle.
 MAX_WAIT_S = 25.0
 CONNECT_TIMEOUT_S = 5.0
-# httpx's time limit is for the next byte of an answer. An answer that trickles is given up after this much more.
+# httpx's time limit is per read. A response that arrives in small pieces is abandoned this much later.
 TRICKLE_S = 10.0
-# Of a question that changes nothing, and the pause before it is asked again; the next time, twice as long.
-READ_TRIES = 3
+# Attempts of a read, and the pause before the second. The pause doubles each time.
+READ_ATTEMPTS = 3
 READ_PAUSE_S = 0.5
-# Prices seldom change, but what is left does, and is only a hint.
+# Prices seldom change. Stock changes often and is only a hint.
 OFFERS_FRESH_S = 300.0
-# What could not be had is asked for again after this time.
-ASK_AGAIN_S = 60.0
+# After a failed request.
+OFFERS_RETRY_S = 60.0
 MAX_CONNECTIONS = 16
 log = structlog.get_logger(__name__)
 Json = dict[str, Any]
@@ -48,15 +43,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodListing:
-    """All pods of the account. What was there when it was asked for, by the loop's clock, is in it, unless the vendor's
-    list was old."""
+    """All pods of the account at `requested_at`, by the event loop's clock. The vendor's list may be older."""
 
     pods: list[Json]
-    began: float
+    requested_at: float
 
 
 class RunpodAccount:
-    """`transport` is for a world without sockets."""
+    """`transport` replaces sockets in tests."""
 
     def __init__(
         self,
@@ -77,52 +71,32 @@ class RunpodAccount:
         self.limiter = limiter or RunpodLimiter()
         self._client: httpx.AsyncClient | None = None
         self._listing: PodListing | None = None
-        self._lists = asyncio.Lock()
-        # When each may be asked for again.
-        self._exhausted: dict[Want, float] = {}
+        self._listing_lock = asyncio.Lock()
+        # When each may be tried again.
+        self._exhausted: dict[CapacityKey, float] = {}
         # By cloud and number of GPUs.
         self._offers: dict[tuple[str, int], Mapping[str, Offer]] = {}
         self._offers_due: dict[tuple[str, int], float] = {}
 
-    def be_patient(self, timeout_s: float) -> None:
-        """Those who share it wait for an answer as long as the most patient of them."""
+    def raise_timeout(self, timeout_s: float) -> None:
+        """Fleets that share the account share the longest of their time limits."""
         self.timeout_s = max(self.timeout_s, timeout_s)
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    async def call(self, method: str, path: str, body: Json | None = None, *, max_wait_s: float = MAX_WAIT_S) -> Json:
-        """One request, sent at most once. Raises Trouble, or Throttled: nothing was sent then."""
+    async def request(self, method: str, path: str, body: Json | None = None, max_wait_s: float = MAX_WAIT_S) -> Json:
+        """Send a request once. Raises VendorError, or Throttled if nothing was sent."""
         response = await self._send(method, path, body, max_wait_s)
         try:
-            return _read(response)
+            content = response.json() if response.content else {}
         except Exception as error:
-            raise RunpodError(problem_of_error(error)) from error
+            raise transport_error(error) from error
+        if not isinstance(content, dict):
+            raise VendorError(ErrorKind.LOST, "unreadable response (not an object)")
+        return content
 
     async def _send(self, method: str, path: str, body: Json | None, max_wait_s: float) -> httpx.Response:
         await self.limiter.wait(max_wait_s, is_urgent=method != "POST")
-        try:
-            async with asyncio.timeout(self.timeout_s + TRICKLE_S):
-                timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.timeout_s))
-                response = await self._http().request(method, path, json=body, timeout=timeout)
-            self.limiter.learn(response.status_code, response.headers)
-        except Exception as error:
-            raise RunpodError(problem_of_error(error)) from error
-        if not response.is_success:
-            raise RunpodError(problem_of_answer(response))
-        return response
-
-    async def read(self, path: str, *, max_wait_s: float = MAX_WAIT_S) -> Json:
-        """A question, asked again if its answer does not come. Raises Trouble, or Throttled."""
-        for attempt in range(1, READ_TRIES + 1):
-            try:
-                return await self.call("GET", path, max_wait_s=max_wait_s)
-            except RunpodError as trouble:
-                if trouble.problem.kind is not RunpodErrorKind.LOST or attempt == READ_TRIES:
-                    raise
-            await asyncio.sleep(READ_PAUSE_S * 2 ** (attempt - 1) * (0.5 + self._rng.random()))
-        raise AssertionError("the last try returns or raises")
-
-    def _http(self) -> httpx.AsyncClient:
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._endpoint,
@@ -130,7 +104,27 @@ class RunpodAccount:
                 limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
                 transport=self._transport,
             )
-        return self._client
+        try:
+            async with asyncio.timeout(self.timeout_s + TRICKLE_S):
+                timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.timeout_s))
+                response = await self._client.request(method, path, json=body, timeout=timeout)
+            self.limiter.record_response(response.status_code, response.headers)
+        except Exception as error:
+            raise transport_error(error) from error
+        if not response.is_success:
+            raise response_error(response)
+        return response
+
+    async def read(self, path: str) -> Json:
+        """A GET request, repeated if its response is lost. Raises VendorError or Throttled."""
+        for attempt in range(1, READ_ATTEMPTS + 1):
+            try:
+                return await self.request("GET", path)
+            except VendorError as error:
+                if error.kind is not ErrorKind.LOST or attempt == READ_ATTEMPTS:
+                    raise
+            await asyncio.sleep(READ_PAUSE_S * 2 ** (attempt - 1) * (0.5 + self._rng.random()))
+        raise AssertionError("the last attempt returns or raises")
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -140,74 +134,65 @@ class RunpodAccount:
     # ------------------------------------------------------------------------------------------------------ pods
 
     async def list_pods(self, since: float) -> PodListing:
-        """All pods, by a list that was asked for then, by the loop's clock, or later. Raises Trouble, Throttled."""
-        async with self._lists:
-            if self._listing is not None and self._listing.began >= since:
+        """A list requested at `since` or later, by the event loop's clock. Raises VendorError or Throttled."""
+        async with self._listing_lock:
+            if self._listing is not None and self._listing.requested_at >= since:
                 return self._listing
-            began = asyncio.get_running_loop().time()
-            answer = await self.read("/pods")
-            pods = answer.get("pods")
+            requested_at = asyncio.get_running_loop().time()
+            pods = (await self.read("/pods")).get("pods")
             if not isinstance(pods, list) or not all(isinstance(pod, dict) and pod.get("id") for pod in pods):
-                raise RunpodError(RunpodErrorInfo(RunpodErrorKind.LOST, "a list of pods that cannot be read"))
-            self._listing = PodListing(pods, began)
+                raise VendorError(ErrorKind.LOST, "unreadable list of pods")
+            self._listing = PodListing(pods, requested_at)
             return self._listing
 
-    def last_seen(self, pod_id: str) -> Json | None:
-        """As it was in the last list, if it was in it."""
+    def last_listed(self, pod_id: str) -> Json | None:
+        """The pod as in the last list, if it was in it."""
         pods = self._listing.pods if self._listing is not None else []
         return next((pod for pod in pods if str(pod["id"]) == pod_id), None)
 
-    async def pod(self, pod_id: str) -> Json | None:
-        """None if the vendor says that there is none, which it may say of a new one too."""
+    async def get_pod(self, pod_id: str) -> Json | None:
+        """None if the vendor answers "not found", which it may do for a new pod too."""
         try:
             pod = await self.read(f"/pods/{pod_id}")
-        except RunpodError as trouble:
-            if trouble.problem.kind is RunpodErrorKind.NOT_FOUND:
+        except VendorError as error:
+            if error.kind is ErrorKind.NOT_FOUND:
                 return None
             raise
         return None if pod.get("status") == "TERMINATED" else pod
 
     async def delete_pod(self, pod_id: str) -> datetime | None:
-        """Ask for its end. In which second that was answered, by the vendor's clock, if it says so. Raises as call."""
+        """Request a deletion. Returns the second of the response by the vendor's clock, if it has a date. Raises like
+        `request`."""
         response = await self._send("DELETE", f"/pods/{pod_id}", None, MAX_WAIT_S)
         try:
-            moment = parsedate_to_datetime(response.headers["Date"])
+            date = parsedate_to_datetime(response.headers["Date"])
         except (KeyError, ValueError):
             return None
-        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+        return date if date.tzinfo is not None else date.replace(tzinfo=UTC)
 
     # -------------------------------------------------------------------------------------------------- capacity
 
-    def note_no_capacity(self, want: Want, for_s: float) -> None:
-        self._exhausted[want] = asyncio.get_running_loop().time() + for_s
+    def record_no_capacity(self, key: CapacityKey, for_s: float) -> None:
+        self._exhausted[key] = asyncio.get_running_loop().time() + for_s
 
-    def is_exhausted(self, want: Want) -> bool:
-        return asyncio.get_running_loop().time() < self._exhausted.get(want, float("-inf"))
+    def is_exhausted(self, key: CapacityKey) -> bool:
+        return asyncio.get_running_loop().time() < self._exhausted.get(key, float("-inf"))
 
-    async def offers(self, clouds: set[str], gpu_count: int, max_wait_s: float) -> dict[str, Mapping[str, Offer]]:
-        """Prices and what seems to be left, by cloud and GPU type: the last known. What cannot be had says nothing."""
+    async def offers(self, clouds: set[str], gpu_count: int) -> dict[str, Mapping[str, Offer]]:
+        """The last known prices and stock, by cloud and GPU type. They are hints, so this never waits for the limiter.
+        A cloud whose offers are unknown is missing."""
         loop = asyncio.get_running_loop()
         for cloud in sorted(clouds):
-            if loop.time() >= self._offers_due.get((cloud, gpu_count), float("-inf")):
-                # Those who ask at the same time do with what there is.
-                self._offers_due[cloud, gpu_count] = loop.time() + ASK_AGAIN_S
-                await self._ask_for_offers(cloud, gpu_count, max_wait_s)
+            key = (cloud, gpu_count)
+            if loop.time() < self._offers_due.get(key, float("-inf")):
+                continue
+            # Set before the request: concurrent callers use the previous value.
+            self._offers_due[key] = loop.time() + OFFERS_RETRY_S
+            try:
+                self._offers[key] = read_offers(
+                    await self.request("GET", offers_path(cloud, gpu_count), max_wait_s=0.0), cloud
+                )
+                self._offers_due[key] = loop.time() + OFFERS_FRESH_S
+            except (VendorError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
+                log.info("list gpu offers failed", cloud=cloud, error=str(error) or type(error).__name__)
         return {cloud: self._offers[cloud, gpu_count] for cloud in clouds if (cloud, gpu_count) in self._offers}
-
-    async def _ask_for_offers(self, cloud: str, gpu_count: int, max_wait_s: float) -> None:
-        path = f"/catalog/gpus?include=AVAILABILITY&product=POD&cloud={cloud}&count={gpu_count}"
-        try:
-            answer = await self.call("GET", path, max_wait_s=max_wait_s)
-            self._offers[cloud, gpu_count] = read_offers(answer, cloud)
-            self._offers_due[cloud, gpu_count] = asyncio.get_running_loop().time() + OFFERS_FRESH_S
-        except (RunpodError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
-            log.info("prices and stock are not known", cloud=cloud, error=str(error) or type(error).__name__)
-
-
-def _read(response: httpx.Response) -> Json:
-    if not response.content:
-        return {}
-    answer = response.json()
-    if not isinstance(answer, dict):
-        raise TypeError("want an object")
-    return answer

@@ -1,20 +1,18 @@
-"""What pods cost and where there seem to be GPUs, as the API publishes it. Pure: whoever asks brings the answers."""
+"""Prices and stock of GPUs, and the order in which choices are tried. Pure: it reads responses, but requests none."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal, InvalidOperation
 from typing import Any
 
 from windlass.model.runpod import GpuChoice
+from windlass.providers.money import to_micros
 
 CURRENCY = "USD"
-_MICROS = Decimal(1_000_000)
-_NONE = "NONE"
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
-    """What one request asks for, as far as it decides whether there is any: of the rest, others may have plenty."""
+class CapacityKey:
+    """The parts of a request that decide whether there is capacity for it."""
 
     choice: GpuChoice
     gpu_count: int
@@ -26,52 +24,50 @@ class Want:
 class Offer:
     """One GPU type in one cloud."""
 
-    # For one GPU; None where that cloud has none of it.
+    # For one GPU. None if the cloud does not offer it.
     micros_per_hour: int | None
     max_count: int
-    # By data center. Those that are not named have none.
-    is_left: Mapping[str, bool]
+    # By data center. A data center that is missing has none.
+    in_stock: Mapping[str, bool]
 
-    def has_left(self, data_centers: Sequence[str]) -> bool:
-        return any(self.is_left.get(place, False) for place in data_centers or self.is_left)
+    def is_in_stock(self, data_centers: Sequence[str]) -> bool:
+        """Whether any of these data centers has some; any at all if none are named."""
+        return any(self.in_stock.get(place, False) for place in data_centers or self.in_stock)
 
 
-def read_offers(answer: Mapping[str, Any], cloud: str) -> dict[str, Offer]:
-    """By GPU type, from the answer of GET /catalog/gpus with AVAILABILITY for this cloud. Raises KeyError, TypeError,
-    ValueError or AttributeError."""
+# By cloud and GPU type.
+Offers = Mapping[str, Mapping[str, Offer]]
+
+
+def offers_path(cloud: str, gpu_count: int) -> str:
+    return f"/catalog/gpus?include=AVAILABILITY&product=POD&cloud={cloud}&count={gpu_count}"
+
+
+def read_offers(response: Mapping[str, Any], cloud: str) -> dict[str, Offer]:
+    """Offers by GPU type, from the response to `offers_path`. Raises KeyError, TypeError, ValueError or
+    AttributeError."""
     name = cloud.lower()
     return {
         str(gpu["id"]): Offer(
-            micros_of(gpu["price"].get(name)) if gpu.get(name) else None,
+            read_price(gpu["price"].get(name)) if gpu.get(name) else None,
             int(gpu.get("maxCount", {}).get(name, 0)),
-            {str(place["id"]): place["availability"] != _NONE for place in gpu.get("dataCenters", ())},
+            {str(place["id"]): place["availability"] != "NONE" for place in gpu.get("dataCenters", ())},
         )
-        for gpu in answer["gpus"]
+        for gpu in response["gpus"]
     }
 
 
-def micros_of(dollars: object) -> int | None:
-    """None for what is no price: nothing at all, or zero, which is what a pod costs that does not run."""
-    if dollars is None:
-        return None
-    try:
-        micros = int((Decimal(str(dollars)) * _MICROS).quantize(Decimal(1), rounding=ROUND_HALF_UP))
-    except InvalidOperation as error:
-        raise ValueError(f"{dollars!r} is no price") from error
+def read_price(dollars: object) -> int | None:
+    """Micros per hour. None if missing or zero, which is the price of a pod that does not run. Raises ValueError."""
+    micros = to_micros(dollars) if dollars is not None else 0
     return micros if micros > 0 else None
 
 
-def in_order(
-    choices: Sequence[GpuChoice], exhausted: Collection[GpuChoice], offers: Mapping[str, Mapping[str, Offer]]
-) -> list[GpuChoice]:
-    """Those worth a try: as configured, but first those that the catalog does not say are out. `offers`: by cloud."""
+def order_choices(choices: Sequence[GpuChoice], excluded: Collection[GpuChoice], offers: Offers) -> list[GpuChoice]:
+    """The choices to try, in the configured order, but those that the catalog reports out of stock last."""
 
-    def is_out(choice: GpuChoice) -> bool:
+    def is_out_of_stock(choice: GpuChoice) -> bool:
         offer = offers.get(choice.cloud, {}).get(choice.gpu)
-        return offer is not None and not offer.has_left(choice.data_centers)
+        return offer is not None and not offer.is_in_stock(choice.data_centers)
 
-    return sorted((choice for choice in choices if choice not in exhausted), key=is_out)
-
-
-def named(choices: Iterable[GpuChoice]) -> str:
-    return ", ".join(map(str, choices))
+    return sorted((choice for choice in choices if choice not in excluded), key=is_out_of_stock)

@@ -1,107 +1,97 @@
-"""Whether a Runpod fleet could hire: what `windlass doctor` asks. Reads only; one request for each thing."""
+"""The `windlass doctor` checks for Runpod fleets: whether a pod could be created. Only reads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 
 from windlass.model.errors import Throttled
 from windlass.model.runpod import GpuChoice, RunpodSettings
-from windlass.providers.diagnostic import OF_OTHER_FLEETS, Diagnostic
+from windlass.providers.diagnostic import UNCONFIGURED_FLEETS_ADVICE, Diagnostic
+from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod import naming
-from windlass.providers.runpod.account import Json, RunpodAccount
-from windlass.providers.runpod.catalog import Offer, read_offers
-from windlass.providers.runpod.errors import HOW_TO_BE_LET_IN, RunpodError, RunpodErrorKind
+from windlass.providers.runpod.account import RunpodAccount
+from windlass.providers.runpod.catalog import Offer, offers_path, read_offers
+from windlass.providers.runpod.errors import TOKEN_HINT
+from windlass.providers.vendor_error import VendorError
 
 
-async def examine(
+async def run_checks(
     account: RunpodAccount, identity: str | None, fleets: dict[str, RunpodSettings]
 ) -> AsyncGenerator[Diagnostic, None]:
-    """The key, then every network volume, registry and GPU type that the fleets name. `identity` None: which database
-    is ours is not known."""
+    """Check the key, pods of unconfigured fleets and other databases, and every network volume, registry and GPU type
+    that the fleets use. `identity` is the database's; None if it is unknown."""
     try:
         pods = (await account.list_pods(asyncio.get_running_loop().time())).pods
-    except (RunpodError, Throttled) as trouble:
-        is_denied = isinstance(trouble, RunpodError) and trouble.problem.kind in (
-            RunpodErrorKind.DENIED,
-            RunpodErrorKind.FORBIDDEN,
-        )
-        yield Diagnostic("runpod", str(trouble), HOW_TO_BE_LET_IN if is_denied else "try again", is_grave=True)
+    except (VendorError, Throttled) as error:
+        is_denied = isinstance(error, VendorError) and error.is_denied
+        yield Diagnostic("runpod", str(error), TOKEN_HINT if is_denied else "try again", is_error=True)
         return
-    yield _key(pods, identity, fleets)
-    if identity is not None:
-        for tag, count in sorted(naming.other_installations(pods, identity).items()):
-            what = f"{count} pods of another windlass database ({naming.TAG} begins with {tag}/) are in this account"
-            yield Diagnostic(
-                "runpod", what, "if that database is gone, delete them in Runpod's console: nobody else will"
-            )
+    if identity is None:
+        yield Diagnostic("runpod", f"key valid, pods in the account: {len(pods)}")
+    else:
+        for diagnostic in _check_tags(naming.count_pods(pods), fingerprint(identity), fleets):
+            yield diagnostic
     for volume_id in sorted({s.network_volume_id for s in fleets.values() if s.network_volume_id is not None}):
         users = [settings for settings in fleets.values() if settings.network_volume_id == volume_id]
-        yield await _volume(account, volume_id, users)
+        yield await _check_volume(account, volume_id, users)
     for registry_id in sorted({s.registry_id for s in fleets.values() if s.registry_id is not None}):
-        yield await _registry(account, registry_id)
-    # Stock depends on how many a pod wants at once.
+        try:
+            registry = await account.read(f"/registries/{registry_id}")
+            yield Diagnostic("registry", str(registry.get("name")))
+        except (VendorError, Throttled) as error:
+            message = f"registry {registry_id}: {error}"
+            yield Diagnostic("registry", message, "change runpod.registry_id", is_error=True)
+    # Stock depends on the number of GPUs per pod.
     for cloud, count in sorted({(c.cloud, s.gpu_count) for s in fleets.values() for c in s.ordered}):
-        wanted = {choice for s in fleets.values() if s.gpu_count == count for choice in s.ordered}
-        of_this_cloud = {choice for choice in wanted if choice.cloud == cloud}
-        async with aclosing(_gpus(account, cloud, count, of_this_cloud)) as remarks:
-            async for remark in remarks:
-                yield remark
+        choices = {c for s in fleets.values() if s.gpu_count == count for c in s.ordered if c.cloud == cloud}
+        try:
+            offers = read_offers(await account.read(offers_path(cloud, count)), cloud)
+        except (VendorError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
+            message = f"{cloud}: {str(error) or type(error).__name__}"
+            yield Diagnostic("gpu type", message, "try again", is_error=True)
+            continue
+        for choice in sorted(choices):
+            yield _check_gpu(choice, count, offers)
 
 
-def _key(pods: list[Json], identity: str | None, fleets: dict[str, RunpodSettings]) -> Diagnostic:
-    if identity is None:
-        return Diagnostic("runpod", f"the key is good; there are {len(pods)} pods")
-    ours = naming.fleets_of(pods, identity)
-    others = sorted(set(ours) - set(fleets))
-    if others:
-        what = f"there are pods of fleets that are not configured: {', '.join(others)}"
-        return Diagnostic("runpod", what, OF_OTHER_FLEETS)
-    return Diagnostic("runpod", f"the key is good; {sum(ours.values())} pods are ours")
+def _check_tags(
+    counts: Mapping[tuple[str, str], int], installation: str, fleets: Mapping[str, RunpodSettings]
+) -> list[Diagnostic]:
+    ours = {fleet: count for (owner, fleet), count in counts.items() if owner == installation}
+    if others := ", ".join(sorted(ours.keys() - fleets.keys())):
+        message = f"pods exist of fleets that are not configured: {others}"
+        found = [Diagnostic("runpod", message, UNCONFIGURED_FLEETS_ADVICE)]
+    else:
+        found = [Diagnostic("runpod", f"key valid, windlass pods: {sum(ours.values())}")]
+    for owner in sorted({owner for owner, _ in counts} - {installation}):
+        count = sum(number for (other, _), number in counts.items() if other == owner)
+        message = f"pods of another windlass database in this account: {count} ({naming.TAG} begins with {owner}/)"
+        advice = "if that database is gone, delete them in Runpod's console: no orchestrator does"
+        found.append(Diagnostic("runpod", message, advice))
+    return found
 
 
-async def _volume(account: RunpodAccount, volume_id: str, users: list[RunpodSettings]) -> Diagnostic:
+async def _check_volume(account: RunpodAccount, volume_id: str, users: list[RunpodSettings]) -> Diagnostic:
     try:
         volume = await account.read(f"/network-volumes/{volume_id}")
-    except (RunpodError, Throttled) as trouble:
-        what = f"network volume {volume_id}: {trouble}"
-        return Diagnostic("volume", what, "change runpod.network_volume_id", is_grave=True)
-    place = str(volume.get("dataCenter"))
-    named = {c for settings in users for c in settings.ordered if c.data_centers and place not in c.data_centers}
-    if named:
-        what = f"{volume.get('name')} is in {place}, where {sorted(map(str, named))[0]} is not"
-        return Diagnostic("volume", what, f"name {place} in runpod.choices", is_grave=True)
-    return Diagnostic("volume", f"{volume.get('name')} ({volume.get('size')} GB in {place})")
+    except (VendorError, Throttled) as error:
+        message = f"network volume {volume_id}: {error}"
+        return Diagnostic("volume", message, "change runpod.network_volume_id", is_error=True)
+    name, place = volume.get("name"), str(volume.get("dataCenter"))
+    elsewhere = {c for settings in users for c in settings.ordered if c.data_centers and place not in c.data_centers}
+    if elsewhere:
+        message = f"{name} is in {place}, but {min(map(str, elsewhere))} is not"
+        return Diagnostic("volume", message, f"use {place} in runpod.choices", is_error=True)
+    return Diagnostic("volume", f"{name} ({volume.get('size')} GB in {place})")
 
 
-async def _registry(account: RunpodAccount, registry_id: str) -> Diagnostic:
-    try:
-        registry = await account.read(f"/registries/{registry_id}")
-    except (RunpodError, Throttled) as trouble:
-        return Diagnostic("registry", f"registry {registry_id}: {trouble}", "change runpod.registry_id", is_grave=True)
-    return Diagnostic("registry", str(registry.get("name")))
-
-
-async def _gpus(
-    account: RunpodAccount, cloud: str, count: int, choices: set[GpuChoice]
-) -> AsyncGenerator[Diagnostic, None]:
-    path = f"/catalog/gpus?include=AVAILABILITY&product=POD&cloud={cloud}&count={count}"
-    try:
-        offers = read_offers(await account.read(path), cloud)
-    except (RunpodError, Throttled, KeyError, TypeError, ValueError, AttributeError) as trouble:
-        yield Diagnostic("gpu type", f"{cloud}: {trouble or type(trouble).__name__}", "try again", is_grave=True)
-        return
-    for choice in sorted(choices):
-        yield _gpu(choice, count, offers)
-
-
-def _gpu(choice: GpuChoice, count: int, offers: Mapping[str, Offer]) -> Diagnostic:
+def _check_gpu(choice: GpuChoice, count: int, offers: Mapping[str, Offer]) -> Diagnostic:
     offer = offers.get(choice.gpu)
     if offer is None or offer.micros_per_hour is None:
-        what = f"there is no {choice.gpu}" if offer is None else f"{choice.gpu} is not offered in {choice.cloud}"
-        return Diagnostic("gpu type", what, "change runpod.choices", is_grave=True)
+        problem = "does not exist" if offer is None else f"is not offered in {choice.cloud}"
+        return Diagnostic("gpu type", f"{choice.gpu} {problem}", "change runpod.choices", is_error=True)
     if count > offer.max_count:
-        what = f"a pod can have {offer.max_count} of {choice.gpu} at the most, and is to have {count}"
-        return Diagnostic("gpu type", what, "lower runpod.gpu_count", is_grave=True)
-    if not offer.has_left(choice.data_centers):
-        return Diagnostic("gpu type", f"{choice} is out now", "add to runpod.choices")
+        message = f"a pod can have at most {offer.max_count} of {choice.gpu}, gpu_count is {count}"
+        return Diagnostic("gpu type", message, "lower runpod.gpu_count", is_error=True)
+    if not offer.is_in_stock(choice.data_centers):
+        return Diagnostic("gpu type", f"{choice} is out of stock", "add choices to runpod.choices")
     return Diagnostic("gpu type", f"{choice}, {offer.micros_per_hour * count / 1_000_000:.2f} USD per hour")

@@ -1,106 +1,53 @@
-"""What each of the vendor's answers means, and nothing about what to do then. Pure.
-
-Only answers that are published as refusals are refusals. Whatever else comes instead of an answer (5xx, time-outs,
-broken connections, bodies that are none, statuses nobody knows) is LOST: what was asked may have happened.
-"""
+"""Maps failed requests to Runpod's API to a VendorError."""
 
 import re
-from dataclasses import dataclass
-from enum import StrEnum
 
 import httpx
 
+from windlass.providers.vendor_error import ErrorKind, VendorError, shorten
 
-class RunpodErrorKind(StrEnum):
-    NO_CAPACITY = "no_capacity"  # not this type in this place now
-    BALANCE = "balance"  # nothing more until somebody pays
-    DENIED = "denied"  # the key is wrong
-    FORBIDDEN = "forbidden"  # the key is right, and may not do this
-    NOT_FOUND = "not_found"
-    BUSY = "busy"  # not in the state it is in
-    THROTTLED = "throttled"
-    REFUSED = "refused"  # against a rule; another choice may not be
-    INVALID = "invalid"  # against the contract, whatever the choice
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class RunpodErrorInfo:
-    kind: RunpodErrorKind
-    # In the vendor's words where there are any.
-    words: str
-    retry_after_s: float | None = None
-
-
-class RunpodError(Exception):
-    """A request that was answered with a problem, or not at all."""
-
-    def __init__(self, problem: RunpodErrorInfo) -> None:
-        super().__init__(problem.words)
-        self.problem = problem
-
-
-HOW_TO_BE_LET_IN = "check runpod_api_key (RUNPOD_API_KEY): it must be the account's and may read and write"
+TOKEN_HINT = "check runpod_api_key (RUNPOD_API_KEY): it must belong to the account and allow read and write"  # noqa: S105
 _BY_STATUS = {
-    400: RunpodErrorKind.REFUSED,
-    401: RunpodErrorKind.DENIED,
-    402: RunpodErrorKind.BALANCE,
-    403: RunpodErrorKind.FORBIDDEN,
-    404: RunpodErrorKind.NOT_FOUND,
-    405: RunpodErrorKind.INVALID,
-    409: RunpodErrorKind.BUSY,
-    413: RunpodErrorKind.INVALID,
-    415: RunpodErrorKind.INVALID,
-    422: RunpodErrorKind.INVALID,
-    429: RunpodErrorKind.THROTTLED,
+    400: ErrorKind.REFUSED,
+    401: ErrorKind.DENIED,
+    402: ErrorKind.LIMIT,
+    403: ErrorKind.FORBIDDEN,
+    404: ErrorKind.NOT_FOUND,
+    409: ErrorKind.BUSY,
+    429: ErrorKind.THROTTLED,
+    **dict.fromkeys((405, 413, 415, 422), ErrorKind.INVALID),
 }
-# Of a lack of machines there is no code, only prose. Said today: "There are no longer any instances available with the
-# requested specifications. Please refresh and try again." Its likely kin mean the same.
+# There is no code for missing capacity, only prose. Today: "There are no longer any instances available with the
+# requested specifications. Please refresh and try again." Similar wordings are taken to mean the same.
 _NO_CAPACITY = re.compile(
     r"no longer any|no (?:\w+ )?(?:instances?|machines?|capacity|gpus?)\b.*\bavailable|not enough (?:free|gpus?)|"
     r"out of (?:stock|capacity)|(?:insufficient|no) capacity|currently (?:unavailable|no)|does not have the resources",
     re.IGNORECASE,
 )
-MAX_WORDS = 300
 
 
-def problem_of_answer(response: httpx.Response) -> RunpodErrorInfo:
-    """Of an answer that is no success."""
-    words = _words_of(response)
-    kind = _BY_STATUS.get(response.status_code, RunpodErrorKind.LOST)
-    if kind is RunpodErrorKind.REFUSED and _NO_CAPACITY.search(words):
-        kind = RunpodErrorKind.NO_CAPACITY
-    return RunpodErrorInfo(kind, f"{words} ({response.status_code})", _retry_after_s(response))
-
-
-def problem_of_error(error: Exception) -> RunpodErrorInfo:
-    """Of a request that got no answer, or one that cannot be read."""
-    if isinstance(error, TimeoutError | httpx.TimeoutException):
-        return RunpodErrorInfo(RunpodErrorKind.LOST, "no answer in time")
-    if isinstance(error, httpx.TransportError):
-        return RunpodErrorInfo(
-            RunpodErrorKind.LOST, f"the API cannot be reached ({_in_short(str(error)) or type(error).__name__})"
-        )
-    return RunpodErrorInfo(
-        RunpodErrorKind.LOST, f"an answer that cannot be read ({type(error).__name__}: {_in_short(str(error))})"
-    )
-
-
-def _words_of(response: httpx.Response) -> str:
-    """RFC 9457: the detail, and each violation where there are some."""
+def response_error(response: httpx.Response) -> VendorError:
+    """Classify a response that is not a success."""
     try:
+        # RFC 9457: the detail, and each violation if there are any.
         body = response.json()
-        errors = body.get("errors") or ()
-        said = "; ".join([str(body["detail"]), *(str(each) for each in errors)])
+        message = shorten("; ".join([str(body["detail"]), *(str(each) for each in body.get("errors") or ())]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        said = response.reason_phrase or "no reason was given"
-    return _in_short(said)
+        message = shorten(response.reason_phrase or "no reason given")
+    kind = _BY_STATUS.get(response.status_code, ErrorKind.LOST)
+    if kind is ErrorKind.REFUSED and _NO_CAPACITY.search(message):
+        kind = ErrorKind.NO_CAPACITY
+    retry_after = response.headers.get("Retry-After", "")
+    retry_after_s = float(retry_after) if retry_after.isdecimal() else None
+    return VendorError(kind, f"{message} ({response.status_code})", retry_after_s=retry_after_s)
 
 
-def _in_short(text: str) -> str:
-    return " ".join(text.split())[:MAX_WORDS]
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    text = response.headers.get("Retry-After", "")
-    return float(text) if text.isdecimal() else None
+def transport_error(error: Exception) -> VendorError:
+    """Classify a request without a response, or with an unreadable one."""
+    if isinstance(error, TimeoutError | httpx.TimeoutException):
+        message = "request timed out"
+    elif isinstance(error, httpx.TransportError):
+        message = f"API unreachable ({shorten(error) or type(error).__name__})"
+    else:
+        message = f"unreadable response ({type(error).__name__}: {shorten(error)})"
+    return VendorError(ErrorKind.LOST, message)

@@ -1,8 +1,8 @@
-"""A shell on a pod, over SSH.
+"""A shell on a pod over SSH.
 
-Whoever answers first is believed and remembered: pods are minutes old and nobody vouches for their keys. After that
-only the same host key is believed, whatever the port. We show a key and nothing else: no agent, no password, none of
-the settings or known hosts of whoever runs this.
+The host key of the first connection is accepted and stored, since pods are minutes old and no authority signs their
+keys. After that only the same key is accepted, whatever the port. Only our key is offered: no agent, no password, and
+no SSH settings or known hosts of the user who runs the orchestrator.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ import asyncssh
 from windlass.model.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 15.0
-# A connection over which nothing comes for this long, three times, is dead.
+# After three keepalives without a response the connection counts as broken.
 KEEPALIVE_S = 10.0
-# Of what a command says, the end is kept.
+# Only the end of a longer output is kept.
 MAX_OUTPUT = 64 * 1024
 
 
 class Unreachable(Exception):
-    """Nobody let us in, or the connection broke. It may go better later."""
+    """The connection failed or broke. A later attempt may succeed."""
 
 
 class HostKeyChanged(Exception):
-    """Somebody else answers there."""
+    """Another host responds at this address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +45,38 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command said and how it ended; None if it did not, in its time."""
+    """`status` is None if the command did not end in time."""
 
     status: int | None
     output: str
 
 
 class Shell(Protocol):
-    # In the form of a line of known_hosts, without the host.
+    # A line of known_hosts without the host.
     host_key: str
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
         """Raises Unreachable."""
 
 
-# Given where, and the host key that must answer there (None: any), a shell. Raises Unreachable, HostKeyChanged.
+# Takes the address and the expected host key (None: any). Raises Unreachable or HostKeyChanged.
 OpenShell = Callable[[Endpoint, str | None], AbstractAsyncContextManager[Shell]]
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Our key."""
+    """Our key pair."""
 
     key: asyncssh.SSHKey
 
     @property
     def public_key(self) -> str:
-        """As it stands in authorized_keys."""
+        """A line of authorized_keys."""
         return self.key.export_public_key().decode().strip()
 
     @asynccontextmanager
     async def open_shell(self, endpoint: Endpoint, host_key: str | None) -> AsyncIterator[Shell]:
-        # Keys that are believed, authorities, keys that are not. None: whoever answers.
+        # Accepted keys, certificate authorities, revoked keys. None accepts any key.
         known: Any = ([asyncssh.import_public_key(host_key)], [], []) if host_key is not None else None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -92,13 +92,13 @@ class Identity:
                     keepalive_interval=KEEPALIVE_S,
                 )
         except asyncssh.HostKeyNotVerifiable as error:
-            raise HostKeyChanged(f"{endpoint} shows another host key than before") from error
+            raise HostKeyChanged(f"{endpoint} presents another host key than before") from error
         except (OSError, asyncssh.Error) as error:
-            raise Unreachable(f"{endpoint}: {_words(error)}") from error
+            raise Unreachable(f"{endpoint}: {_message(error)}") from error
         try:
             yield _AsyncsshShell(connection)
         finally:
-            # Not waited for: a pod that is gone says no farewell.
+            # Without waiting: a deleted pod does not close the connection.
             connection.abort()
 
 
@@ -115,7 +115,7 @@ class _AsyncsshShell:
                 process: asyncssh.SSHClientProcess[str] = await self._connection.create_process(
                     command, stdin=asyncssh.DEVNULL, stderr=asyncssh.STDOUT, errors="replace"
                 )
-                # Not its own context manager: that would wait for a command that does not end.
+                # Not the process as a context manager: that would wait for a command that does not end.
                 with contextlib.closing(process):
                     while text := await process.stdout.read(MAX_OUTPUT):
                         output = (output + text)[-MAX_OUTPUT:]
@@ -124,27 +124,26 @@ class _AsyncsshShell:
         except TimeoutError:
             return CommandResult(None, output)
         except (OSError, asyncssh.Error) as error:
-            raise Unreachable(_words(error)) from error
+            raise Unreachable(_message(error)) from error
         if status is None:
             raise Unreachable("the connection broke while a command ran")
         return CommandResult(status, output)
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
-    said = " ".join(str(error).split())[:200]
-    return said or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+    message = " ".join(str(error).split())[:200]
+    return message or ("connection timed out" if isinstance(error, TimeoutError) else type(error).__name__)
 
 
 def read_identity(file: Path) -> Identity:
-    """Raises ConfigError, and says nothing of what is in it."""
+    """Raises ConfigError. Its message never contains the key."""
     try:
         return Identity(asyncssh.read_private_key(file.expanduser()))
     except OSError as error:
-        raise ConfigError(f"the SSH key {file} cannot be read ({error.strerror}): check runpod_ssh_key_file.") from None
+        raise ConfigError(f"cannot read SSH key {file} ({error.strerror}): check runpod_ssh_key_file.") from None
     except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError, RuntimeError):
         raise ConfigError(
-            f"{file} is no private key that can be used (a key without a passphrase is needed): make one with "
-            "`ssh-keygen -t ed25519 -N ''`."
+            f"{file} is not a private key without a passphrase. Create one with `ssh-keygen -t ed25519 -N ''`."
         ) from None

@@ -5,15 +5,17 @@ over HTTP and over the database follow the same rules.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from windlass.model.auth import WORKER_PREFIX, Activation, JoinCaller, TokenCaller, WorkerCaller, hash_of, is_token
 from windlass.model.errors import BadInput
-from windlass.model.task import MAX_ERROR_CHARACTERS, ClaimResult, is_name
+from windlass.model.task import MAX_ERROR_CHARACTERS, Claim, ClaimResult, TaskStatus, is_name
 from windlass.model.work_order import WorkOrder, work_order
-from windlass.model.worker import HeartbeatReply, Registration
+from windlass.model.worker import DEFAULT_FLEET, HeartbeatReply, RecoveredTasks, Registration, WorkerKind, WorkerStatus
 from windlass.ports import http
 from windlass.server.auth import joining_caller, self_registering_caller, worker_caller
 from windlass.server.context import WorkerApiContext
@@ -27,16 +29,16 @@ JoiningMachine = Annotated[JoinCaller, Depends(joining_caller)]
 WorkerToken = Annotated[TokenCaller, Depends(self_registering_caller)]
 
 _order = json_response(WorkOrder)
-_registered = json_response(http.Registered)
-_self_registered = json_response(http.SelfRegisteredReply)
-_recovered = json_response(http.Recovered)
-_claimed = json_response(http.Claimed)
+_worker_status = json_response(WorkerStatus)
+_self_registered = json_response(http.SelfRegisterReply)
+_recovered = json_response(list[RecoveredTasks])
+_claims = json_response(list[Claim])
 _claim_result = json_response(ClaimResult)
-_failed = json_response(http.Failed)
-_released = json_response(http.Released)
+_task_status = json_response(TaskStatus | None)
+_is_released = json_response(bool)
 _heartbeat = json_response(HeartbeatReply)
-_next_run_after = json_response(http.NextRunAfter)
-_waited = json_response(http.Waited)
+_run_after = json_response(datetime | None)
+_cursor = json_response(str)
 
 
 def worker_protocol_routes(context: WorkerApiContext) -> APIRouter:
@@ -83,29 +85,21 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
             case Activation.ENDED | Activation.UNKNOWN:
                 raise gone(f"worker {worker_id} has terminated")
 
-    @router.post(http.SELF_REGISTER, **documented(http.SelfRegisteredReply, "Register an unmanaged worker"))
+    @router.post(http.SELF_REGISTER, **documented(http.SelfRegisterReply, "Register an unmanaged worker"))
     async def self_register(call: http.SelfRegisterCall, _caller: WorkerToken, request: Request) -> Response:
         """Register a worker outside of any fleet, with the worker token in the body. Repeating it is safe."""
         _check_token(call.token)
-        if not is_name(call.worker_id):
+        if not is_name(call.registration.worker_id):
             raise BadInput("a worker name consists of letters, digits and _ . : -, at most 63 characters.")
-        registration = Registration(
-            worker_id=call.worker_id,
-            queues=call.queues,
-            concurrency=call.concurrency,
-            lease_s=call.lease_s,
-            host=call.host,
-            pid=call.pid,
-            version=call.version,
-            start_id=call.start_id,
-        )
+        _check_queue_count(call.registration.queues)
+        registration = replace(call.registration, fleet=DEFAULT_FLEET, kind=WorkerKind.WORKER)
         status = await store.self_register(request.state.token_hash, hash_of(call.token), registration)
         if status is None:
             raise unauthorized("this token was revoked")
-        return _self_registered(http.SelfRegisteredReply(status, context.max_payload_bytes))
+        return _self_registered(http.SelfRegisterReply(status, context.max_payload_bytes))
 
     @router.post(http.CANNOT_START, status_code=204)
-    async def cannot_start(call: http.CannotStartCall, worker: Worker) -> Response:
+    async def cannot_start(call: http.ReasonCall, worker: Worker) -> Response:
         """The worker's handler cannot be imported: it fails with code HANDLER_NOT_FOUND and the given reason."""
         await store.cannot_start(worker.worker_id, HANDLER_NOT_FOUND, call.reason[:MAX_ERROR_CHARACTERS])
         return Response(status_code=204)
@@ -119,29 +113,18 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
 def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
     store = context.worker_store
 
-    @router.post(http.REGISTER, **documented(http.Registered, "Register a worker"))
-    async def register(call: http.RegisterCall, worker: Worker) -> Response:
-        _check_queues(worker, call.queues)
-        registration = Registration(
-            worker_id=worker.worker_id,
-            queues=call.queues,
-            # From the token: a worker cannot choose its fleet.
-            fleet=worker.fleet,
-            concurrency=call.concurrency,
-            lease_s=call.lease_s,
-            host=call.host,
-            pid=call.pid,
-            version=call.version,
-            kind=call.kind,
-            start_id=call.start_id,
-        )
-        return _registered(http.Registered(await store.register(registration)))
+    @router.post(http.REGISTER, **documented(WorkerStatus, "Register a worker"))
+    async def register(registration: Registration, worker: Worker) -> Response:
+        """The worker's id and fleet are those of its token."""
+        _check_queues(worker, registration.queues)
+        registration = replace(registration, worker_id=worker.worker_id, fleet=worker.fleet)
+        return _worker_status(await store.register(registration))
 
-    @router.post(http.CLAIM, **documented(http.Claimed, "Claim tasks"))
+    @router.post(http.CLAIM, **documented(list[Claim], "Claim tasks"))
     async def claim(call: http.ClaimCall, worker: Worker) -> Response:
         _check_queues(worker, call.queues)
         claims = await store.claim(worker.worker_id, call.queues, min(call.limit, http.MAX_CLAIMS))
-        return _claimed(http.Claimed(claims))
+        return _claims(claims)
 
     @router.post(http.FINISH, **documented(ClaimResult, "Complete tasks and claim more"))
     async def finish(call: http.FinishCall, worker: Worker) -> Response:
@@ -150,7 +133,7 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
         limit = min(call.limit, http.MAX_CLAIMS)
         return _claim_result(await store.finish_and_claim(worker.worker_id, call.finished, call.queues, limit))
 
-    @router.post(http.FAIL, **documented(http.Failed, "Report a failed attempt"))
+    @router.post(http.FAIL, **documented(TaskStatus | None, "Report a failed attempt"))
     async def fail(call: http.FailCall, worker: Worker) -> Response:
         status = await store.fail(
             worker.worker_id,
@@ -161,38 +144,38 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
             retry=call.retry,
             jitter=call.jitter,
         )
-        return _failed(http.Failed(status))
+        return _task_status(status)
 
-    @router.post(http.RELEASE, **documented(http.Released, "Release a task"))
+    @router.post(http.RELEASE, **documented(bool, "Release a task"))
     async def release(call: http.ReleaseCall, worker: Worker) -> Response:
         is_released = await store.release(worker.worker_id, call.task_id, call.token, call.reason, call.delay_s)
-        return _released(http.Released(is_released))
+        return _is_released(is_released)
 
     @router.post(http.HEARTBEAT, **documented(HeartbeatReply, "Send a heartbeat"))
     async def heartbeat(call: http.HeartbeatCall, worker: Worker) -> Response:
         return _heartbeat(await store.heartbeat(worker.worker_id, call.claims, call.vitals))
 
     @router.post(http.DEREGISTER, status_code=204)
-    async def deregister(call: http.DeregisterCall, worker: Worker) -> Response:
+    async def deregister(call: http.ReasonCall, worker: Worker) -> Response:
         await store.deregister(worker.worker_id, call.reason)
         return Response(status_code=204)
 
-    @router.post(http.RUN_MAINTENANCE, **documented(http.Recovered, "Run maintenance"))
+    @router.post(http.RUN_MAINTENANCE, **documented(list[RecoveredTasks], "Run maintenance"))
     async def run_maintenance(worker: Worker) -> Response:
         """Recover tasks of lost workers, and apply retention for a bounded time."""
-        return _recovered(http.Recovered(await store.run_maintenance(worker.worker_id)))
+        return _recovered(await store.run_maintenance(worker.worker_id))
 
-    @router.post(http.NEXT_RUN_AFTER, **documented(http.NextRunAfter, "Get the next due time"))
+    @router.post(http.NEXT_RUN_AFTER, **documented(datetime | None, "Get the next due time"))
     async def next_run_after(call: http.NextRunAfterCall, worker: Worker) -> Response:
         _check_queues(worker, call.queues)
-        return _next_run_after(http.NextRunAfter(await store.next_run_after(call.queues)))
+        return _run_after(await store.next_run_after(call.queues))
 
-    @router.post(http.WAIT, **documented(http.Waited, "Wait for work"))
+    @router.post(http.WAIT, **documented(str, "Wait for work"))
     async def wait(call: http.WaitCall, worker: Worker) -> Response:
-        """Returns when there may be work, or at the timeout."""
+        """Returns a cursor for the next wait, as soon as there may be work, or at the timeout."""
         _check_queues(worker, call.queues)
         timeout_s = min(max(call.timeout_s, 0.0), http.MAX_WAIT_S)
-        return _waited(http.Waited(await context.long_poll_hub.wait(call.queues, timeout_s, call.cursor)))
+        return _cursor(await context.long_poll_hub.wait(call.queues, timeout_s, call.cursor))
 
 
 def _check_token(token: str) -> None:
@@ -201,10 +184,16 @@ def _check_token(token: str) -> None:
 
 
 def _check_queues(worker: WorkerCaller, queues: Sequence[str]) -> None:
+    _check_queue_count(queues)
     others = [queue for queue in queues if queue not in worker.queues]
     if others:
         served = ", ".join(worker.queues) or "none"
         raise forbidden(f"worker {worker.worker_id} serves {served}, not {', '.join(others[:5])}")
+
+
+def _check_queue_count(queues: Sequence[str]) -> None:
+    if len(queues) > http.MAX_QUEUES:
+        raise BadInput(f"a call names at most {http.MAX_QUEUES:,} queues, not {len(queues):,}.")
 
 
 def _check_results(call: http.FinishCall, max_bytes: int) -> None:

@@ -1,0 +1,71 @@
+"""Notifications about new tasks, and polling when they are unavailable."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from support.queue_sql import LIMIT_S, POLL_S, eventually, register
+from support.stores import PostgresStores
+from windlass.store import listener
+
+
+async def plain_insert(connection: Any) -> None:
+    await connection.execute("insert into windlass.tasks (queue, payload) values ('q', '{\"by\": \"insert\"}')")
+
+
+async def copy(connection: Any) -> None:
+    await connection.copy_records_to_table("tasks", schema_name="windlass", records=[("q",)] * 3, columns=["queue"])
+
+
+async def enqueue_in_sql(connection: Any) -> None:
+    await connection.execute("select windlass.enqueue('q')")
+
+
+async def retry(connection: Any) -> None:
+    task_id = await connection.fetchval(
+        "insert into windlass.tasks (queue, status) values ('other', 'failed') returning id"
+    )
+    await connection.execute("update windlass.tasks set queue = 'q' where id = $1", task_id)
+    assert await connection.fetchval("select windlass.retry_task($1)", task_id)
+
+
+async def lose_worker(connection: Any) -> None:
+    await connection.execute(
+        "insert into windlass.tasks (queue, status, worker_id, claim_token, started_at)"
+        " values ('other', 'running', 'gone', gen_random_uuid(), now())"
+    )
+    await connection.execute("update windlass.tasks set queue = 'q'")
+    await connection.execute("select windlass.recover_lost_workers('survivor')")
+
+
+@pytest.mark.parametrize("arrive", [plain_insert, copy, enqueue_in_sql, retry, lose_worker])
+async def test_every_way_to_queue_a_task_wakes_waiting_workers(
+    connection: Any, store: PostgresStores, arrive: Callable[[Any], Awaitable[None]]
+) -> None:
+    # The first wait opens the listener and returns at once: tasks may have arrived before it listened.
+    await asyncio.wait_for(store.wait_for_work(("q",), 3600), LIMIT_S)
+    waiting = asyncio.create_task(store.wait_for_work(("q", "unused"), 3600))
+    await arrive(connection)
+    await asyncio.wait_for(waiting, LIMIT_S)
+    await register(store, "w1")
+    assert await store.claim("w1", ("q",)) != []
+
+
+async def test_listener_polls_after_its_connection_is_lost(
+    connection: Any, store: PostgresStores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "POLL_WITHOUT_LISTEN_S", POLL_S)
+    await asyncio.wait_for(store.wait_for_work(("q",), 3600), LIMIT_S)
+    ended = "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() and pid <> $1"
+    await connection.fetch(ended, await connection.fetchval("select pg_backend_pid()"))
+
+    async def is_polling() -> bool:
+        """A poll returns at once. A wait for a notification takes the whole second."""
+        began = time.monotonic()
+        await store.wait_for_work(("q",), 1.0)
+        return time.monotonic() - began < 0.5
+
+    await eventually(is_polling, "the listener polls")

@@ -1,0 +1,119 @@
+"""Query plans of the calls of workers: their cost does not grow with the number of finished tasks."""
+
+import json
+from typing import Any
+
+import asyncpg
+import pytest
+
+from support.queue_sql import eventually, task_reads
+from windlass.store import tasks as task_store
+
+FINISHED, RUNNING, SCHEDULED, READY = 20_000, 2_000, 2_000, 200
+
+
+FILL = f"""
+insert into windlass.tasks (queue, status, finished_at, started_at, worker_id, claim_token)
+select 'q', case n % 9 when 0 then 'failed' else 'complete' end,
+  now() - case n % 9 when 0 then interval '2 hours' else '0' end, now(), 'w', gen_random_uuid()
+from generate_series(1, {FINISHED}) as n;
+insert into windlass.tasks (queue, status, started_at, worker_id, claim_token)
+select 'q', 'running', now(), 'busy', gen_random_uuid() from generate_series(1, {RUNNING}) as n;
+insert into windlass.tasks (queue, run_after)
+select 'q', now() + interval '1 hour' from generate_series(1, {SCHEDULED});
+insert into windlass.tasks (queue, priority)
+select case n % 4 when 0 then 'r' else 'q' end, n % 3 from generate_series(1, {READY}) as n;
+"""  # noqa: S608
+
+
+async def make_every_worker_call(connection: Any) -> None:
+    """Every call of a worker. All claims are finished, so that it can be repeated."""
+    claims = await connection.fetch("select * from windlass.claim_tasks('w', '{q}', 2)")
+    claims += await connection.fetch("select * from windlass.claim_tasks('w', '{q,r}', 2)")
+    held = [{"task_id": c["task_id"], "token": str(c["token"]), "progress": 0.5, "note": "half"} for c in claims]
+    await connection.fetch("select * from windlass.heartbeat('w', $1)", json.dumps(held))
+    for claim in claims[:1]:
+        await connection.fetch("select windlass.fail_task('w', $1, $2, 'failed')", claim["task_id"], claim["token"])
+    for claim in claims[1:2]:
+        await connection.fetch("select windlass.release_task('w', $1, $2, 'no')", claim["task_id"], claim["token"])
+    for claim in claims[2:3]:
+        await connection.fetch("select windlass.complete_task('w', $1, $2)", claim["task_id"], claim["token"])
+    rest = claims[3:]
+    await connection.fetch(
+        "select * from windlass.finish_and_claim('w', $1, $2, $3, '{q}', 0)",
+        [claim["task_id"] for claim in rest],
+        [claim["token"] for claim in rest],
+        [None for _ in rest],
+    )
+    await connection.fetch("select windlass.next_run_after('{q,r}')")
+
+
+async def run_maintenance(connection: Any) -> None:
+    """Maintenance with nothing to delete: completed tasks are kept for an hour, dead letters for a month."""
+    await connection.fetch("select * from windlass.recover_lost_workers('w')")
+    await connection.fetch("select windlass.sweep(3600, 2592000, 3600, 3600, 3600, 3600)")
+
+
+@pytest.mark.parametrize("plans", ["auto", "force_generic_plan"])
+async def test_worker_calls_read_no_finished_tasks(connection: Any, second_connection: Any, plans: str) -> None:
+    """Plans are cached while the table is empty, when PostgreSQL prefers a sequential scan."""
+    await connection.execute(f"set plan_cache_mode = {plans}")
+    await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
+    for _ in range(8):
+        await make_every_worker_call(connection)
+        await run_maintenance(connection)
+    await second_connection.execute(FILL)
+    async with connection.transaction():
+        await make_every_worker_call(connection)
+        read = await task_reads(connection)
+        await run_maintenance(connection)
+        read_with_maintenance = await task_reads(connection)
+    assert read["seq_scan"] == 0
+    assert 0 < read["idx_tup_fetch"] < 100
+    # Maintenance is rare and may read running tasks, but no finished ones.
+    assert read_with_maintenance["seq_scan"] == 0
+    assert read_with_maintenance["idx_tup_fetch"] < 100 + RUNNING
+
+
+@pytest.mark.parametrize("plans", ["auto", "force_generic_plan"])
+async def test_worker_calls_use_no_sequential_scan_of_tasks(
+    connection: Any, second_connection: Any, plans: str
+) -> None:
+    try:
+        await connection.execute("load 'auto_explain'")
+    except asyncpg.UndefinedFileError:
+        pytest.skip("this PostgreSQL has no auto_explain; other tests count the rows read")
+    explained: list[str] = []
+    connection.add_log_listener(lambda _, message: explained.append(message.message))
+    await connection.execute(f"set plan_cache_mode = {plans}")
+    await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
+    for _ in range(8):
+        await make_every_worker_call(connection)
+        await run_maintenance(connection)
+    await second_connection.execute(FILL)
+    await second_connection.execute("analyze windlass.tasks")
+    for setting in ("log_min_duration = 0", "log_nested_statements = on", "log_level = notice"):
+        await connection.execute(f"set auto_explain.{setting}")
+    await make_every_worker_call(connection)
+    await run_maintenance(connection)
+
+    async def is_logged() -> bool:
+        return any("windlass.sweep(" in text for text in explained)
+
+    await eventually(is_logged, "the last plan is logged")
+    claims = [text for text in explained if "Index Scan using tasks_ready" in text]
+    assert claims
+    assert not [text for text in explained if "Seq Scan on tasks" in text]
+
+
+async def test_known_queues_reads_bounded_number_of_tasks(connection: Any, second_connection: Any) -> None:
+    await second_connection.execute(FILL)
+    await second_connection.execute("insert into windlass.tasks (queue) select 'q' from generate_series(1, 20000)")
+    await second_connection.execute("insert into windlass.tasks (queue, run_after) values ('later', now())")
+    await second_connection.execute("vacuum analyze windlass.tasks")
+    async with connection.transaction():
+        rows = await connection.fetch(task_store.QUERIES["known_queues"])
+        read = await task_reads(connection)
+    assert [row["queue"] for row in rows] == ["later", "q", "r"]
+    assert read["seq_scan"] == 0
+    assert read["idx_tup_fetch"] < RUNNING + 1_000 + 100
