@@ -250,7 +250,7 @@ def test_with_fleets_each_absence_of_others_gets_full_grace() -> None:
 
 
 def test_without_fleets_it_holds_the_caretaker_lease_until_stopped() -> None:
-    """So no alert says that there is no leader, and no process waits for the lease of one without fleets."""
+    """So NO_LEADER does not fire, and no orchestrator waits for the lease of one without fleets."""
 
     async def scenario(fixture: OrchestratorFixture) -> None:
         running = await without_any(fixture)
