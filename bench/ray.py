@@ -1,8 +1,8 @@
 """Empty tasks per second through the dispatcher, compared with bare `ray.get`.
 
 One head, one node, one PostgreSQL (fsync on). Rounds are interleaved, and ratios are taken within a round. The bare
-side submits all tasks at once and waits for them. Ours enqueues all at once and waits until the last is complete: each
-was claimed, placed on its node in the database before it began, and finished there.
+side submits all tasks at once and waits for them. The other side enqueues all tasks at once and waits until the last is
+complete: each was claimed, assigned to its node in the database before it began, and finished there.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 from bench.figures import rate_table
 from windlass.model.ray import RaySettings
 from windlass.model.task import new_task
-from windlass.ray.head import HeadAddress, kept_head
+from windlass.ray.head import HeadAddress, run_head
 from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
@@ -42,19 +42,19 @@ async def main() -> None:
     parser.add_argument("--tasks", type=int, default=2_000)
     parser.add_argument("--cpus", type=int, default=2)
     parser.add_argument("--margin", type=int, default=RaySettings().margin)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="windlass-bench-") as place:
         folder = Path(place)
         folder.chmod(0o711)
         with EmbeddedPostgres(folder / "data") as postgres:
             await migrate(postgres.dsn)
-            async with kept_head() as head, Database(postgres.dsn) as database:
-                print(await _measure(chosen, folder, postgres.dsn, head, database))
+            async with run_head() as head, Database(postgres.dsn) as database:
+                print(await _measure(options, folder, postgres.dsn, head, database))
 
 
-async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, database: Database) -> str:
-    (folder / "windlass.toml").write_text(TOML.format(margin=chosen.margin))
-    offered = RaySettings(node_cpus=chosen.cpus, node_gpus=0, object_store_mb=100).model_dump_json()
+async def _measure(options: Any, folder: Path, dsn: str, head: HeadAddress, database: Database) -> str:
+    (folder / "windlass.toml").write_text(TOML.format(margin=options.margin))
+    node_settings = RaySettings(node_cpus=options.cpus, node_gpus=0, object_store_mb=100).model_dump_json()
     async with database.connection("setting up") as connection:
         await connection.execute("insert into windlass.fleets (name) values ($1)", FLEET)
         await connection.execute("insert into windlass.slots (fleet, slot) values ($1, 0)", FLEET)
@@ -62,21 +62,21 @@ async def _measure(chosen: Any, folder: Path, dsn: str, head: HeadAddress, datab
             "insert into windlass.workers (id, fleet, slot, status) values ('n', $1, 0, 'spawning')", FLEET
         )
     env = {**os.environ, "DATABASE_URL": dsn, "RAY_ADDRESS": head.address}
-    node = ["node", "--address", head.address, "--settings", offered, "--queue", "q"]
+    node = ["node", "--address", head.address, "--settings", node_settings, "--queue", "q"]
     dispatch = ["dispatch", "--fleet", FLEET, "--config", str(folder / "windlass.toml")]
     programs = [
         _start(folder / "node.log", node, {**env, "WINDLASS_WORKER_ID": "n", "WINDLASS_FLEET": FLEET}),
         _start(folder / "dispatch.log", dispatch, env),
     ]
     try:
-        bare = await asyncio.to_thread(_Bare, head.address)
+        bare = await asyncio.to_thread(_BareRay, head.address)
         samples: dict[str, list[float]] = {"bare ray.get": [], "through the dispatcher": []}
-        await _ours(database, 100)  # warm-up
+        await _measure_dispatcher(database, 100)  # warm-up
         await asyncio.to_thread(bare.run, 100)
-        for _ in range(chosen.rounds):
-            samples["bare ray.get"].append(await asyncio.to_thread(bare.run, chosen.tasks))
-            samples["through the dispatcher"].append(await _ours(database, chosen.tasks))
-        return rate_table(samples, f"tasks/s, {chosen.cpus} CPUs, margin {chosen.margin}", ["through the dispatcher"])
+        for _ in range(options.rounds):
+            samples["bare ray.get"].append(await asyncio.to_thread(bare.run, options.tasks))
+            samples["through the dispatcher"].append(await _measure_dispatcher(database, options.tasks))
+        return rate_table(samples, f"tasks/s, {options.cpus} CPUs, margin {options.margin}", ["through the dispatcher"])
     finally:
         for program in programs:
             program.terminate()
@@ -90,7 +90,7 @@ def _start(log: Path, arguments: list[str], env: dict[str, str]) -> subprocess.P
         return subprocess.Popen(command, env=env, stdout=stream, stderr=subprocess.STDOUT)
 
 
-async def _ours(database: Database, count: int) -> float:
+async def _measure_dispatcher(database: Database, count: int) -> float:
     started = time.monotonic()
     await PostgresTaskStore(database).enqueue_many([new_task("q") for _ in range(count)])
     async with database.connection("counting tasks") as connection:
@@ -103,7 +103,7 @@ async def _ours(database: Database, count: int) -> float:
     return count / took_s
 
 
-class _Bare:
+class _BareRay:
     def __init__(self, address: str) -> None:
         import ray  # noqa: PLC0415 - takes a second, and only the bare side needs it
 

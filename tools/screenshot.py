@@ -25,7 +25,8 @@ QUEUED_AT_SCREENSHOT = 150
 SETTLE_MS = 1_000
 TIMEOUT_S = 300.0
 QUEUED = "Number(document.querySelector('.tile dd').textContent)"
-DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
+# Tall, because a full-page screenshot shows the navigation at the bottom of the first screen.
+DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 1_500}
 PAGES = {"overview": "/", "workers": "/workers", "tasks": "/tasks", "cycles": "/cycles", "cost": "/cost?days=1"}
 
 
@@ -86,12 +87,12 @@ def take_all(browser: Browser, operator: Page, folder: Path) -> None:
             page.goto(path)
             page.locator("#connection", has_text="live").wait_for()
             page.wait_for_timeout(300)
-            page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
+            page.screenshot(path=folder / f"{title}-{name}.png", full_page=name != "phone")
         for listed, title in (("/workers", "worker"), ("/tasks", "task"), ("/cycles", "cycle")):
             page.goto(listed)
             page.locator("tbody th a").first.click()
             page.wait_for_timeout(300)
-            page.screenshot(path=folder / f"{title}-{name}.png", full_page=True)
+            page.screenshot(path=folder / f"{title}-{name}.png", full_page=name != "phone")
         context.close()
 
 

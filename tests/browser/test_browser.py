@@ -225,6 +225,16 @@ def test_refresh_keeps_open_details_and_charts(site: BrowserSite, new_page: NewP
     assert page.evaluate("document.querySelector('#chart-renders-tasks canvas').mark") == "the same canvas"
 
 
+def test_refresh_keeps_scroll_position(new_page: NewPage) -> None:
+    page = live(new_page("/cost?days=7", viewport=PHONE))
+    chart = page.get_by_role("region", name="Chart of cost by day")
+    assert chart.evaluate("chart => chart.scrollLeft") > 0, "the phone shows today first"
+    chart.evaluate("chart => { chart.scrollLeft = 50; }")
+    shown_at = page.locator("#main").get_attribute("data-now")
+    expect(page.locator("#main")).not_to_have_attribute("data-now", shown_at or "", timeout=60_000)
+    assert chart.evaluate("chart => chart.scrollLeft") == 50
+
+
 def test_pause_in_one_browser_appears_in_another(site: BrowserSite, new_page: NewPage) -> None:
     """`bench/live_updates.py` measures the delay."""
     site.active_worker("idle")

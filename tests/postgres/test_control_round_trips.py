@@ -1,4 +1,4 @@
-"""A cycle asks the database a constant number of times, whatever the number of workers and of what befalls them."""
+"""A cycle makes a constant number of database round trips, whatever the number of workers and their state changes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,8 +24,8 @@ class Clock:
         return self.now
 
 
-class Counted:
-    """A connection that counts what is asked of it: each is one round trip."""
+class CountingConnection:
+    """A connection that counts its calls. Each is one round trip."""
 
     def __init__(self, connection: Any, store: "CountingStore") -> None:
         self._connection = connection
@@ -37,7 +37,7 @@ class Counted:
 
 
 class CountingStore(PostgresStores):
-    """Counts what goes over the wire; not what sets virtual time, nor what asyncpg asks about types."""
+    """Counts round trips, except those that set virtual time and asyncpg's queries about types."""
 
     round_trips = 0
 
@@ -48,13 +48,13 @@ class CountingStore(PostgresStores):
         @asynccontextmanager
         async def counted(doing: str) -> AsyncIterator[Any]:
             async with connect(doing) as connection:
-                yield Counted(connection, self)
+                yield CountingConnection(connection, self)
 
         self.database.connection = counted  # type: ignore[method-assign]
 
 
-class Shed:
-    """A provider that does everything at once."""
+class ImmediateProvider:
+    """A provider whose machines are created and deleted at once."""
 
     traits = ProviderTraits()
 
@@ -79,9 +79,9 @@ class Shed:
         pass
 
 
-async def round_trips_of_a_life(dsn: str, workers: int) -> list[int]:
-    """Of each cycle: all are hired, promoted, left alone, crash and are replaced, are looked at, are let go, end."""
-    clock, shed = Clock(), Shed()
+async def round_trips_per_cycle(dsn: str, workers: int) -> list[int]:
+    """Round trips of each cycle: spawn all, promote, keep, delete exited, respawn, promote, drain, terminate."""
+    clock, provider = Clock(), ImmediateProvider()
     config = FleetConfig(
         min_workers=workers,
         max_workers=workers,
@@ -95,58 +95,60 @@ async def round_trips_of_a_life(dsn: str, workers: int) -> list[int]:
 
         async def cycle(config: FleetConfig) -> None:
             store.round_trips = 0
-            await FleetCycle("f", config, store, shed, candidate, Random(len(counts))).run()  # noqa: S311
+            await FleetCycle("f", config, store, provider, candidate, Random(len(counts))).run()  # noqa: S311
             counts.append(store.round_trips)
             clock.now += timedelta(seconds=5)
 
-        async def beat() -> None:
+        async def send_heartbeats() -> None:
             for worker in await store.workers():
                 await store.heartbeat(worker.id, (), {"idle_s": 60.0})
 
         await cycle(config)
-        assert len(shed.machines) == workers
-        await beat()
+        assert len(provider.machines) == workers
+        await send_heartbeats()
         await cycle(config)
         assert {worker.status for worker in await store.workers()} == {WorkerStatus.ACTIVE}
         await cycle(config)
-        before = set(shed.machines)
-        shed.machines = {id_: Machine(id_, machine.name, MachineState.EXITED) for id_, machine in shed.machines.items()}
+        before = set(provider.machines)
+        provider.machines = {
+            id_: Machine(id_, machine.name, MachineState.EXITED) for id_, machine in provider.machines.items()
+        }
         await cycle(config)
-        assert shed.machines == {}
+        assert provider.machines == {}
         await cycle(config)
-        assert len(shed.machines) == workers
-        assert before.isdisjoint(shed.machines)
-        await beat()
+        assert len(provider.machines) == workers
+        assert before.isdisjoint(provider.machines)
+        await send_heartbeats()
         await cycle(config)
         clock.now += timedelta(seconds=20)
-        await beat()
-        rest = config.model_copy(update={"min_workers": 0, "idle_timeout_s": 1.0})
+        await send_heartbeats()
+        idle_config = config.model_copy(update={"min_workers": 0, "idle_timeout_s": 1.0})
         for _ in range(3):
-            await cycle(rest)
-        assert shed.machines == {}
+            await cycle(idle_config)
+        assert provider.machines == {}
     return counts
 
 
 @pytest.mark.timeout(180)
-async def test_a_cycle_makes_as_many_round_trips_for_one_worker_as_for_a_thousand(embedded_server: Any) -> None:
-    lives = []
+async def test_cycle_makes_equal_round_trips_for_one_and_thousand_workers(embedded_server: Any) -> None:
+    runs = []
     for workers in (1, 20, 1000):
         with embedded_server.migrated_database() as dsn:
-            lives.append(await round_trips_of_a_life(dsn, workers))
-    one, some, many = lives
+            runs.append(await round_trips_per_cycle(dsn, workers))
+    one, some, many = runs
     assert one == some == many
     # Acquire the lease, observe, commit the plan, record the outcomes.
     assert max(one) <= 4
 
 
-async def test_accounts_cost_two_round_trips_when_they_are_due_and_none_otherwise(embedded_server: Any) -> None:
-    workers, clock, shed = 20, Clock(), Shed(price_micros_per_hour=6_000)
+async def test_settlement_needs_two_round_trips_when_due_and_none_otherwise(embedded_server: Any) -> None:
+    workers, clock, provider = 20, Clock(), ImmediateProvider(price_micros_per_hour=6_000)
     config = FleetConfig(min_workers=workers, max_workers=workers, max_changes_per_cycle=workers)
     counts = []
     with embedded_server.migrated_database() as dsn:
         async with CountingStore(dsn, virtual_now=clock) as store:
-            # One who keeps the lead, as a daemon does.
-            fleet = FleetCycle("f", config, store, shed, Candidate("ann", 10_000.0), Random(0))  # noqa: S311
+            # The leader keeps its lease, as a running orchestrator does.
+            fleet = FleetCycle("f", config, store, provider, Candidate("ann", 10_000.0), Random(0))  # noqa: S311
             for minutes in (0, 1, 1, 1, 57, 1, 1):
                 clock.now += timedelta(minutes=minutes)
                 for worker in await store.workers():
@@ -155,8 +157,8 @@ async def test_accounts_cost_two_round_trips_when_they_are_due_and_none_otherwis
                 await fleet.run()
                 counts.append(store.round_trips)
             (cost,) = await store.costs("fleet", clock.now - timedelta(days=1))
-            # Sixty minutes of twenty workers are closed; those that began since are not.
+            # One hour of each worker is settled. The hour that began since is not.
             assert cost.total_micros == workers * 6_000
-    _hired, _promoted, _steady, quiet, _stored_again, due, after = counts
+    _spawned, _promoted, _steady, quiet, _stored_again, due, after = counts
     assert quiet == after
     assert due == quiet + 2

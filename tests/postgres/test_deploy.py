@@ -1,4 +1,4 @@
-"""What is handed out for Prometheus and Grafana: checked by promtool, and about metrics that there are."""
+"""The Prometheus rules and the Grafana dashboard in deploy/: valid, and only about metrics that exist."""
 
 import json
 import os
@@ -13,20 +13,19 @@ from windlass.model.alert import ADVICE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-# promtool reads three files.
 TIMEOUT_S = 60
 
 
 def promtool() -> str:
     unpacked = CACHE / "windlass-tests" / "promtool"
     found = shutil.which("promtool") or (str(unpacked) if unpacked.exists() else None)
-    return found or do_without("no promtool: tools/system-packages.sh gets it for root on Debian")
+    return found or do_without("promtool not found: on Debian, tools/system-packages.sh installs it (as root)")
 
 
-def test_promtool_takes_the_alerts_and_they_fire_when_they_should() -> None:
-    for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+def test_alert_rules_pass_their_promtool_tests() -> None:
+    for arguments in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         ran = subprocess.run(
-            [promtool(), *words],
+            [promtool(), *arguments],
             cwd=DEPLOY / "prometheus",
             capture_output=True,
             text=True,
@@ -36,40 +35,40 @@ def test_promtool_takes_the_alerts_and_they_fire_when_they_should() -> None:
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-async def test_every_metric_that_is_asked_for_is_there(dsn: str) -> None:
+async def test_every_metric_in_rules_and_dashboard_exists(dsn: str) -> None:
     async with open_api(dsn) as api:
         await api.run_cycle()
         text = (await api.localhost.get("/metrics")).text
     served = set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
-    asked = set()
+    used = set()
     for file in (DEPLOY / "prometheus" / "alerts.yml", DEPLOY / "grafana" / "windlass.json"):
-        asked |= set(re.findall(r"\b(windlass_\w+?)(?:_bucket)?\b", file.read_text()))
-    assert len(asked) > 20
-    assert asked - served == set()
+        used |= set(re.findall(r"\b(windlass_\w+?)(?:_bucket)?\b", file.read_text()))
+    assert len(used) > 20
+    assert used - served == set()
 
 
-def test_every_alert_names_what_to_do() -> None:
+def test_every_alert_has_a_code_with_advice() -> None:
     codes = re.findall(r"code: ([A-Z_]+)", (DEPLOY / "prometheus" / "alerts.yml").read_text())
     assert len(codes) > 8
     assert set(codes) - ADVICE.keys() == set()
 
 
-def test_every_code_has_a_rule_of_its_own_or_falls_under_the_general_one() -> None:
+def test_general_rule_excludes_only_codes_with_their_own_rule() -> None:
     rules = (DEPLOY / "prometheus" / "alerts.yml").read_text()
-    (left_out,) = re.findall(r'windlass_alerts_firing\{code!~"([A-Z_|]+)"', rules)
-    # A rule names its codes where it says what to do, or where it asks for them.
-    asked = {code for codes in re.findall(r'code=~?"([A-Z_|]+)"', rules) for code in codes.split("|")}
-    own = asked | set(re.findall(r"code: ([A-Z_]+)", rules))
-    assert set(left_out.split("|")) - own == set()
-    assert set(left_out.split("|")) - ADVICE.keys() == set()
+    (excluded,) = re.findall(r'windlass_alerts_firing\{code!~"([A-Z_|]+)"', rules)
+    # A rule names its codes in its annotation or in its expression.
+    queried = {code for codes in re.findall(r'code=~?"([A-Z_|]+)"', rules) for code in codes.split("|")}
+    own = queried | set(re.findall(r"code: ([A-Z_]+)", rules))
+    assert set(excluded.split("|")) - own == set()
+    assert set(excluded.split("|")) - ADVICE.keys() == set()
 
 
-def test_the_dashboard_is_one_that_grafana_can_import() -> None:
+def test_grafana_dashboard_has_valid_panels() -> None:
     board = json.loads((DEPLOY / "grafana" / "windlass.json").read_text())
     assert board["title"] == "Windlass"
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids)) > 10
     for panel in board["panels"]:
         assert panel["targets"], panel["title"]
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= 24, panel["title"]
+        position = panel["gridPos"]
+        assert position["x"] + position["w"] <= 24, panel["title"]

@@ -1,7 +1,7 @@
-"""The embedded PostgreSQL under real programs that come, go and are killed.
+"""The embedded PostgreSQL under real programs that open it, close it and are killed.
 
-A `Program` is another process that opens the directory, says so, and leaves when told. Nothing sleeps: every wait
-is for a condition, with a limit.
+A `Program` is another process that opens the directory, prints "open", and closes it when its stdin ends. Every wait
+is for a condition, with a time limit.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from windlass.store import embedded, postgres_programs
 from windlass.store.embedded import EmbeddedPostgres, default_data_dir
 from windlass.wiring import stores
 
-LIMIT_S = 60  # for a wait that ends at once unless something is broken
+LIMIT_S = 60  # far more than any wait needs
 IS_ROOT = os.geteuid() == 0
 HOLD_OPEN = """
 import sys
@@ -39,7 +39,7 @@ with EmbeddedPostgres(Path(sys.argv[1])):
     print("open", flush=True)
     sys.stdin.read()
 """
-COME_AND_GO = """
+OPEN_AND_CLOSE_REPEATEDLY = """
 import asyncio, sys
 from pathlib import Path
 import asyncpg
@@ -52,7 +52,7 @@ for _ in range(int(sys.argv[2])):
     with EmbeddedPostgres(Path(sys.argv[1])) as postgres:
         asyncio.run(write(postgres.dsn))
 """
-OPEN_AS_NOBODY = """
+OPEN_AS_OTHER_USER = """
 import os, sys
 from pathlib import Path
 from windlass.model.errors import WindlassError
@@ -74,41 +74,41 @@ def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # a terminal of its own, so that Ctrl-C can be tried on it
+        start_new_session=True,  # its own process group, for interrupt()
     )
 
 
 class Program:
-    """Another process that has the directory open until told to leave."""
+    """Another process that has the directory open until close()."""
 
     def __init__(self, data_dir: Path) -> None:
         self.process = spawn(HOLD_OPEN, data_dir)
 
     def wait_until_open(self) -> "Program":
         assert self.process.stdout is not None
-        assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "it did not open in time"
+        assert select.select([self.process.stdout], [], [], LIMIT_S)[0], "the program did not open the database in time"
         if self.process.stdout.readline() != "open\n":
             pytest.fail(self.process.communicate(timeout=LIMIT_S)[1])
         return self
 
-    def leave(self) -> None:
+    def close(self) -> None:
         stderr = self.process.communicate("", timeout=LIMIT_S)[1]
         assert self.process.returncode == 0, stderr
 
-    def interrupt(self, how: signal.Signals) -> None:
-        os.killpg(self.process.pid, how)
+    def interrupt(self, signal_number: signal.Signals) -> None:
+        os.killpg(self.process.pid, signal_number)
         self.process.communicate(timeout=LIMIT_S)
 
 
 @contextmanager
-def place() -> Iterator[Path]:
+def new_data_dir() -> Iterator[Path]:
     """A directory that does not exist yet. Not tmp_path: under root the server's user could not enter it."""
     parent = Path(tempfile.mkdtemp(prefix="windlass-test-")).resolve()
     parent.chmod(0o755)
     try:
         yield parent / "data"
     finally:
-        for pid_file in parent.rglob("postmaster.pid"):  # of a test that failed half-way
+        for pid_file in parent.rglob("postmaster.pid"):  # left by a failed test
             with suppress(psutil.Error, ValueError, IndexError):
                 process = psutil.Process(int(pid_file.read_text().split()[0]))
                 if process.name() == "postgres":
@@ -118,29 +118,29 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def data_dir() -> Iterator[Path]:
-    with place() as path:
+    with new_data_dir() as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[EmbeddedPostgres]:
-    """One running server for all tests that only look at it."""
-    with place() as path, EmbeddedPostgres(path) as postgres:
+    """One running server for all tests that do not change it."""
+    with new_data_dir() as path, EmbeddedPostgres(path) as postgres:
         yield postgres
 
 
 @pytest.fixture(scope="module")
-def made_before() -> Iterator[Path]:
-    with place() as path:
+def stopped_dir() -> Iterator[Path]:
+    with new_data_dir() as path:
         with EmbeddedPostgres(path) as postgres:
             ask(postgres, "create table kept (n int)", "insert into kept values (42)")
         yield path
 
 
 @pytest.fixture
-def filled_dir(made_before: Path, data_dir: Path) -> Path:
-    """A directory used before, with 42 in the table `kept`; its server is stopped."""
-    subprocess.run(["cp", "-a", made_before, data_dir], check=True)
+def filled_dir(stopped_dir: Path, data_dir: Path) -> Path:
+    """A copy of a directory with a stopped server and 42 in the table `kept`."""
+    subprocess.run(["cp", "-a", stopped_dir, data_dir], check=True)
     return data_dir
 
 
@@ -158,7 +158,7 @@ def is_alive(pid: int) -> bool:
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
+        assert time.monotonic() < deadline, f"condition not met within {LIMIT_S} s"
         time.sleep(0.01)
 
 
@@ -169,7 +169,7 @@ def kill_server(data_dir: Path) -> None:
 
 
 def ask(postgres: EmbeddedPostgres, *statements: str) -> Any:
-    """Runs the statements on a new connection; the value of the last one."""
+    """Run the statements on a new connection. Returns the value of the last one."""
 
     async def run() -> Any:
         connection = await asyncpg.connect(postgres.dsn)
@@ -181,7 +181,7 @@ def ask(postgres: EmbeddedPostgres, *statements: str) -> Any:
     return asyncio.run(run())
 
 
-def test_an_empty_directory_becomes_a_server_that_stops_when_closed(data_dir: Path) -> None:
+def test_open_creates_server_and_close_stops_it(data_dir: Path) -> None:
     with EmbeddedPostgres(data_dir) as postgres:
         assert ask(postgres, "select current_database() || ' ' || current_user") == "windlass windlass"
         pid = postmaster_pid(data_dir)
@@ -190,7 +190,7 @@ def test_an_empty_directory_becomes_a_server_that_stops_when_closed(data_dir: Pa
     assert not (data_dir / "postgres" / "postmaster.pid").exists()
 
 
-def test_what_was_committed_survives_stop_and_start(data_dir: Path) -> None:
+def test_committed_data_survives_restart(data_dir: Path) -> None:
     with EmbeddedPostgres(data_dir) as postgres:
         ask(postgres, "create table kept (n int)", "insert into kept values (42)")
     with EmbeddedPostgres(data_dir) as postgres:
@@ -200,47 +200,47 @@ def test_what_was_committed_survives_stop_and_start(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        pytest.param("fsync", "on", id="committed is on disk"),
+        pytest.param("fsync", "on", id="commits are durable"),
         pytest.param("synchronous_commit", "on", id="commit waits for the disk"),
-        pytest.param("max_connections", "300", id="many workers fit"),
-        pytest.param("server_encoding", "UTF8", id="any text fits"),
+        pytest.param("max_connections", "300", id="connections for many workers"),
+        pytest.param("server_encoding", "UTF8", id="UTF-8 text"),
         pytest.param("listen_addresses", "", id="no network"),
-        pytest.param("unix_socket_permissions", "0700", id="the socket is private"),
+        pytest.param("unix_socket_permissions", "0700", id="private socket"),
     ],
 )
-def test_the_server_runs_with(shared: EmbeddedPostgres, setting: str, value: str) -> None:
+def test_server_has_setting(shared: EmbeddedPostgres, setting: str, value: str) -> None:
     assert ask(shared, f"select current_setting('{setting}')") == value
 
 
-def test_nothing_listens_on_the_network(shared: EmbeddedPostgres) -> None:
+def test_server_listens_on_unix_socket_only(shared: EmbeddedPostgres) -> None:
     listening = [line for line in (shared.data_dir / "postgres.log").read_text().splitlines() if "listening on" in line]
     assert len(listening) == 1
     assert "Unix socket" in listening[0]
 
 
-def test_only_the_owner_can_enter_the_directories_of_data_and_socket(shared: EmbeddedPostgres) -> None:
+def test_data_and_socket_directories_are_private(shared: EmbeddedPostgres) -> None:
     for private in (shared.data_dir / "postgres", shared.data_dir / "run"):
         assert private.stat().st_mode & 0o777 == 0o700
 
 
-def test_pg_variables_of_the_user_have_no_say(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pg_environment_variables_are_ignored(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PGPORT": "6000", "PGHOST": "example.org", "PGDATABASE": "x", "PGSSLMODE": "require"}.items():
         monkeypatch.setenv(name, value)
     with EmbeddedPostgres(filled_dir) as postgres:
         assert ask(postgres, "select current_database()") == "windlass"
 
 
-def test_a_program_that_leaves_does_not_stop_the_server_of_another(filled_dir: Path) -> None:
+def test_close_keeps_server_that_another_program_uses(filled_dir: Path) -> None:
     first = Program(filled_dir).wait_until_open()
     with EmbeddedPostgres(filled_dir) as second:
         pid = postmaster_pid(filled_dir)
-        first.leave()
+        first.close()
         assert ask(second, "select 1") == 1
         assert postmaster_pid(filled_dir) == pid
     assert not is_alive(pid)
 
 
-def test_ctrl_c_in_the_program_that_started_the_server_does_not_reach_the_server(filled_dir: Path) -> None:
+def test_ctrl_c_in_starting_program_does_not_stop_server(filled_dir: Path) -> None:
     first = Program(filled_dir).wait_until_open()
     with EmbeddedPostgres(filled_dir) as second:
         pid = postmaster_pid(filled_dir)
@@ -249,7 +249,7 @@ def test_ctrl_c_in_the_program_that_started_the_server_does_not_reach_the_server
         assert postmaster_pid(filled_dir) == pid
 
 
-def test_a_killed_program_leaves_a_server_that_the_next_one_shares_and_stops(filled_dir: Path) -> None:
+def test_server_of_killed_program_is_shared_and_stopped_by_next(filled_dir: Path) -> None:
     killed = Program(filled_dir).wait_until_open()
     pid = postmaster_pid(filled_dir)
     killed.interrupt(signal.SIGKILL)
@@ -260,54 +260,54 @@ def test_a_killed_program_leaves_a_server_that_the_next_one_shares_and_stops(fil
     assert not is_alive(pid)
 
 
-def test_a_program_killed_while_it_makes_the_cluster_leaves_a_place_for_the_next(data_dir: Path) -> None:
+def test_open_works_after_kill_during_initdb(data_dir: Path) -> None:
     killed = Program(data_dir)
-    wait_for(lambda: any(data_dir.glob("new-*/base")))  # initdb is at work
+    wait_for(lambda: any(data_dir.glob("new-*/base")))  # initdb is running
     killed.interrupt(signal.SIGKILL)
     with EmbeddedPostgres(data_dir) as postgres:
         assert ask(postgres, "select 1") == 1
 
 
-def test_a_program_killed_while_it_stops_the_server_leaves_it_to_the_next(filled_dir: Path) -> None:
+def test_open_works_after_kill_during_server_stop(filled_dir: Path) -> None:
     killed = Program(filled_dir).wait_until_open()
     killed.interrupt(signal.SIGKILL)
-    # All that the killed one had come to do. The server may not even have noticed.
+    # The state after these two steps of close(). The server may not have handled the signal yet.
     (filled_dir / "stopping").touch()
     os.kill(postmaster_pid(filled_dir), signal.SIGINT)
     with EmbeddedPostgres(filled_dir) as postgres:
         assert ask(postgres, "select n from kept") == 42
 
 
-def test_programs_that_start_at_the_same_instant_on_an_empty_directory_share_one_server(data_dir: Path) -> None:
+def test_concurrent_first_opens_share_one_server(data_dir: Path) -> None:
     programs = [Program(data_dir) for _ in range(3)]
     for program in programs:
         program.wait_until_open()
     pid = postmaster_pid(data_dir)
     for program in programs:
-        program.leave()
+        program.close()
     assert not is_alive(pid)
 
 
-def test_programs_that_come_and_go_all_the_time_always_find_a_server(filled_dir: Path) -> None:
+def test_programs_opening_and_closing_repeatedly_always_connect(filled_dir: Path) -> None:
     with EmbeddedPostgres(filled_dir) as postgres:
         ask(postgres, "create table visits (at timestamptz default now())")
-    visitors = [spawn(COME_AND_GO, filled_dir, 8) for _ in range(4)]
-    for visitor in visitors:
-        _, stderr = visitor.communicate(timeout=LIMIT_S)
-        assert visitor.returncode == 0, stderr
+    programs = [spawn(OPEN_AND_CLOSE_REPEATEDLY, filled_dir, 8) for _ in range(4)]
+    for program in programs:
+        _, stderr = program.communicate(timeout=LIMIT_S)
+        assert program.returncode == 0, stderr
     assert not (filled_dir / "postgres" / "postmaster.pid").exists()
     with EmbeddedPostgres(filled_dir) as postgres:
         assert ask(postgres, "select count(*) from visits") == 32
 
 
-def test_two_users_in_one_program_count_as_two(filled_dir: Path) -> None:
+def test_two_opens_in_one_program_count_separately(filled_dir: Path) -> None:
     with EmbeddedPostgres(filled_dir) as outer:
         with EmbeddedPostgres(filled_dir):
             pass
         assert ask(outer, "select 1") == 1
 
 
-def test_a_killed_server_is_recovered_by_the_next_program_with_its_data(filled_dir: Path) -> None:
+def test_next_open_recovers_killed_server_with_its_data(filled_dir: Path) -> None:
     with EmbeddedPostgres(filled_dir) as postgres:
         ask(postgres, "update kept set n = 43")
         kill_server(filled_dir)
@@ -315,7 +315,7 @@ def test_a_killed_server_is_recovered_by_the_next_program_with_its_data(filled_d
             assert ask(next_one, "select n from kept") == 43
 
 
-def test_opening_again_revives_a_server_that_died(filled_dir: Path) -> None:
+def test_reopening_restarts_killed_server(filled_dir: Path) -> None:
     with EmbeddedPostgres(filled_dir) as postgres:
         kill_server(filled_dir)
         postgres.open()
@@ -323,12 +323,10 @@ def test_opening_again_revives_a_server_that_died(filled_dir: Path) -> None:
     assert not (filled_dir / "postgres" / "postmaster.pid").exists()
 
 
-def test_a_program_that_has_the_database_open_brings_a_killed_server_back(
-    filled_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "LOOK_INTERVAL_S", 0.1)
+def test_running_program_restarts_killed_server(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "CHECK_INTERVAL_S", 0.1)
 
-    async def kill_it_and_look() -> int:
+    async def kill_server_and_read() -> int:
         async with stores.database(Config(data_dir=filled_dir)) as dsn, asyncio.timeout(LIMIT_S):
             await asyncio.to_thread(kill_server, filled_dir)
             while True:
@@ -340,7 +338,7 @@ def test_a_program_that_has_the_database_open_brings_a_killed_server_back(
             await connection.close()
             return found
 
-    assert asyncio.run(kill_it_and_look()) == 42
+    assert asyncio.run(kill_server_and_read()) == 42
     assert not (filled_dir / "postgres" / "postmaster.pid").exists()
 
 
@@ -353,23 +351,21 @@ def unable_to_start(data_dir: Path) -> Iterator[None]:
     settings.write_text(good)
 
 
-def test_a_program_that_tried_in_vain_to_bring_the_server_back_still_counts_as_its_user(filled_dir: Path) -> None:
+def test_program_still_counts_as_user_after_failed_restart(filled_dir: Path) -> None:
     with EmbeddedPostgres(filled_dir) as postgres:
         kill_server(filled_dir)
         with unable_to_start(filled_dir), pytest.raises(DatabaseUnavailable, match="shared_buffers"):
             postgres.open()
-        Program(filled_dir).wait_until_open().leave()
+        Program(filled_dir).wait_until_open().close()
         assert ask(postgres, "select n from kept") == 42
     assert not (filled_dir / "postgres" / "postmaster.pid").exists()
 
 
-def test_a_server_that_does_not_start_again_is_told_once_and_so_is_its_return(
-    filled_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "LOOK_INTERVAL_S", 0.02)
+def test_failed_restart_and_recovery_are_logged_once(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "CHECK_INTERVAL_S", 0.02)
     log = filled_dir / "postgres.log"
 
-    async def kill_it_and_look() -> list[str]:
+    async def log_events_after_kill() -> list[str]:
         async with stores.database(Config(data_dir=filled_dir), makes_schema=False), asyncio.timeout(LIMIT_S):
             with capture_logs() as lines:
                 with unable_to_start(filled_dir):
@@ -380,14 +376,15 @@ def test_a_server_that_does_not_start_again_is_told_once_and_so_is_its_return(
                     await asyncio.sleep(0.01)
             return [line["event"] for line in lines]
 
-    told = ["restart embedded database failed", "restarted embedded database"]
-    assert asyncio.run(kill_it_and_look()) == told
+    assert asyncio.run(log_events_after_kill()) == ["restart embedded database failed", "restarted embedded database"]
 
 
-def test_a_backend_busy_in_a_query_does_not_keep_a_killed_server_from_being_recovered(filled_dir: Path) -> None:
-    async def kill_the_server_under_a_query(dsn: str) -> None:
+def test_busy_backend_does_not_prevent_recovery_of_killed_server(filled_dir: Path) -> None:
+    async def kill_server_during_query(dsn: str) -> None:
         connection, watcher = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
-        busy = asyncio.create_task(connection.execute("do $$ begin loop end loop; end $$"))  # never waits, never looks
+        busy = asyncio.create_task(
+            connection.execute("do $$ begin loop end loop; end $$")
+        )  # never checks for interrupts
         while not await watcher.fetchval("select count(*) from pg_stat_activity where query like 'do $$%'"):
             pass
         kill_server(filled_dir)
@@ -397,15 +394,17 @@ def test_a_backend_busy_in_a_query_does_not_keep_a_killed_server_from_being_reco
         watcher.terminate()
 
     with EmbeddedPostgres(filled_dir) as postgres:
-        asyncio.run(kill_the_server_under_a_query(postgres.dsn))
+        asyncio.run(kill_server_during_query(postgres.dsn))
         assert ask(postgres, "select 1") == 1
 
 
-@pytest.mark.parametrize("content", [pytest.param("{pid}\n", id="a stranger's pid"), pytest.param("", id="nothing")])
-def test_a_stale_pid_file_does_not_keep_the_server_down_with(filled_dir: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    "content", [pytest.param("{pid}\n", id="pid of another process"), pytest.param("", id="empty file")]
+)
+def test_server_starts_despite_stale_pid_file(filled_dir: Path, content: str) -> None:
     cluster = filled_dir / "postgres"
     identity = {"user": cluster.stat().st_uid, "extra_groups": []} if IS_ROOT else {}
-    # The same user: only then PostgreSQL itself takes the stranger for a running server and refuses to start.
+    # Run by the server's user: only then PostgreSQL takes the process for a running server and refuses to start.
     with subprocess.Popen(["sleep", str(LIMIT_S)], **identity) as stranger:
         (filled_dir / "run").mkdir(mode=0o700)
         for lock in (cluster / "postmaster.pid", filled_dir / "run" / ".s.PGSQL.5432.lock"):
@@ -416,17 +415,17 @@ def test_a_stale_pid_file_does_not_keep_the_server_down_with(filled_dir: Path, c
         stranger.kill()
 
 
-def test_a_server_whose_directory_was_deleted_does_not_disturb_its_successor(data_dir: Path) -> None:
+def test_server_of_deleted_directory_does_not_disturb_new_server(data_dir: Path) -> None:
     abandoned = Program(data_dir).wait_until_open()
     old_pid = postmaster_pid(data_dir)
     shutil.rmtree(data_dir)
     with EmbeddedPostgres(data_dir) as postgres:
         assert not is_alive(old_pid)
-        abandoned.leave()
+        abandoned.close()
         assert ask(postgres, "select 1") == 1
 
 
-def test_a_server_whose_socket_was_deleted_is_replaced(filled_dir: Path) -> None:
+def test_server_with_deleted_socket_is_replaced(filled_dir: Path) -> None:
     Program(filled_dir).wait_until_open().interrupt(signal.SIGKILL)
     (filled_dir / "run" / ".s.PGSQL.5432").unlink()
     with EmbeddedPostgres(filled_dir) as postgres:
@@ -436,13 +435,13 @@ def test_a_server_whose_socket_was_deleted_is_replaced(filled_dir: Path) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("x" * 150, id="too long for a socket"),
-        pytest.param("a b", id="a space"),
-        pytest.param("a,b", id="a comma"),
-        pytest.param("$HOME`id`\"'%41", id="what a shell or an address would read otherwise"),
+        pytest.param("x" * 150, id="too long for a socket path"),
+        pytest.param("a b", id="space"),
+        pytest.param("a,b", id="comma"),
+        pytest.param("$HOME`id`\"'%41", id="special characters of shells and URLs"),
     ],
 )
-def test_any_path_will_do_with(data_dir: Path, name: str) -> None:
+def test_open_works_with_unusual_path(data_dir: Path, name: str) -> None:
     with EmbeddedPostgres(data_dir / name) as postgres:
         assert ask(postgres, "select 1") == 1
         socket_dir = Path(ask(postgres, "select current_setting('unix_socket_directories')"))
@@ -450,9 +449,9 @@ def test_any_path_will_do_with(data_dir: Path, name: str) -> None:
     assert not socket_dir.exists()
 
 
-def test_a_socket_directory_that_somebody_else_made_is_refused(data_dir: Path) -> None:
-    postgres = EmbeddedPostgres(data_dir / ("x" * 150))
-    socket_dir = postgres._socket_dir
+def test_socket_directory_open_to_others_is_refused(data_dir: Path) -> None:
+    with EmbeddedPostgres(data_dir / ("x" * 150)) as postgres:
+        socket_dir = Path(ask(postgres, "select current_setting('unix_socket_directories')"))
     socket_dir.mkdir(mode=0o700)
     socket_dir.chmod(0o777)
     try:
@@ -462,7 +461,7 @@ def test_a_socket_directory_that_somebody_else_made_is_refused(data_dir: Path) -
         socket_dir.rmdir()
 
 
-def test_a_log_grown_too_long_is_put_aside_at_the_next_start(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_log_is_rotated_at_next_start(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "LOG_LIMIT_BYTES", 100)
     for _ in range(3):
         with EmbeddedPostgres(filled_dir):
@@ -471,7 +470,7 @@ def test_a_log_grown_too_long_is_put_aside_at_the_next_start(filled_dir: Path, m
     assert (filled_dir / "postgres.log.1").read_text().count("starting PostgreSQL") == 1
 
 
-def test_data_of_another_major_version_is_left_alone_and_named(filled_dir: Path) -> None:
+def test_data_of_other_major_version_is_refused_and_kept(filled_dir: Path) -> None:
     (filled_dir / "postgres" / "PG_VERSION").write_text("16\n")
     with pytest.raises(ConfigError, match=r"version 16.*name another data directory"):
         EmbeddedPostgres(filled_dir).open()
@@ -480,8 +479,8 @@ def test_data_of_another_major_version_is_left_alone_and_named(filled_dir: Path)
         assert ask(postgres, "select n from kept") == 42
 
 
-def test_a_directory_with_foreign_files_is_left_alone_and_named(data_dir: Path) -> None:
-    foreign = data_dir / "postgres" / "thesis.tex"
+def test_directory_with_unrelated_files_is_refused_and_kept(data_dir: Path) -> None:
+    foreign = data_dir / "postgres" / "unrelated.txt"
     foreign.parent.mkdir(parents=True)
     foreign.touch()
     with pytest.raises(ConfigError, match="name another data directory"):
@@ -489,22 +488,22 @@ def test_a_directory_with_foreign_files_is_left_alone_and_named(data_dir: Path) 
     assert foreign.exists()
 
 
-def test_a_data_directory_that_is_a_file_is_named(data_dir: Path) -> None:
+def test_file_as_data_directory_is_refused(data_dir: Path) -> None:
     data_dir.touch()
     with pytest.raises(ConfigError, match=f"{data_dir} is a file"):
         EmbeddedPostgres(data_dir).open()
 
 
-def test_a_data_directory_that_may_not_be_written_is_named(data_dir: Path) -> None:
+def test_read_only_data_directory_is_refused(data_dir: Path) -> None:
     data_dir.mkdir()
     data_dir.chmod(0o555)
-    program = spawn(OPEN_AS_NOBODY, data_dir)
+    program = spawn(OPEN_AS_OTHER_USER, data_dir)
     stderr = program.communicate(timeout=LIMIT_S)[1]
     assert stderr.startswith(f"ConfigError: cannot use {data_dir} as the data directory (Permission denied")
     assert stderr.count("\n") == 1
 
 
-def test_a_server_that_cannot_start_is_reported_in_its_own_words(filled_dir: Path) -> None:
+def test_start_failure_shows_message_of_server(filled_dir: Path) -> None:
     with (filled_dir / "postgres" / "postgresql.conf").open("a") as config:
         config.write("shared_buffers = nonsense\n")
     with pytest.raises(DatabaseUnavailable, match=r"shared_buffers.*or set DATABASE_URL") as caught:
@@ -513,15 +512,13 @@ def test_a_server_that_cannot_start_is_reported_in_its_own_words(filled_dir: Pat
     assert (filled_dir / "postgres").exists()
 
 
-def test_a_platform_without_binaries_is_named(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platform_without_binaries_is_refused(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"no embedded PostgreSQL for this platform.*DATABASE_URL"):
         EmbeddedPostgres(data_dir).open()
 
 
-def test_a_failed_open_leaves_nothing_behind_that_blocks_others(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_open_does_not_block_later_open(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     postgres = EmbeddedPostgres(data_dir)
     with monkeypatch.context() as patched, pytest.raises(ConfigError):
         patched.setattr("importlib.util.find_spec", lambda _: None)
@@ -531,28 +528,28 @@ def test_a_failed_open_leaves_nothing_behind_that_blocks_others(
     assert not is_alive(pid)
 
 
-def test_the_default_place_needs_no_home_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_data_dir_does_not_need_home_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     assert default_data_dir().is_absolute()
 
 
-def test_a_user_without_a_home_is_told_to_name_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_home_must_name_data_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a user it cannot find
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # the result for an unknown user
     with pytest.raises(ConfigError, match="name a data directory"):
         default_data_dir()
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
-def test_root_runs_the_server_as_a_user_of_its_own(shared: EmbeddedPostgres) -> None:
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as another user")
+def test_root_runs_server_as_dedicated_user(shared: EmbeddedPostgres) -> None:
     assert psutil.Process(postmaster_pid(shared.data_dir)).username() == "windlass-postgres"
     assert psutil.Process(postmaster_pid(shared.data_dir)).uids().saved != 0
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
-def test_root_with_programs_nobody_else_can_reach_runs_a_copy(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as another user")
+def test_root_copies_binaries_that_other_users_cannot_reach(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = postgres_programs.package_dir()
     hidden = data_dir.parent / "hidden"
     hidden.mkdir(mode=0o700)
@@ -566,8 +563,8 @@ def test_root_with_programs_nobody_else_can_reach_runs_a_copy(data_dir: Path, mo
     assert hidden.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as somebody else")
-def test_root_is_told_when_the_server_cannot_enter_the_data_directory(data_dir: Path) -> None:
+@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as another user")
+def test_root_gets_error_if_server_user_cannot_enter_data_directory(data_dir: Path) -> None:
     data_dir.parent.chmod(0o700)
     with pytest.raises(ConfigError, match=r"cannot enter.*name a data directory every user may enter"):
         EmbeddedPostgres(data_dir).open()

@@ -49,7 +49,9 @@ async def test_store_works_again_after_server_crash(each_server: Any, each_dsn: 
                 await asyncio.wait_for(under_way, LIMIT_S)
             outcomes = await every_call(store)
             assert [type(outcome) for outcome in outcomes] == [DatabaseUnavailable] * len(outcomes)
-            with pytest.raises(DatabaseUnavailable, match=r"connecting: .*cannot be reached.*is it running\?"):
+            with pytest.raises(
+                DatabaseUnavailable, match=r"connecting: .*cannot be reached.*Check that it is running\."
+            ):
                 await PostgresStores(each_dsn).__aenter__()
         finally:
             await asyncio.to_thread(each_server.start)
@@ -91,7 +93,7 @@ async def test_connections_set_application_name_unless_dsn_does(each_dsn: str) -
 async def test_read_only_server_raises_database_unavailable(each_dsn: str) -> None:
     async with PostgresStores(f"{each_dsn}&default_transaction_read_only=on") as store:
         with pytest.raises(
-            DatabaseUnavailable, match=r"could not do it now \(cannot execute INSERT .*\): try again\.$"
+            DatabaseUnavailable, match=r"failed temporarily \(cannot execute INSERT .*\)\. Try again\.$"
         ):
             await store.enqueue(NewTask("q"))
 
@@ -99,13 +101,15 @@ async def test_read_only_server_raises_database_unavailable(each_dsn: str) -> No
 async def test_changed_schema_raises_schema_mismatch(connection: Any, each_dsn: str) -> None:
     async with PostgresStores(each_dsn) as store:
         await connection.execute("drop function windlass.retry_task(bigint)")
-        with pytest.raises(SchemaMismatch, match=r"is not as this program knows it \(function .*\): see `windlass db"):
+        with pytest.raises(SchemaMismatch, match=r"does not match this program \(function .*\)\. Run `windlass db"):
             await store.retry_task(1)
         await connection.execute(
             "create function windlass.retry_task(bigint) returns boolean language plpgsql as"
             " 'begin raise exception ''out of order''; end'"
         )
-        with pytest.raises(DatabaseUnavailable, match=r"refused \(out of order\): `windlass doctor` looks"):
+        with pytest.raises(
+            DatabaseUnavailable, match=r"refused the statement \(out of order\)\. Run `windlass doctor`"
+        ):
             await store.retry_task(1)
 
 

@@ -27,7 +27,9 @@ def unprivileged(each_server: Any, each_dsn: str) -> Iterator[str]:
 
 
 async def test_user_without_privileges_gets_clear_error(unprivileged: str) -> None:
-    with pytest.raises(DatabaseUnavailable, match=r"does not allow it \(permission denied .*\): grant it to this user"):
+    with pytest.raises(
+        DatabaseUnavailable, match=r"denied permission \(permission denied .*\)\. Grant it to this user"
+    ):
         await PostgresStores(unprivileged).__aenter__()
 
 

@@ -1,4 +1,4 @@
-"""What only a real PostgreSQL can show of an engine's SQL: who waits for whom."""
+"""Locks taken by the SQL of Ray fleets: lock order, waits and timeouts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ from windlass.model.node import AliveNode, NodeVerdict, Placement, dispatcher_le
 from windlass.model.task import Claim, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerKind, WorkerStatus
 
-LOOKS_EVERY_S = 0.01
+POLL_S = 0.01
 NAMES = ("n1", "n2", "n3")
 DISPATCHER = Candidate("h", 60.0, dispatcher_lease("f"))
 Act = Callable[[PostgresStores, int], Awaitable[Any]]
@@ -31,46 +31,46 @@ async def report(store: PostgresStores, term: int) -> None:
     await store.report_nodes(DISPATCHER, term, "f", ["q"], 30.0, nodes)
 
 
-async def hire_nodes(person: Any) -> None:
-    await person.execute("insert into windlass.fleets (name) values ('f')")
+async def add_nodes(connection: Any) -> None:
+    await connection.execute("insert into windlass.fleets (name) values ('f')")
     for slot, name in enumerate(NAMES):
-        await person.execute("insert into windlass.slots (fleet, slot) values ('f', $1)", slot)
-        await person.execute(
+        await connection.execute("insert into windlass.slots (fleet, slot) values ('f', $1)", slot)
+        await connection.execute(
             "insert into windlass.workers (id, fleet, slot, status, kind) values ($1, 'f', $2, 'active', 'node')",
             name,
             slot,
         )
 
 
-async def somebody_waits(onlooker: Any) -> None:
+async def wait_until_blocked(observer: Any) -> None:
     async with asyncio.timeout(10):
-        while not await onlooker.fetchval("select exists (select from pg_locks where not granted)"):
-            await asyncio.sleep(LOOKS_EVERY_S)
+        while not await observer.fetchval("select exists (select from pg_locks where not granted)"):
+            await asyncio.sleep(POLL_S)
 
 
 @pytest.mark.parametrize("act", [place, report])
 async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) -> None:
-    """Else who places and who reports would wait for each other until one is thrown out."""
-    person, onlooker = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
+    """Otherwise placing tasks and reporting nodes could deadlock."""
+    connection, observer = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
     try:
-        await hire_nodes(person)
+        await add_nodes(connection)
         async with PostgresStores(dsn) as store:
             term = await store.acquire_lease(DISPATCHER)
             assert isinstance(term, int)
-            async with person.transaction():
-                await person.execute("select from windlass.workers where id = 'n2' for update")
+            async with connection.transaction():
+                await connection.execute("select from windlass.workers where id = 'n2' for update")
                 acting = asyncio.ensure_future(act(store, term))
-                await somebody_waits(onlooker)
-                free = await onlooker.fetch("select id from windlass.workers order by id for update skip locked")
+                await wait_until_blocked(observer)
+                free = await observer.fetch("select id from windlass.workers order by id for update skip locked")
             await acting
         assert [row["id"] for row in free] == ["n3"]
     finally:
-        await person.close()
-        await onlooker.close()
+        await connection.close()
+        await observer.close()
 
 
 async def placed_tasks(store: PostgresStores, count: int) -> list[Claim]:
-    """Of the dispatcher `d`, on the node n1."""
+    """Tasks claimed by dispatcher `d` and placed on node n1."""
     await store.register(Registration("d", ("q",), "f", 10, 30.0, kind=WorkerKind.DISPATCHER))
     for number in range(count):
         await store.enqueue(new_task("q", number))
@@ -80,11 +80,11 @@ async def placed_tasks(store: PostgresStores, count: int) -> list[Claim]:
     return claims
 
 
-async def test_who_takes_over_waits_for_what_somebody_has_locked(dsn: str) -> None:
-    """Its node lives on, and nobody else would ever take it back."""
-    person, onlooker = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
+async def test_take_over_waits_for_locked_tasks(dsn: str) -> None:
+    """The node stays alive, so no later recovery would requeue a skipped task."""
+    connection, observer = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
     try:
-        await hire_nodes(person)
+        await add_nodes(connection)
         async with PostgresStores(dsn) as store:
             await store.acquire_lease(DISPATCHER)
             claims = await placed_tasks(store, 2)
@@ -92,60 +92,62 @@ async def test_who_takes_over_waits_for_what_somebody_has_locked(dsn: str) -> No
             other = Candidate("other", 60.0, dispatcher_lease("f"))
             term = await store.acquire_lease(other)
             assert isinstance(term, int)
-            async with person.transaction():
-                await person.execute("select from windlass.tasks where id = $1 for update", claims[0].task_id)
+            async with connection.transaction():
+                await connection.execute("select from windlass.tasks where id = $1 for update", claims[0].task_id)
                 taking_over = asyncio.ensure_future(store.take_over_nodes(other, term, "f"))
-                await somebody_waits(onlooker)
+                await wait_until_blocked(observer)
             assert await taking_over == 2
             tasks = [await store.task(claim.task_id) for claim in claims]
             assert {(task.status, task.worker_id) for task in tasks if task} == {(TaskStatus.QUEUED, None)}
     finally:
-        await person.close()
-        await onlooker.close()
+        await connection.close()
+        await observer.close()
 
 
-async def test_who_waits_too_long_to_take_over_lets_go_of_the_lease_and_asks_again(dsn: str) -> None:
-    person = await asyncpg.connect(dsn)
+async def test_take_over_lock_timeout_releases_the_lease_row(dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
     try:
-        await hire_nodes(person)
-        async with PostgresStores(dsn) as store, PostgresStores(dsn) as elsewhere:
+        await add_nodes(connection)
+        async with PostgresStores(dsn) as store, PostgresStores(dsn) as other_store:
             term = await store.acquire_lease(DISPATCHER)
             assert isinstance(term, int)
             (claim,) = await placed_tasks(store, 1)
-            async with person.transaction():
-                await person.execute("select from windlass.tasks where id = $1 for update", claim.task_id)
+            async with connection.transaction():
+                await connection.execute("select from windlass.tasks where id = $1 for update", claim.task_id)
                 with pytest.raises(DatabaseUnavailable, match="lock timeout.*: try again"):
                     await store.take_over_nodes(DISPATCHER, term, "f")
-                assert await elsewhere.acquire_lease(DISPATCHER) == term
+                assert await other_store.acquire_lease(DISPATCHER) == term
             assert await store.take_over_nodes(DISPATCHER, term, "f") == 1
     finally:
-        await person.close()
+        await connection.close()
 
 
-async def test_a_lost_dispatcher_is_not_over_while_somebody_has_a_task_of_its_nodes_locked(dsn: str) -> None:
-    person = await asyncpg.connect(dsn)
+async def test_lost_dispatcher_stays_active_while_a_task_is_locked(dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
     try:
-        await hire_nodes(person)
-        # Somebody orchestrates, so the nodes are not the judge's.
+        await add_nodes(connection)
+        # With a leader, workers do not judge the managed nodes.
         leader = Candidate("leader", 60.0)
         async with PostgresStores(dsn) as store:
             await store.acquire_lease(leader)
             locked, free = await placed_tasks(store, 2)
-            await store.register(Registration("judge", ("other",), "other", lease_s=30.0))
-            await person.execute("update windlass.workers set last_heartbeat = now() - interval '40 s' where id = 'd'")
-            await person.execute(
-                "update windlass.workers set last_heartbeat = now(), heartbeat_gapless_since = now() - interval '1 h'"
-                " where id = 'judge'"
+            await store.register(Registration("survivor", ("other",), "other", lease_s=30.0))
+            await connection.execute(
+                "update windlass.workers set last_heartbeat = now() - interval '40 s' where id = 'd'"
             )
-            async with person.transaction():
-                await person.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
-                (recovery,) = await store.recover_lost_workers("judge")
+            await connection.execute(
+                "update windlass.workers set last_heartbeat = now(), heartbeat_gapless_since = now() - interval '1 h'"
+                " where id = 'survivor'"
+            )
+            async with connection.transaction():
+                await connection.execute("select from windlass.tasks where id = $1 for update", locked.task_id)
+                (recovery,) = await store.recover_lost_workers("survivor")
                 assert (recovery.worker_id, recovery.tasks_requeued) == ("d", 1)
-                # It takes nothing more, and says nothing twice.
-                assert await store.recover_lost_workers("judge") == []
+                # A second call requeues nothing and records no second event.
+                assert await store.recover_lost_workers("survivor") == []
                 dispatcher = await store.worker("d")
                 assert dispatcher is not None and dispatcher.status is WorkerStatus.ACTIVE
-            (recovery,) = await store.recover_lost_workers("judge")
+            (recovery,) = await store.recover_lost_workers("survivor")
             assert (recovery.worker_id, recovery.tasks_requeued) == ("d", 1)
             dispatcher = await store.worker("d")
             assert dispatcher is not None and dispatcher.status is WorkerStatus.TERMINATED
@@ -153,4 +155,4 @@ async def test_a_lost_dispatcher_is_not_over_while_somebody_has_a_task_of_its_no
             assert {(task.status, task.worker_id) for task in tasks if task} == {(TaskStatus.QUEUED, None)}
             assert [event.code for event in await store.events(worker_id="d")].count("WORKER_LOST") == 1
     finally:
-        await person.close()
+        await connection.close()

@@ -1,4 +1,4 @@
-"""What runs on the nodes of the tests."""
+"""The handler of the tests. `do` in the payload selects what it does."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def _progress(task: Any) -> None:
     deadline = time.monotonic() + 30
     while not Path(task.payload["until"]).exists():
         if time.monotonic() > deadline:
-            raise TimeoutError("nobody let it go on")
+            raise TimeoutError("the file did not appear")
         time.sleep(0.02)
 
 
@@ -47,7 +47,7 @@ def _die(_task: Any) -> None:
 
 
 def _seat(_task: Any) -> str:
-    """Which of Ray's tasks it runs in."""
+    """The id of the Ray task, which is the seat."""
     import ray
 
     return str(ray.get_runtime_context().get_task_id())
@@ -67,7 +67,7 @@ def _async(_task: Any) -> Any:
 
 
 def _actor(task: Any) -> Any:
-    """A model that is loaded once, whichever process asks for it."""
+    """A model that is loaded once for all processes."""
     import ray
 
     @ray.remote(num_cpus=0)

@@ -1,4 +1,4 @@
-"""`windlass up` with a Ray head of its own: servers of an emulated cloud that join it, and a head that dies."""
+"""`windlass up` with Ray: servers of an emulated cloud, its own head, an external head, reloads."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from support.ray_fixture import HANDLERS, head_beside, until
+from support.ray_fixture import HANDLERS, head_in_thread, until
 from support.stores import PostgresStores
 from windlass.model.lease import Candidate, Standby
 from windlass.model.node import HEAD_LEASE
@@ -70,10 +70,10 @@ stop_timeout_s = 10
 
 @asynccontextmanager
 async def up(folder: Path, dsn: str, toml: str, **environment: str) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """Until the end of this, and then ended in good order."""
+    """Run `windlass up` inside the context, and check that it stops with success."""
     (folder / "windlass.toml").write_text(toml)
     with (folder / "up.log").open("wb") as log:
-        process = subprocess.Popen(  # noqa: ASYNC220 - it takes a moment, and nothing else is to do
+        process = subprocess.Popen(  # noqa: ASYNC220 - short, and nothing else runs
             [sys.executable, "-m", "windlass", "up", "--log-format", "json"],
             cwd=folder,
             env={**os.environ, "DATABASE_URL": dsn, **environment},
@@ -92,36 +92,36 @@ async def up(folder: Path, dsn: str, toml: str, **environment: str) -> AsyncIter
             process.wait()
 
 
-def all_over(store: Any, ids: list[int]) -> Callable[[], Awaitable[list[Any]]]:
-    over = (TaskStatus.COMPLETE, TaskStatus.FAILED)
+def all_finished(store: Any, ids: list[int]) -> Callable[[], Awaitable[list[Any]]]:
+    terminal = (TaskStatus.COMPLETE, TaskStatus.FAILED)
 
-    async def look() -> list[Any]:
+    async def finished() -> list[Any]:
         tasks = [await store.task(task_id) for task_id in ids]
-        return tasks if all(task.status in over for task in tasks) else []
+        return tasks if all(task.status in terminal for task in tasks) else []
 
-    return look
+    return finished
 
 
-async def test_servers_of_hetzner_become_nodes_and_leave(tmp_path: Path, dsn: str) -> None:
-    fitting = [name for name, python in PYTHON_OF_IMAGE.items() if python == our_versions().python_minor]
+async def test_hetzner_servers_become_nodes_and_are_deleted(tmp_path: Path, dsn: str) -> None:
+    matching = [name for name, python in PYTHON_OF_IMAGE.items() if python == our_versions().python_minor]
     with ProcessHost(tmp_path / "machines") as host:
         emulator = HetznerEmulator(lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=0.5, action_s=0.1), host)
         with serving(emulator) as address:
             port = _free_port()
-            of_fleet = COMMON.format(chdir=HANDLERS)
-            toml = HETZNER.format(port=port, image=fitting[0] if fitting else "114690387")
-            toml = toml.replace("concurrency = 2\n", f"concurrency = 2\n{of_fleet}", 1)
+            fleet = COMMON.format(chdir=HANDLERS)
+            toml = HETZNER.format(port=port, image=matching[0] if matching else "114690387")
+            toml = toml.replace("concurrency = 2\n", f"concurrency = 2\n{fleet}", 1)
             secrets = {"HCLOUD_ENDPOINT": f"{address}/v1", "HETZNER_API_TOKEN": "any"}
             async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml, **secrets):
                 ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.1})) for number in range(6)]
-                tasks = await until(all_over(store, ids), "all tasks", RUN_TIMEOUT_S)
+                tasks = await until(all_finished(store, ids), "all tasks", RUN_TIMEOUT_S)
                 assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
                 nodes = {worker.id: worker for worker in await store.workers() if worker.kind is WorkerKind.NODE}
                 assert {task.worker_id for task in tasks} <= set(nodes)
                 assert all(worker.slot is not None and worker.node is not None for worker in nodes.values())
                 async with httpx.AsyncClient(trust_env=False, timeout=30) as browser:
                     page = (await browser.get(f"http://127.0.0.1:{port}/workers")).text
-                assert "Ray: alive" in page  # the dashboard tells it too
+                assert "Ray: alive" in page
                 assert re.search(r"CPU \d of 2<", page), page
                 (server, *_) = emulator.project.servers.values()
                 assert f"ray=={our_versions().ray}" in server.user_data
@@ -138,7 +138,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, dsn: str) -> None:
+async def test_dead_head_is_restarted_and_no_task_is_lost(tmp_path: Path, dsn: str) -> None:
     toml = LOCAL + COMMON.format(chdir=HANDLERS)
     async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml) as process:
         ids = [await store.enqueue(new_task("q", {"number": number, "s": 0.5})) for number in range(40)]
@@ -149,33 +149,31 @@ async def test_a_head_that_dies_comes_back_and_no_task_is_lost(tmp_path: Path, d
         await until(are_some_complete, "the first tasks", RUN_TIMEOUT_S)
         (gcs,) = [p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "gcs_server"]
         gcs.kill()
-        tasks = await until(all_over(store, ids), "all tasks", RUN_TIMEOUT_S)
+        tasks = await until(all_finished(store, ids), "all tasks", RUN_TIMEOUT_S)
         assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
         log = (tmp_path / "up.log").read_text()
-        assert "the Ray head died; starting another" in log
-        # Both are needed for the rest: a head with new nodes, and a dispatcher that knows it.
-        assert log.count("Ray head started") == log.count('"dispatching"') == 2
+        assert "ray head exited, restarting" in log
+        # The remaining tasks need a second head with new nodes and a second dispatcher.
+        assert log.count("ray head started") == log.count("dispatcher started") == 2
         assert process.poll() is None
     assert not [p for p in psutil.process_iter() if p.name() == "raylet" and _is_of(p, tmp_path)]
 
 
-async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_whoever_has_another_head_is_refused(
-    tmp_path: Path, dsn: str
-) -> None:
+async def test_reload_starts_dispatchers_and_other_orchestrators_are_refused(tmp_path: Path, dsn: str) -> None:
     (tmp_path / "second").mkdir()
     toml = LOCAL + COMMON.format(chdir=HANDLERS)
     more = toml.replace("fleets.many", "fleets.more").replace('"q"', '"r"')
     async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml) as process:
 
-        async def is_there() -> bool:
-            return '"dispatching"' in (tmp_path / "up.log").read_text()
+        async def is_dispatching() -> bool:
+            return "dispatcher started" in (tmp_path / "up.log").read_text()
 
-        await until(is_there, "the first dispatcher", RUN_TIMEOUT_S)
+        await until(is_dispatching, "the first dispatcher", RUN_TIMEOUT_S)
         (tmp_path / "second" / "windlass.toml").write_text(toml)
-        # One would keep a head of its own; one was given a head, and as there is no other here, that very one.
-        given = {k: v for k, v in _dispatcher(process.pid).environ().items() if k.startswith("RAY_")}
+        # One without RAY_ADDRESS, and one with the address of the only head there is.
+        external = {k: v for k, v in _dispatcher(process.pid).environ().items() if k.startswith("RAY_")}
         others = [
-            subprocess.Popen(  # noqa: ASYNC220 - as above
+            subprocess.Popen(  # noqa: ASYNC220 - short
                 [sys.executable, "-m", "windlass", "up"],
                 cwd=tmp_path / "second",
                 env={**os.environ, **environment, "DATABASE_URL": dsn},
@@ -183,63 +181,61 @@ async def test_a_reload_gives_a_new_fleet_its_dispatcher_and_whoever_has_another
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
-            for environment in ({}, given)
+            for environment in ({}, external)
         ]
         second, third = others
         try:
-            # What is read at the start only is no reason for the first dispatcher to start anew.
+            # The worker's settings are read at the start only, so the first dispatcher does not restart.
             (tmp_path / "windlass.toml").write_text(f"[worker]\ntimeout_s = 77\n{toml}{more}")
             process.send_signal(signal.SIGHUP)
             task_id = await store.enqueue(new_task("r", {"number": 1}))
-            (task,) = await until(all_over(store, [task_id]), "the task of the new fleet", RUN_TIMEOUT_S)
+            (task,) = await until(all_finished(store, [task_id]), "the task of the new fleet", RUN_TIMEOUT_S)
             assert task.status is TaskStatus.COMPLETE
             assert task.worker_id.startswith("more-")
-            _, said = await asyncio.to_thread(second.communicate, None, 60)
+            _, errors = await asyncio.to_thread(second.communicate, None, 60)
             assert second.returncode == 2
-            assert b"another `windlass up` of this database has a Ray head, its own or by RAY_ADDRESS, and" in said
-            _, said = await asyncio.to_thread(third.communicate, None, 60)
+            assert b"another `windlass up` of this database uses a Ray head, its own or by RAY_ADDRESS, and" in errors
+            _, errors = await asyncio.to_thread(third.communicate, None, 60)
             assert third.returncode == 2
-            assert b"another `windlass up` of this database keeps a Ray head of its own, and two heads" in said
+            assert b"another `windlass up` of this database runs a Ray head of its own, and two heads" in errors
         finally:
             for other in others:
                 if other.poll() is None:
                     other.kill()
                     other.wait()
-        assert (tmp_path / "up.log").read_text().count('"dispatching"') == 2  # the first went on undisturbed
+        assert (tmp_path / "up.log").read_text().count("dispatcher started") == 2  # the first did not restart
 
 
-async def test_the_first_fleet_that_a_reload_brings_takes_the_right_to_the_head_that_was_given(
-    tmp_path: Path, dsn: str
-) -> None:
+async def test_first_ray_fleet_of_a_reload_takes_the_lease_of_the_external_head(tmp_path: Path, dsn: str) -> None:
     plain = '[fleets.plain]\nexec = "true"\n'
     another = Candidate("another", 10.0, HEAD_LEASE)
-    with head_beside() as head:
-        given = {**head.env, "RAY_ADDRESS": head.address}
-        async with PostgresStores(dsn) as store, up(tmp_path, dsn, plain, **given) as process:
+    with head_in_thread() as head:
+        external = {**head.env, "RAY_ADDRESS": head.address}
+        async with PostgresStores(dsn) as store, up(tmp_path, dsn, plain, **external) as process:
 
-            async def is_said(words: str) -> bool:
-                return words in (tmp_path / "up.log").read_text()
+            async def has_logged(event: str) -> bool:
+                return event in (tmp_path / "up.log").read_text()
 
-            await until(lambda: is_said('"cycle"'), "a first cycle", RUN_TIMEOUT_S)
-            # Whoever merely has RAY_ADDRESS keeps nobody from a head.
+            await until(lambda: has_logged('"cycle"'), "a first cycle", RUN_TIMEOUT_S)
+            # RAY_ADDRESS alone does not take the lease.
             assert not isinstance(await store.acquire_lease(another), Standby)
             await store.release_lease(another)
             (tmp_path / "windlass.toml").write_text(plain + LOCAL + COMMON.format(chdir=HANDLERS))
             process.send_signal(signal.SIGHUP)
-            await until(lambda: is_said('"dispatching"'), "its dispatcher", RUN_TIMEOUT_S)
+            await until(lambda: has_logged("dispatcher started"), "the dispatcher has started", RUN_TIMEOUT_S)
             assert isinstance(await store.acquire_lease(another), Standby)
 
-        # Where all machines are others' there are no cycles, and tasks to place all the same.
+        # Without spawned machines there are no cycles, but dispatchers run.
         folder = tmp_path / "others"
         folder.mkdir()
-        others = LOCAL.replace("ray-local", "ray") + COMMON.format(chdir=HANDLERS)
-        async with up(folder, dsn, others, **given) as process:
+        fleets = LOCAL.replace("ray-local", "ray") + COMMON.format(chdir=HANDLERS)
+        async with up(folder, dsn, fleets, **external) as process:
             log = folder / "up.log"
 
             async def is_dispatching() -> bool:
-                return '"dispatching"' in log.read_text()
+                return "dispatcher started" in log.read_text()
 
-            await until(is_dispatching, "its dispatcher", RUN_TIMEOUT_S)
+            await until(is_dispatching, "the dispatcher has started", RUN_TIMEOUT_S)
             assert (process.poll(), '"stopped"' in log.read_text()) == (None, False)
 
 

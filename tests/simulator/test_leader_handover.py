@@ -41,7 +41,7 @@ def test_killed_leader_is_replaced_within_one_lease(seed: int) -> None:
                 await asyncio.sleep(2 * TTL_S)
                 orchestrator.start()
 
-    simulation.on_ready = lambda _: simulation.at(1.0, kill_the_leader)
+    simulation.on_ready = lambda _: simulation.schedule(1.0, kill_the_leader)
     report = simulation.run()
     assert simulation.checker.plans >= CYCLES
     assert len(kills) >= 15
@@ -64,5 +64,5 @@ def test_released_lease_is_taken_over_by_the_next_cycle() -> None:
         await asyncio.sleep(4.0)
         assert simulation.checker.takeovers == before + 1
 
-    simulation.on_ready = lambda _: simulation.at(30.0, release_lease)
+    simulation.on_ready = lambda _: simulation.schedule(30.0, release_lease)
     simulation.run()

@@ -1,4 +1,4 @@
-"""The event loop in virtual time: it skips waits, detects deadlocks and livelocks, and kills or freezes processes."""
+"""Virtual time jumps to the next timer and detects deadlocks and livelocks. Processes can be killed and frozen."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from windlass.simulator.loop import EPOCH, Deadlock, Livelock, run, virtual_now
 from windlass.simulator.processes import SimulatedProcess, start_detached, track_processes
 
 
-def test_an_hour_of_virtual_sleep_takes_under_five_seconds() -> None:
+def test_hour_of_sleep_takes_no_real_time() -> None:
     async def sleep() -> float:
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()
@@ -19,7 +19,7 @@ def test_an_hour_of_virtual_sleep_takes_under_five_seconds() -> None:
     assert time.monotonic() - started < 5
 
 
-def test_shortest_sleep_wakes_first() -> None:
+def test_shorter_sleep_ends_first() -> None:
     async def race() -> list[str]:
         woken: list[str] = []
 
@@ -33,15 +33,15 @@ def test_shortest_sleep_wakes_first() -> None:
     assert run(race()) == ["short", "long", "same"]
 
 
-def test_virtual_now_follows_the_clock_of_the_loop() -> None:
-    async def elapsed_s() -> float:
+def test_virtual_now_follows_the_loop_clock() -> None:
+    async def look() -> float:
         await asyncio.sleep(1.5)
         return (virtual_now() - EPOCH).total_seconds()
 
-    assert run(elapsed_s()) == 1.5
+    assert run(look()) == 1.5
 
 
-def test_wait_without_a_waker_is_a_deadlock() -> None:
+def test_waiting_without_a_timer_is_a_deadlock() -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 
@@ -49,7 +49,7 @@ def test_wait_without_a_waker_is_a_deadlock() -> None:
         run(wait())
 
 
-def test_endless_loop_without_time_is_a_livelock() -> None:
+def test_running_without_waiting_is_a_livelock() -> None:
     async def spin() -> None:
         while True:
             await asyncio.sleep(0)
@@ -58,8 +58,8 @@ def test_endless_loop_without_time_is_a_livelock() -> None:
         run(spin())
 
 
-def test_killed_process_stops_and_its_sent_messages_arrive() -> None:
-    async def kill_after_a_send() -> list[str]:
+def test_killed_process_stops_and_its_requests_still_arrive() -> None:
+    async def record() -> list[str]:
         track_processes(asyncio.get_running_loop())
         events: list[str] = []
         process = SimulatedProcess("p")
@@ -78,7 +78,7 @@ def test_killed_process_stops_and_its_sent_messages_arrive() -> None:
                 await asyncio.gather(child(), asyncio.sleep(3.0))
             finally:
                 await process.checkpoint()
-                events.append("clean-up after the kill")
+                events.append("after kill")
 
         process.start(main())
         await asyncio.sleep(1.0)
@@ -86,11 +86,11 @@ def test_killed_process_stops_and_its_sent_messages_arrive() -> None:
         await asyncio.sleep(10.0)
         return events
 
-    assert run(kill_after_a_send()) == ["delivered"]
+    assert run(record()) == ["delivered"]
 
 
-def test_frozen_process_continues_where_it_stopped() -> None:
-    async def freeze_and_thaw() -> list[float]:
+def test_frozen_process_continues_after_thaw() -> None:
+    async def record() -> list[float]:
         track_processes(asyncio.get_running_loop())
         steps: list[float] = []
         process = SimulatedProcess("p")
@@ -109,4 +109,4 @@ def test_frozen_process_continues_where_it_stopped() -> None:
         await asyncio.sleep(5.0)
         return steps
 
-    assert run(freeze_and_thaw()) == [0.0, 10.0, 11.0]
+    assert run(record()) == [0.0, 10.0, 11.0]

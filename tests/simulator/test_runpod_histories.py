@@ -46,9 +46,9 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
         *(f"DELETE {kind}" for kind in NOT_DELETED),
     }  # fmt: skip
     in_the_trace = {
-        "vanishes with its machine",
-        "is killed",
-        "the database is away",
+        "crashed with its machine",
+        "killed",
+        "database       unavailable",
         "create machine refused",
         "create machine unclear",
         "delete machine failed",

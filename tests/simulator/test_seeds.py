@@ -1,7 +1,7 @@
-"""Random worlds: every promise holds in each of them, at every moment, and all come to rest.
+"""Random scenarios: every invariant holds at every step, and every fleet comes to rest.
 
-`WINDLASS_SEEDS=5000 pytest -n 2 tests/simulator/test_seeds.py` runs more; `WINDLASS_FIRST_SEED` says where to begin.
-A seed that breaks a promise prints its story, and `python -m windlass.simulator --seed N` tells it again.
+`WINDLASS_SEEDS=5000 pytest -n 2 tests/simulator/test_seeds.py` runs more seeds, from `WINDLASS_FIRST_SEED` on.
+A violation prints the trace of its seed. `python -m windlass.simulator --seed N` replays it.
 """
 
 import os
@@ -16,58 +16,58 @@ from windlass.simulator.simulation import Simulation
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 200
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
-# Small enough that two workers finish at about the same time.
+# Seeds per test: small enough that parallel test processes finish at about the same time.
 CHUNK = 10
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
-def test_every_promise_holds_in_every_world(first: int) -> None:
+def test_every_invariant_holds(first: int) -> None:
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
         Simulation(draw_scenario(seed)).run()
 
 
-def test_together_the_seeds_see_trouble_of_every_kind() -> None:
-    """A bed in which nothing happens proves nothing."""
+def test_forty_seeds_contain_every_kind_of_fault() -> None:
+    """Seeds without faults would prove nothing."""
     late = machines = takeovers = 0
-    told = ""
+    traces = ""
     for seed in range(40):
         report = Simulation(draw_scenario(seed)).run()
         late += report.late_results
         machines += report.machines
         takeovers += report.takeovers
-        told += report.trace.text(limit=None)
+        traces += report.trace.text(limit=None)
     assert late > 0
     assert machines > 100
     assert takeovers > 100
-    for trouble in (
+    for fault in (
         "times_out_after_taking_effect",
         "takes_effect_late_s",
         "fails_without_effect",
         "NoCapacity",
         "Throttled",
         "Refused",
-        "a fault in the adapter",
+        "adapter bug",
         "never_answers",
         "stale_by_s",
         "answer_delay_s",
-        "crashes",
-        "vanishes with its machine",
-        "stands still",
+        "crashed",
+        "crashed with its machine",
+        "frozen for",
         "never_joins=True",
         "ignores_drain=True",
         "lost its claim",
-        "is killed",
-        "the database is away",
-        "will get no answer, nor arrive",
+        "killed",
+        "database       unavailable",
+        "request lost",
         "lost lease during cycle",
-        "person",
+        "operator",
     ):
-        assert trouble in told, f"in 40 seeds nobody met: {trouble}"
+        assert fault in traces, f"no seed contains: {fault}"
 
 
-def test_a_seed_tells_the_same_story_in_every_process() -> None:
-    def trace(hash_seed: str) -> str:
-        told = subprocess.run(
+def test_seed_gives_same_trace_in_every_process() -> None:
+    def replay(hash_seed: str) -> str:
+        process = subprocess.run(
             [sys.executable, "-m", "windlass.simulator", "--seed", "9"],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
             capture_output=True,
@@ -75,24 +75,24 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
             check=True,
             timeout=60,
         )
-        return told.stdout
+        return process.stdout
 
-    first, second = trace("1"), trace("2")
+    first, second = replay("1"), replay("2")
     assert first == second
     assert len(first.splitlines()) > 50
 
 
-def test_a_broken_promise_prints_its_story_and_how_to_see_it_again() -> None:
+def test_violation_prints_trace_and_replay_command() -> None:
     simulation = Simulation(draw_scenario(9))
 
-    def break_it(_: Simulation) -> None:
-        simulation.trace.add("somebody", "does something wrong")
-        simulation.checker.on_violation("the first promise")
+    def violate(_: Simulation) -> None:
+        simulation.trace.add("test", "causes a violation")
+        simulation.checker.on_violation("promise 3 broken: a test")
 
-    simulation.on_ready = break_it
+    simulation.on_ready = violate
     with pytest.raises(InvariantViolation) as caught:
         simulation.run()
     text = str(caught.value)
-    assert text.startswith("the first promise\n")
-    assert "somebody       does something wrong" in text
+    assert text.startswith("promise 3 broken: a test\n")
+    assert "test           causes a violation" in text
     assert "replay: python -m windlass.simulator --seed 9" in text

@@ -43,35 +43,35 @@ FLEET = FleetConfig(
 WHEEL = Wheel("windlass-1.0-py3-none-any.whl", "1.0", "abc", b"the wheel")
 
 
-class Flaky(MemoryStores):
-    """While `trouble` is set, every call of a worker raises it."""
+class FailingStore(MemoryStores):
+    """While `error` is set, every call of a worker raises it."""
 
-    trouble: Exception | None = None
-    refusals = 0
+    error: Exception | None = None
+    refused_logins = 0
 
     def _check(self) -> None:
-        if self.trouble is not None:
-            raise self.trouble
+        if self.error is not None:
+            raise self.error
 
     async def claim(self, *args: Any) -> Any:
         self._check()
         return await super().claim(*args)
 
     async def now(self) -> Any:
-        if isinstance(self.trouble, DatabaseUnavailable):
-            raise self.trouble
+        if isinstance(self.error, DatabaseUnavailable):
+            raise self.error
         return await super().now()
 
     async def authenticate(self, token_hash: bytes) -> Any:
-        if isinstance(self.trouble, DatabaseUnavailable):
-            self.refusals += 1
-            raise self.trouble
+        if isinstance(self.error, DatabaseUnavailable):
+            self.refused_logins += 1
+            raise self.error
         return await super().authenticate(token_hash)
 
 
-class Plane:
+class InMemoryControlPlane:
     def __init__(self, clock: Any, **changed: Any) -> None:
-        self.store = Flaky(clock, None, Random(1))  # noqa: S311
+        self.store = FailingStore(clock, None, Random(1))  # noqa: S311
         self.long_poll_hub = LongPollHub(self.store.wait_for_work)
         self.control = FakeControlPlane({"gpus": FLEET})
         self.control.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)
@@ -89,7 +89,7 @@ class Plane:
         self.app = make_app(replace(context, **changed))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=URL)
 
-    async def hire(self, worker_id: str = "w0", slot: int = 0) -> str:
+    async def spawn_worker(self, worker_id: str = "w0", slot: int = 0) -> str:
         """Spawn a machine and return its join token."""
         token = new_token(JOIN_PREFIX, CHANCE)
         observed = await self.store.observe(ANN, "gpus", FLEET)
@@ -101,14 +101,14 @@ class Plane:
     async def join(self, worker_id: str = "w0", slot: int = 0) -> str:
         """Spawn and activate a worker and return its worker token."""
         token = new_token(WORKER_PREFIX, CHANCE)
-        answer = await self.activate(await self.hire(worker_id, slot), token, worker_id)
+        answer = await self.activate(await self.spawn_worker(worker_id, slot), token, worker_id)
         assert answer.status_code == 200, answer.text
         return token
 
     async def activate(self, join_token: str, token: str, worker_id: str = "w0") -> httpx.Response:
         return await self.post(f"/internal/workers/{worker_id}/activate", join_token, {"token": token})
 
-    async def end(self, worker_id: str = "w0") -> None:
+    async def terminate_worker(self, worker_id: str = "w0") -> None:
         term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
         await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "idle")], [], None)
@@ -134,8 +134,8 @@ def bearer(token: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def plane_of(clock: Any, **other: Any) -> AsyncIterator[Plane]:
-    plane = Plane(clock, **other)
+async def open_control_plane(clock: Any, **other: Any) -> AsyncIterator[InMemoryControlPlane]:
+    plane = InMemoryControlPlane(clock, **other)
     try:
         yield plane
     finally:

@@ -302,7 +302,7 @@ class HetznerHistory(Simulation):
         return Counter(self.occasions.values())
 
     def _build(self) -> None:
-        self.wrap = self._replace_provider
+        self.wrap_service = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
         self.occasions = {}
@@ -312,7 +312,7 @@ class HetznerHistory(Simulation):
         for cloud in clouds.values():
             cloud.project = self.project
             cloud.on_delete_requested = self._ends
-        self.at(0.0, self._forget_addresses)
+        self.schedule(0.0, self._forget_addresses)
 
     def _make_cloud(self, name: str, fleet_scenario: FleetScenario) -> SimulatedCloud:
         usual = super()._make_cloud(name, fleet_scenario)
@@ -393,7 +393,7 @@ class HetznerHistory(Simulation):
             for entry in cloud.billed_machines():
                 worker = self.checker.workers_by_machine[entry.id]
                 is_heard = worker.history.first_heartbeat_at is not None
-                if worker._process.is_dead or worker._process.is_frozen or not is_heard:
+                if worker.process.is_dead or worker.process.is_frozen or not is_heard:
                     return f"nobody works in {entry.id} of {entry.name}"
         return await super()._find_unrest()
 

@@ -1,4 +1,4 @@
-"""A Ray cluster to try things on: a head for a module's tests, and for each test nodes and dispatchers as processes."""
+"""A Ray cluster for tests: one head per module, and nodes and dispatchers as processes of each test."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ import psutil
 from support.stores import PostgresStores
 from windlass.model.ray import RaySettings
 from windlass.model.task import NewTask, TaskStatus, new_task
-from windlass.ray.head import HeadAddress, kept_head
+from windlass.ray.head import HeadAddress, run_head
 
 HANDLERS = Path(__file__).parents[1] / "ray"
 WAIT_S = 60.0
 POLL_S = 0.05
 LEASE_S = 6.0
-# Ray's own patience with nodes that do not answer is a minute; here it is some seconds.
-PATIENCE = {
+# By default Ray declares a silent node dead after a minute; in tests after some seconds.
+FAST_HEALTH_CHECKS = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
@@ -38,57 +38,58 @@ PATIENCE = {
 
 
 @contextmanager
-def head_beside() -> Iterator[HeadAddress]:
-    """A head kept by a loop in another thread, for as long as this is open."""
-    environment, started, ended = dict(os.environ), threading.Event(), threading.Event()
-    os.environ.update(PATIENCE)
+def head_in_thread() -> Iterator[HeadAddress]:
+    """Run a head from an event loop in another thread."""
+    environment, started, stopping = dict(os.environ), threading.Event(), threading.Event()
+    os.environ.update(FAST_HEALTH_CHECKS)
     found: list[HeadAddress] = []
     loop = asyncio.new_event_loop()
 
-    async def keep() -> None:
-        async with kept_head() as head:
+    async def serve() -> None:
+        async with run_head() as head:
             found.append(head)
             started.set()
-            while not ended.is_set():
+            while not stopping.is_set():
                 await asyncio.sleep(POLL_S)
 
     def run() -> None:
         try:
-            loop.run_until_complete(keep())
+            loop.run_until_complete(serve())
         finally:
             started.set()
             loop.close()
 
     thread = threading.Thread(target=run)
-    # A loop that is not the main thread's needs to be told of its children by other means than signals.
     thread.start()
     started.wait(WAIT_S)
     try:
         yield found[0]
     finally:
-        ended.set()
+        stopping.set()
         thread.join()
         os.environ.clear()
         os.environ.update(environment)
 
 
-async def until(is_so: Callable[[], Awaitable[Any]], what: str, timeout_s: float = WAIT_S) -> Any:
-    """What it returned, as soon as that is something."""
+async def until(condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float = WAIT_S) -> Any:
+    """Wait for a true result of `condition` and return it."""
     deadline = time.monotonic() + timeout_s
-    while not (found := await is_so()):
+    while not (found := await condition()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} took longer than {timeout_s:g} s")
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         await asyncio.sleep(POLL_S)
     return found
 
 
 @dataclass(slots=True)
-class Bed:
+class RayFixture:
+    """A fleet with its own nodes, dispatchers and database, on a shared head."""
+
     head: HeadAddress
     dsn: str
     folder: Path
     store: PostgresStores
-    # Its own: the head is shared, and takes some seconds to see that the nodes of another test are gone.
+    # Unique: the shared head takes some seconds to notice that the nodes of another test are gone.
     fleet: str = field(default_factory=lambda: f"many-{secrets.token_hex(3)}")
     settings: dict[str, Any] = field(default_factory=dict)
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -96,27 +97,26 @@ class Bed:
 
     # ------------------------------------------------------------------------------------------------- processes
 
-    async def hire(self, *worker_ids: str, cpus: int = 2) -> None:
-        """Nodes, and wait until Ray has them."""
+    async def spawn_nodes(self, *worker_ids: str, cpus: int = 2) -> None:
         for slot, worker_id in enumerate(worker_ids, start=len(self.processes)):
-            await self._write_intent(worker_id, slot)
+            await self._insert_spawning_worker(worker_id, slot)
             offered = RaySettings(node_cpus=cpus, node_gpus=0, object_store_mb=80).model_dump_json()
             arguments = ["node", "--address", self.head.address, "--settings", offered, "--queue", "q"]
             timing = ["--heartbeat-interval", "1", "--lease", str(LEASE_S), "--chdir", str(HANDLERS)]
             self.start(worker_id, *arguments, *timing, WINDLASS_WORKER_ID=worker_id, WINDLASS_FLEET=self.fleet)
 
-    def join(self, name: str, resources: dict[str, float], **environment: str) -> None:
-        """A node of others: plain `ray start`, as KubeRay or `ray up` would."""
+    def start_external_node(self, name: str, resources: dict[str, float], **environment: str) -> None:
+        """Start a node with plain `ray start`, as KubeRay or `ray up` would."""
         command = ["ray.scripts.scripts", "start", "--block", f"--address={self.head.address}", "--num-gpus=0"]
         offered = ["--num-cpus=2", f"--resources={json.dumps(resources)}", "--object-store-memory=83886080"]
         ports = ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-        # Ray puts sockets there, whose names have to be short.
+        # Ray creates sockets there, whose paths must be short.
         folder = tempfile.mkdtemp(prefix="wl-ray-", dir="/tmp")
         self.folders.append(folder)
         self._start(name, [*command, *offered, *ports, f"--temp-dir={folder}"], environment, cwd=HANDLERS)
 
-    async def _write_intent(self, worker_id: str, slot: int) -> None:
-        async with self.store.database.connection("hiring for a test") as connection:
+    async def _insert_spawning_worker(self, worker_id: str, slot: int) -> None:
+        async with self.store.database.connection("spawning for a test") as connection:
             await connection.execute(
                 "insert into windlass.fleets (name) values ($1) on conflict do nothing", self.fleet
             )
@@ -128,7 +128,7 @@ class Bed:
                 slot,
             )
 
-    def dispatch(self, name: str = "dispatcher", **environment: str) -> subprocess.Popen[bytes]:
+    def start_dispatcher(self, name: str = "dispatcher", **environment: str) -> subprocess.Popen[bytes]:
         config = self.folder / "windlass.toml"
         settings = {
             "provider": "ray-local",
@@ -170,7 +170,7 @@ class Bed:
         (raylet,) = [child for child in children if child.name() == "raylet"]
         return raylet
 
-    def end(self) -> None:
+    def close(self) -> None:
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
@@ -194,14 +194,14 @@ class Bed:
     async def add(self, task: NewTask) -> int:
         return await self.store.enqueue(task)
 
-    async def finished(self, task_ids: list[int], timeout_s: float = WAIT_S) -> list[Any]:
-        over = (TaskStatus.COMPLETE, TaskStatus.FAILED)
+    async def wait_for_tasks(self, task_ids: list[int], timeout_s: float = WAIT_S) -> list[Any]:
+        terminal = (TaskStatus.COMPLETE, TaskStatus.FAILED)
 
-        async def look() -> list[Any]:
+        async def finished() -> list[Any]:
             tasks = [await self.store.task(task_id) for task_id in task_ids]
-            return tasks if all(task is not None and task.status in over for task in tasks) else []
+            return tasks if all(task is not None and task.status in terminal for task in tasks) else []
 
-        found: list[Any] = await until(look, f"finishing {len(task_ids)} tasks", timeout_s)
+        found: list[Any] = await until(finished, f"finishing {len(task_ids)} tasks", timeout_s)
         return found
 
     async def running_on(self, *worker_ids: str) -> list[Any]:
@@ -212,7 +212,7 @@ class Bed:
         workers = await self.store.workers()
         return {worker.id for worker in workers if worker.node is not None and worker.node.state.value == state}
 
-    async def joined(self, *worker_ids: str) -> None:
+    async def wait_for_nodes(self, *worker_ids: str) -> None:
         async def are_alive() -> bool:
             return set(worker_ids) <= await self.nodes("alive")
 
@@ -220,10 +220,10 @@ class Bed:
 
 
 @asynccontextmanager
-async def made_bed(head: HeadAddress, dsn: str, folder: Path) -> AsyncIterator[Bed]:
+async def ray_fixture(head: HeadAddress, dsn: str, folder: Path) -> AsyncIterator[RayFixture]:
     async with PostgresStores(dsn) as store:
-        bed = Bed(head, dsn, folder, store)
+        fixture = RayFixture(head, dsn, folder, store)
         try:
-            yield bed
+            yield fixture
         finally:
-            await asyncio.to_thread(bed.end)
+            await asyncio.to_thread(fixture.close)

@@ -276,7 +276,7 @@ class SlowPreparer:
         if worker.history.faults.never_joins:
             raise NotPrepared(self._rng.choice(CODES), f"preparing {pod}: it is a bad one", "what it said", "its key")
         if not self._history.faults_ended and self._rng.random() < 0.3:
-            raise RuntimeError("a fault in the adapter")
+            raise RuntimeError("adapter bug")
         return Preparation(host_key or "its key")
 
 
@@ -284,7 +284,7 @@ class RunpodHistory(Simulation):
     pods: Pods
 
     def _build(self) -> None:
-        self.wrap = self._replace_provider
+        self.wrap_service = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, RunpodCloud)}
         self.pods = Pods(clouds, self._rng_for("runpod"), self._rng_for("pods"))
@@ -347,7 +347,7 @@ class RunpodHistory(Simulation):
                 is_heard = worker.history.first_heartbeat_at is not None
                 if worker.history.faults.has_no_gpu:
                     return f"{entry.id} of {entry.name} has no GPU"
-                if worker._process.is_dead or worker._process.is_frozen or not is_heard:
+                if worker.process.is_dead or worker.process.is_frozen or not is_heard:
                     return f"nobody works in {entry.id} of {entry.name}"
         return await super()._find_unrest()
 

@@ -517,3 +517,10 @@ def test_large_slot_map_has_a_next_page() -> None:
 def test_vendored_script_has_its_license(script: str, license_name: str) -> None:
     assert (STATIC / f"{script}.js").stat().st_size > 0
     assert license_name in (STATIC / f"{script}.LICENSE.txt").read_text()
+
+
+def test_event_does_not_repeat_its_label() -> None:
+    events = [event("WORKER_REGISTERED", "registered on vm"), event("WORKER_ACTIVATED", "heartbeat 0 s ago")]
+    page = overview_page(PAGE, overview(standing(fleet())), {}, events)
+    assert "registered</strong> on vm<" in page
+    assert "activated</strong>: heartbeat 0 s ago<" in page

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.control_planes import SECRET, Plane, plane_of
+from support.control_planes import SECRET, InMemoryControlPlane, open_control_plane
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
 from windlass.server.server import listen, serving
@@ -26,13 +26,13 @@ JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"
 
 
 @pytest.fixture
-async def plane(clock: Any) -> AsyncIterator[Plane]:
-    async with plane_of(clock) as plane:
+async def plane(clock: Any) -> AsyncIterator[InMemoryControlPlane]:
+    async with open_control_plane(clock) as plane:
         yield plane
 
 
 @asynccontextmanager
-async def served(plane: Plane, port: int = 0) -> AsyncIterator[int]:
+async def served(plane: InMemoryControlPlane, port: int = 0) -> AsyncIterator[int]:
     listener = listen("127.0.0.1", port)
     port = listener.getsockname()[1]
     async with serving(plane.app, listener):
@@ -45,8 +45,8 @@ def write_join_file(folder: Path, **content: Any) -> Path:
     return path
 
 
-async def test_join_saves_worker_token_and_removes_join_token(plane: Plane, tmp_path: Path) -> None:
-    join_token = await plane.hire()
+async def test_join_saves_worker_token_and_removes_join_token(plane: InMemoryControlPlane, tmp_path: Path) -> None:
+    join_token = await plane.spawn_worker()
     async with served(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url + "/", join_token=join_token, note="kept")
@@ -67,8 +67,8 @@ async def test_join_saves_worker_token_and_removes_join_token(plane: Plane, tmp_
         assert (again, order_again) == (credentials, order)
 
 
-async def test_machine_whose_join_answer_was_lost_joins_again(plane: Plane, tmp_path: Path) -> None:
-    join_token = await plane.hire()
+async def test_machine_whose_join_answer_was_lost_joins_again(plane: InMemoryControlPlane, tmp_path: Path) -> None:
+    join_token = await plane.spawn_worker()
     async with served(plane) as port:
         path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
         first, _, _ = await join(path)
@@ -78,19 +78,19 @@ async def test_machine_whose_join_answer_was_lost_joins_again(plane: Plane, tmp_
         assert second == first
 
 
-async def test_join_is_retried_while_control_plane_is_unavailable(plane: Plane, tmp_path: Path) -> None:
-    join_token = await plane.hire()
+async def test_join_is_retried_while_control_plane_is_unavailable(plane: InMemoryControlPlane, tmp_path: Path) -> None:
+    join_token = await plane.spawn_worker()
     async with served(plane) as port:
         pass
     path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
     joining = asyncio.create_task(join(path))
     while not (tmp_path / "join.json.token").exists():
         await asyncio.sleep(0)
-    plane.store.trouble = DatabaseUnavailable("unavailable")
+    plane.store.error = DatabaseUnavailable("unavailable")
     async with served(plane, port):
-        while not plane.store.refusals:
+        while not plane.store.refused_logins:
             await asyncio.sleep(0)
-        plane.store.trouble = None
+        plane.store.error = None
         credentials, _, _ = await asyncio.wait_for(joining, 30)
     assert credentials.worker_id == "w0"
 
@@ -127,9 +127,9 @@ async def test_join_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         await join(path)
 
 
-async def test_join_of_terminated_worker_is_refused_without_retry(plane: Plane, tmp_path: Path) -> None:
-    join_token = await plane.hire()
-    await plane.end()
+async def test_join_of_terminated_worker_is_refused_without_retry(plane: InMemoryControlPlane, tmp_path: Path) -> None:
+    join_token = await plane.spawn_worker()
+    await plane.terminate_worker()
     async with served(plane) as port:
         url = f"http://127.0.0.1:{port}"
         path = write_join_file(tmp_path, worker_id="w0", url=url, join_token=join_token)
@@ -229,10 +229,10 @@ async def behind_tls(port: int, certificate: Path) -> AsyncIterator[int]:
 
 
 async def test_https_verifies_certificate_of_control_plane(
-    plane: Plane, tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
+    plane: InMemoryControlPlane, tmp_path: Path, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "JOIN_TIMEOUT_S", 0.0)
-    join_token = await plane.hire()
+    join_token = await plane.spawn_worker()
     async with served(plane) as inner, behind_tls(inner, certificate) as port:
         content = {"worker_id": "w0", "url": f"https://localhost:{port}", "join_token": join_token}
         with pytest.raises(ControlPlaneUnavailable, match="certificate verify failed"):

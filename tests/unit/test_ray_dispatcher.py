@@ -1,4 +1,4 @@
-"""A dispatcher's term, in virtual time: Ray says what it is told to, the store is the one in memory."""
+"""Parts of the dispatcher in virtual time: its lease, its observation of nodes, its runtimes."""
 
 import asyncio
 from random import Random
@@ -6,178 +6,171 @@ from typing import Any
 
 import pytest
 
+from support.ray_builders import make_node
 from windlass.model.config import Retention
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost
 from windlass.model.node import dispatcher_lease
-from windlass.ray.cluster import ClusterNode
-from windlass.ray.dispatcher import LEASE_S, Dispatch, Dispatcher
-from windlass.ray.seat_pool import Seats
+from windlass.ray.cluster import Cluster, ClusterNode
+from windlass.ray.dispatcher_lease import LEASE_S, DispatcherLease
+from windlass.ray.node_table import NodeTable
+from windlass.ray.node_watch import NodeWatch
+from windlass.ray.runtime_group import RuntimeGroup
+from windlass.ray.seat_pool import SeatPool
 from windlass.simulator.loop import run, virtual_now
 from windlass.store.memory.stores import MemoryStores
 from windlass.worker.lifecycle import ExitReason
 
 CONFIG = FleetConfig(provider="ray", engine="ray", queues=("q",), handler="app:f")
+ANOTHER = Candidate("another", LEASE_S, dispatcher_lease("f"))
 
 
-class Cluster:
-    """What Ray says of its nodes."""
+class FakeCluster(Cluster):
+    """Lists the nodes in `nodes`."""
 
-    def __init__(self, _address: str) -> None:
-        self.seen: list[ClusterNode] = []
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1:1")
+        self.nodes: list[ClusterNode] = []
 
-    async def nodes(self) -> list[ClusterNode]:
-        return self.seen
+    async def list_nodes(self) -> list[ClusterNode]:
+        return self.nodes
 
 
-class Term:
-    """A dispatcher that leads, as `run` would have it."""
+class IdlePool(SeatPool):
+    """Has no attempts, and records the calls of reconcile()."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: FleetConfig = CONFIG) -> None:
-        monkeypatch.setattr("windlass.ray.dispatcher.Cluster", Cluster)
+    def __init__(self, nodes: NodeTable) -> None:
+        super().__init__(self, nodes, CONFIG.ray, self)  # type: ignore[arg-type]
+        self.stuck_since: list[float | None] = []
+
+    def reconcile(self, stuck_since: float | None = None) -> None:
+        self.stuck_since.append(stuck_since)
+
+
+class DispatcherParts:
+    """The lease and the node watch of a dispatcher, over the memory store."""
+
+    def __init__(self) -> None:
         self.store = MemoryStores(virtual_now, Retention(), Random(1))  # noqa: S311
-        self.dispatcher = Dispatcher(Dispatch("f", config, "127.0.0.1:1", 1000, None), self.store, self._transport)
-        self.seats = Seats(self, self.dispatcher._nodes, config.ray, self._never)  # type: ignore[arg-type]
+        self.cluster = FakeCluster()
+        self.lease = DispatcherLease(self.store, "f")
+        nodes = NodeTable("f", CONFIG.ray, CONFIG.queues, None)
+        self.pool = IdlePool(nodes)
+        self.watch = NodeWatch(CONFIG, nodes, self.lease, self.store, self.cluster, lambda: None)
 
-    def _transport(self) -> Any:
-        raise AssertionError("nobody works here")
+    async def acquire_lease(self) -> int:
+        assert await self.lease.acquire(asyncio.Event())
+        return self.lease.term
 
-    def _never(self, _placement: Any) -> Any:
-        raise AssertionError("nothing is placed here")
+    async def observe(self) -> None:
+        await self.watch.observe(self.pool)
 
-    @property
-    def ray(self) -> Any:
-        return self.dispatcher._cluster
-
-    async def lead(self) -> int:
-        term = await self.dispatcher._lead()
-        assert term is not None
-        return term
-
-    async def look(self, term: int) -> None:
-        await self.dispatcher._look(self.seats, term)
-
-    async def told_of(self) -> list[str]:
+    async def reported_workers(self) -> list[str]:
         return [worker.id for worker in await self.store.workers()]
 
 
-def node(node_id: str) -> ClusterNode:
-    return ClusterNode(node_id, True, {}, "127.0.0.1", {"CPU": 2.0}, {}, is_head=False)
+def test_take_over_is_retried_under_the_same_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def take_over() -> None:
+        parts, stop = DispatcherParts(), asyncio.Event()
+        await parts.acquire_lease()
+        take_over_nodes, calls = parts.store.take_over_nodes, 0
 
+        async def fail_for_longer_than_a_lease(*arguments: Any) -> int:
+            nonlocal calls
+            calls += 1
+            if calls < 20:
+                raise DatabaseUnavailable("a task is locked")
+            return await take_over_nodes(*arguments)
 
-def test_a_fleet_that_cannot_be_taken_over_yet_is_asked_for_again_under_the_same_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def locked() -> None:
-        bench = Term(monkeypatch)
-        term = await bench.lead()
-        take_over, times = bench.store.take_over_nodes, 0
-
-        async def taken(*arguments: Any) -> int:
-            nonlocal times
-            times += 1
-            if times < 20:  # for longer than a lease
-                raise DatabaseUnavailable("somebody has locked one of its tasks")
-            return await take_over(*arguments)
-
-        monkeypatch.setattr(bench.store, "take_over_nodes", taken)
-        assert await bench.dispatcher._take_over(term) == 0
-        assert times == 20
-        times = 0
-        await bench.store.release_lease(bench.dispatcher._candidate)
-        assert isinstance(await bench.store.acquire_lease(Candidate("other", 1e6, dispatcher_lease("f"))), int)
+        monkeypatch.setattr(parts.store, "take_over_nodes", fail_for_longer_than_a_lease)
+        assert await parts.lease.take_over(stop) == 0
+        assert calls == 20
+        calls = 0
+        await parts.lease.release()
+        assert isinstance(await parts.store.acquire_lease(Candidate("another", 1e6, dispatcher_lease("f"))), int)
         with pytest.raises(LeaseLost):
-            await bench.dispatcher._take_over(term)
+            await parts.lease.take_over(stop)
 
-    run(locked())
+    run(take_over())
 
 
-def test_after_an_outage_that_outlasted_its_lease_a_dispatcher_goes_on_if_nobody_took_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dispatcher_continues_after_an_outage_if_its_lease_was_not_taken() -> None:
     async def outage() -> None:
-        bench = Term(monkeypatch)
-        term = await bench.lead()
-        bench.ray.seen = [node("id-1")]
-        await bench.look(term)
+        parts = DispatcherParts()
+        term = await parts.acquire_lease()
+        parts.cluster.nodes = [make_node("id-1")]
+        await parts.observe()
         await asyncio.sleep(LEASE_S + 1)
-        # The database answers again, and a look comes before the next renewal.
-        bench.ray.seen.append(node("id-2"))
-        await bench.look(term)
-        assert await bench.told_of() == ["ray-f-id-1"]
-        assert await bench.lead() == term
-        await bench.look(term)
-        assert await bench.told_of() == ["ray-f-id-1", "ray-f-id-2"]
+        # The database responds again, and nodes are observed before the next renewal.
+        parts.cluster.nodes.append(make_node("id-2"))
+        await parts.observe()
+        assert await parts.reported_workers() == ["ray-f-id-1"]
+        assert await parts.acquire_lease() == term
+        await parts.observe()
+        assert await parts.reported_workers() == ["ray-f-id-1", "ray-f-id-2"]
 
     run(outage())
 
 
-def test_a_lease_that_runs_out_while_nodes_are_reported_is_judged_by_its_renewal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def slow() -> None:
-        bench = Term(monkeypatch)
-        term = await bench.lead()
-        bench.store.tables.leases.rows[dispatcher_lease("f")].expires_at = virtual_now()
-        await bench.look(term)
-        # Nothing is claimed until it is known whose it is.
-        assert not bench.dispatcher._trust.is_valid
-        assert isinstance(await bench.store.acquire_lease(Candidate("another", LEASE_S, dispatcher_lease("f"))), int)
-        with pytest.raises(LeaseLost, match="another dispatcher acts for fleet f"):
-            await bench.dispatcher._renew(term)
+def test_lease_that_expires_during_a_report_is_decided_by_its_renewal() -> None:
+    async def slow_report() -> None:
+        parts = DispatcherParts()
+        await parts.acquire_lease()
+        parts.store.tables.leases.rows[dispatcher_lease("f")].expires_at = virtual_now()
+        await parts.observe()
+        # Nothing is claimed until the next renewal.
+        assert not parts.lease.is_valid
+        assert isinstance(await parts.store.acquire_lease(ANOTHER), int)
+        with pytest.raises(LeaseLost, match="another dispatcher of fleet f is active"):
+            await parts.lease.renew_until_lost(lambda: None)
 
-    run(slow())
+    run(slow_report())
 
 
-def test_seats_that_wait_since_a_loss_are_replaced_in_time_however_many_losses_follow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_seats_pending_since_a_node_loss_are_replaced_after_each_loss() -> None:
     async def losses() -> list[float | None]:
-        bench, told = Term(monkeypatch), []
-        monkeypatch.setattr(bench.seats, "look", told.append)
+        parts = DispatcherParts()
         for number in range(7):
-            # Every four seconds another node takes the place of the one before it, three times.
-            bench.ray.seen = [node(f"id-{min(number, 3)}")]
-            await bench.look(1)
+            # Every four seconds another node replaces the previous one, three times.
+            parts.cluster.nodes = [make_node(f"id-{min(number, 3)}")]
+            await parts.observe()
             await asyncio.sleep(4)
-        return told
+        return parts.pool.stuck_since
 
     assert run(losses()) == [None, None, None, None, 4.0, 8.0, 12.0]
 
 
-class Runtime:
-    """Works until it is told to end, by us or by others."""
+class FakeRuntime:
+    """Works until it is drained."""
 
     def __init__(self) -> None:
-        self.limits_s: list[float | None] = []
-        self.is_told = asyncio.Event()
+        self.drain_limits_s: list[float | None] = []
+        self.is_drained = asyncio.Event()
 
     async def work(self) -> ExitReason:
-        await self.is_told.wait()
+        await self.is_drained.wait()
         return ExitReason.DRAINED
 
-    def drain(self, _why: str, limit_s: float | None = None) -> None:
-        self.limits_s.append(limit_s)
-        self.is_told.set()
+    def drain(self, _reason: str, limit_s: float | None = None) -> None:
+        self.drain_limits_s.append(limit_s)
+        self.is_drained.set()
 
 
-@pytest.mark.parametrize("is_by_us", [False, True], ids=["others", "us"])
-def test_a_part_that_is_told_to_end_by_others_has_the_whole_start_anew_in_good_order(
-    monkeypatch: pytest.MonkeyPatch, is_by_us: bool
-) -> None:
-    async def beside() -> None:
-        dispatcher = Term(monkeypatch).dispatcher
-        told, other = Runtime(), Runtime()
-        dispatcher._runtimes.extend([told, other])  # type: ignore[list-item]
-        asyncio.get_running_loop().call_later(1, dispatcher.stop if is_by_us else told.is_told.set)
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["by the control plane", "by a stop request"])
+def test_when_one_runtime_is_drained_all_drain(is_stopped: bool) -> None:
+    async def drain_one() -> None:
+        group, drained, other = RuntimeGroup("d"), FakeRuntime(), FakeRuntime()
+        group.add(drained)  # type: ignore[arg-type]
+        group.add(other)  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(1, group.stop if is_stopped else drained.is_drained.set)
         async with asyncio.timeout(10):
-            if is_by_us:
-                await dispatcher._run_beside()
+            if is_stopped:
+                await group.run()
             else:
-                with pytest.raises(LeaseLost, match="told to end"):
-                    await dispatcher._run_beside()
-        # What runs is allowed its time.
-        assert other.limits_s[0] is None
+                with pytest.raises(LeaseLost, match="drained by the control plane"):
+                    await group.run()
+        # Running tasks may finish within the normal limit.
+        assert other.drain_limits_s[0] is None
 
-    run(beside())
+    run(drain_one())

@@ -1,4 +1,4 @@
-"""What is kept beside fleets whose tasks Ray places, and what is refused before anybody is hired for them."""
+"""The head and the dispatchers of `windlass up`, and the checks before machines are spawned."""
 
 import asyncio
 import os
@@ -16,14 +16,12 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config, Retention
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import MachineRequest
-from windlass.providers.local import LocalProvider
-from windlass.ray.head_lease import given_head, sole_head
+from windlass.ray.head_lease import hold_head_lease
 from windlass.ray.supervisor import ProgramSupervisor
 from windlass.ray.versions import our_versions
 from windlass.store.memory.stores import MemoryStores
-from windlass.wiring.providers import _with_ray, make_provider
-from windlass.wiring.ray import RaySupervisor, check_ray, dispatchers
+from windlass.wiring.providers import _with_ray, withheld_from
+from windlass.wiring.ray import RaySupervisor, check_ray, dispatcher_programs
 
 FLEET = """
 [fleets.a]
@@ -42,23 +40,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-class Beside(RaySupervisor):
-    """With a head that was given, and the right to it by a lease in `leases`."""
+class ExternalHeadSupervisor(RaySupervisor):
+    """Uses an external head, with its lease in a memory store."""
 
     def __init__(self) -> None:
         self.leases = MemoryStores(lambda: datetime.now(UTC), Retention(), Random(1))  # noqa: S311
         self.programs = ProgramSupervisor()
-        self.until_end = AsyncExitStack()
-        super().__init__(self.programs, self.given, self.until_end)
+        super().__init__(self.programs, self.use_external_head, AsyncExitStack())
 
     @asynccontextmanager
-    async def given(self, config: Config) -> AsyncIterator[str]:
-        async with given_head(self.leases, LEASE_S):
-            yield config.ray_address or "none was given"
+    async def use_external_head(self, config: Config) -> AsyncIterator[str]:
+        async with hold_head_lease(self.leases, is_shared=True, lease_s=LEASE_S):
+            yield config.ray_address or "not set"
 
-    async def keep_another(self) -> None:
-        """What somebody without RAY_ADDRESS does. Raises ConfigError if we use ours."""
-        async with asyncio.timeout(10 * LEASE_S), sole_head(self.leases, LEASE_S):
+    async def run_own_head_elsewhere(self) -> None:
+        """As another orchestrator without RAY_ADDRESS would. Raises ConfigError while this one uses its head."""
+        async with asyncio.timeout(10 * LEASE_S), hold_head_lease(self.leases, is_shared=False, lease_s=LEASE_S):
             pass
 
 
@@ -67,7 +64,7 @@ def write(toml: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_the_same"),
+    ("before", "after", "is_same"),
     [
         ("max_workers = 2", "max_workers = 9", True),
         ("app:work", "app:other", False),
@@ -77,35 +74,35 @@ def write(toml: str) -> None:
         ("[fleets.a]", "[worker]\ntimeout_s = 5\n[fleets.a]", False),
     ],
     ids=[
-        "how many are hired",
-        "what runs",
-        "its queues",
-        "what tasks need",
-        "what nodes offer",
-        "how long tasks may take",
+        "max_workers",
+        "handler",
+        "queues",
+        "needs of tasks",
+        "resources of nodes",
+        "time limit of tasks",
     ],
 )
-def test_a_dispatcher_starts_anew_when_what_it_goes_by_has_changed(before: str, after: str, is_the_same: bool) -> None:
+def test_dispatcher_restarts_only_if_its_settings_changed(before: str, after: str, is_same: bool) -> None:
     write(FLEET)
-    first = dispatchers(load_config().config, ADDRESS)
+    first = dispatcher_programs(load_config().config, ADDRESS)
     assert list(first) == ["a"]
     write(FLEET.replace(before, after))
-    assert (dispatchers(load_config().config, ADDRESS) == first) is is_the_same
+    assert (dispatcher_programs(load_config().config, ADDRESS) == first) is is_same
 
 
-def test_a_dispatcher_is_told_what_it_goes_by_and_reads_no_file() -> None:
-    of_fleet = 'engine = "ray"\nhandler = "app:work"\nqueues = ["q", "r"]\nheartbeat_interval_s = 50\nconcurrency = 3\n'
-    needs = "env = {HUSH = 'secret'}\n[fleets.b.ray]\nnode_cpus = 4\n[fleets.b.ray.queues.r]\nnum_cpus = 0.5\n"
+def test_dispatcher_gets_its_settings_by_command_and_environment() -> None:
+    fleet = 'engine = "ray"\nhandler = "app:work"\nqueues = ["q", "r"]\nheartbeat_interval_s = 50\nconcurrency = 3\n'
+    needs = "env = {KEY = 'secret'}\n[fleets.b.ray]\nnode_cpus = 4\n[fleets.b.ray.queues.r]\nnum_cpus = 0.5\n"
     write(
         'database_url = "postgresql://me:secret@host/db"\nmax_payload_bytes = 5\n'
-        f'[fleets.b]\nprovider = "hetzner"\nheartbeat_timeout_s = 400\n{of_fleet}{needs}'
+        f'[fleets.b]\nprovider = "hetzner"\nheartbeat_timeout_s = 400\n{fleet}{needs}'
     )
     config = load_config().config
-    program = dispatchers(config, ADDRESS)["b"]
+    program = dispatcher_programs(config, ADDRESS)["b"]
     options = dict(pairwise(program.command))
-    told, meant = FleetConfig.model_validate_json(options["--settings"]), config.fleets["b"]
+    passed, configured = FleetConfig.model_validate_json(options["--settings"]), config.fleets["b"]
     for name in ("provider", "engine", "queues", "handler", "ray", "concurrency", "heartbeat_timeout_s"):
-        assert getattr(told, name) == getattr(meant, name)
+        assert getattr(passed, name) == getattr(configured, name)
     assert options["--config"] == os.devnull
     assert "secret" not in " ".join(program.command)
     expected = {
@@ -116,76 +113,71 @@ def test_a_dispatcher_is_told_what_it_goes_by_and_reads_no_file() -> None:
     assert expected.items() <= program.env.items()
 
 
-async def test_a_reload_that_would_need_a_head_or_another_one_is_refused() -> None:
+async def test_reload_that_needs_a_new_or_another_head_is_refused() -> None:
     write(FLEET)
-    config, beside = load_config().config, Beside()
-    with pytest.raises(ConfigError, match="fleet a is the first whose tasks Ray places.*start `windlass up` again"):
-        await beside.check(config)
-    beside.address = ADDRESS
+    config, supervisor = load_config().config, ExternalHeadSupervisor()
+    with pytest.raises(ConfigError, match="fleet a needs a Ray head, and none is running: restart `windlass up`"):
+        await supervisor.check(config)
+    supervisor.address = ADDRESS
     with pytest.raises(
-        ConfigError, match=f"nodes join the Ray head at {ADDRESS}, and ray_address is now 10.0.0.6:6379"
+        ConfigError, match=f"ray_address changed from {ADDRESS} to 10.0.0.6:6379: restart `windlass up`"
     ):
-        await beside.check(config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
+        await supervisor.check(config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
 
 
-async def test_an_image_that_cannot_work_is_refused_whoever_hires() -> None:
+async def test_image_with_another_python_is_refused() -> None:
     write('[fleets.a]\nprovider = "hetzner"\nengine = "ray"\nhandler = "app:work"\nhetzner.image = "ubuntu-22.04"\n')
-    with pytest.raises(ConfigError, match="ubuntu-22.04, which has Python 3.10"):
+    with pytest.raises(ConfigError, match="from image ubuntu-22.04 have 3.10"):
         await check_ray(load_config().config)
 
 
-async def test_a_reload_that_was_refused_binds_nobody_to_its_cluster() -> None:
+async def test_refused_reload_does_not_use_its_cluster() -> None:
     write('[fleets.a]\nprovider = "hetzner"\nengine = "ray"\nhandler = "app:work"\nhetzner.image = "ubuntu-22.04"\n')
-    beside = Beside()
+    supervisor = ExternalHeadSupervisor()
     with pytest.raises(ConfigError, match="ubuntu-22.04"):
-        await beside.check(load_config().config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
-    assert beside.address is None
+        await supervisor.check(load_config().config.model_copy(update={"ray_address": "10.0.0.6:6379"}))
+    assert supervisor.address is None
 
 
-async def test_a_reload_that_fails_or_comes_too_late_gives_no_fleet_a_dispatcher_and_leaves_the_head_to_others() -> (
-    None
-):
+async def test_failed_reload_starts_no_dispatcher_and_releases_the_head() -> None:
     write(f'ray_address = "{ADDRESS}"\n{FLEET}')
-    beside = Beside()
-    with pytest.raises(WindlassError, match="too late"):
-        async with beside.rearranged(load_config().config) as address:
+    supervisor = ExternalHeadSupervisor()
+    with pytest.raises(WindlassError, match="reload failed"):
+        async with supervisor.reconfigured(load_config().config) as address:
             assert address == ADDRESS
-            with pytest.raises(ConfigError, match="another `windlass up` .* has a Ray head"):
-                await beside.keep_another()
-            raise WindlassError("it is too late")
-    assert (beside.address, beside.head()) == (None, None)
-    assert not beside.programs._kept
-    await beside.keep_another()
+            with pytest.raises(ConfigError, match="another `windlass up` .* uses a Ray head"):
+                await supervisor.run_own_head_elsewhere()
+            raise WindlassError("reload failed")
+    assert (supervisor.address, supervisor.head()) == (None, None)
+    assert not supervisor.programs.programs
+    await supervisor.run_own_head_elsewhere()
 
 
-async def test_a_head_that_was_given_is_none_of_our_business_before_a_fleet_needs_it() -> None:
+async def test_external_head_is_not_used_before_a_fleet_needs_it() -> None:
     plain = f'ray_address = "{ADDRESS}"\n[fleets.plain]\nhandler = "app:work"\n'
     write(plain)
-    beside = Beside()
-    async with sole_head(beside.leases, LEASE_S):
-        async with beside.rearranged(load_config().config) as address:
+    supervisor = ExternalHeadSupervisor()
+    async with hold_head_lease(supervisor.leases, is_shared=False, lease_s=LEASE_S):
+        async with supervisor.reconfigured(load_config().config) as address:
             assert address == ADDRESS
         write(plain + FLEET)
-        with pytest.raises(ConfigError, match="another `windlass up` .* keeps a Ray head of its own"):
-            async with beside.rearranged(load_config().config):
+        with pytest.raises(ConfigError, match="another `windlass up` .* runs a Ray head of its own"):
+            async with supervisor.reconfigured(load_config().config):
                 pytest.fail("two heads")
-    assert not beside.programs._kept
+    assert not supervisor.programs.programs
 
 
-def test_nodes_get_our_ray_with_what_was_asked_for_beside_it() -> None:
-    asked = BootstrapSettings(requirements=("numpy", "ray[data]>=2", "ray-lightning", "Ray [serve]"))
+def test_nodes_install_our_ray_version_with_the_requested_extras() -> None:
+    requested = BootstrapSettings(requirements=("numpy", "ray[data]>=2", "ray-lightning", "Ray [serve]"))
     ours = our_versions().ray
-    assert _with_ray(asked).requirements == ("numpy", "ray-lightning", f"ray[data,serve]=={ours}")
+    assert _with_ray(requested).requirements == ("numpy", "ray-lightning", f"ray[data,serve]=={ours}")
     assert _with_ray(BootstrapSettings(requirements=("ray==1.0",))).requirements == (f"ray=={ours}",)
 
 
-def test_only_nodes_are_told_how_to_join_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "hush")
+def test_only_ray_nodes_get_the_token_of_the_cluster() -> None:
     write(FLEET + '[fleets.plain]\nhandler = "app:work"\n')
-    config = load_config().config.model_copy(update={"ray_address": ADDRESS})
-    told = {}
-    for name, fleet in config.fleets.items():
-        hires = make_provider(name, fleet, config, "i")
-        assert isinstance(hires, LocalProvider)
-        told[name] = hires._environment(MachineRequest("w", name, 0))
-    assert {name: "RAY_AUTH_TOKEN" in environment for name, environment in told.items()} == {"a": True, "plain": False}
+    fleets = load_config().config.fleets
+    assert {name: "RAY_AUTH_TOKEN" in withheld_from(fleet) for name, fleet in fleets.items()} == {
+        "a": False,
+        "plain": True,
+    }

@@ -16,20 +16,20 @@ DSN = "postgresql://app:hunter2@db.example.com:6543/app"
     [
         pytest.param(
             socket.gaierror(-2, "Name or service not known"),
-            "connecting: the name of the database's host, db.example.com:6543, is not known here: check DATABASE_URL.",
+            "connecting: the host name of the database, db.example.com:6543, cannot be resolved. Check DATABASE_URL.",
             id="no such host",
         ),
         pytest.param(
             ConnectionError('PostgreSQL server at "db.example.com:6543" rejected SSL upgrade'),
-            "do not agree on TLS",
+            "the TLS connection to the database",
             id="a server without TLS",
         ),
         pytest.param(
-            ssl.SSLCertVerificationError("certificate verify failed"), "check sslmode", id="a certificate of nobody's"
+            ssl.SSLCertVerificationError("certificate verify failed"), "Check sslmode", id="unknown certificate"
         ),
         pytest.param(
             asyncpg.InvalidAuthorizationSpecificationError('no pg_hba.conf entry for host "::1", no encryption'),
-            "takes only encrypted connections: add sslmode=require to DATABASE_URL.",
+            "accepts only encrypted connections. Add sslmode=require to DATABASE_URL.",
             id="a server that wants TLS",
         ),
         pytest.param(
@@ -37,12 +37,12 @@ DSN = "postgresql://app:hunter2@db.example.com:6543/app"
             "refused the user or password",
             id="password",
         ),
-        pytest.param(ConnectionRefusedError(111, "refused"), "cannot be reached", id="nobody listens"),
+        pytest.param(ConnectionRefusedError(111, "refused"), "cannot be reached", id="connection refused"),
     ],
 )
-def test_the_cause_is_named(error: BaseException, sentence: str) -> None:
-    told = str(unavailable("connecting", DSN, error))
-    assert sentence in told
-    assert told.startswith("connecting: ")
-    assert told.endswith((".", "?"))
-    assert "hunter2" not in told
+def test_error_names_its_cause(error: BaseException, sentence: str) -> None:
+    message = str(unavailable("connecting", DSN, error))
+    assert sentence in message
+    assert message.startswith("connecting: ")
+    assert message.endswith((".", "?"))
+    assert "hunter2" not in message

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from support.control_planes import SECRET, TTL_S, WHEEL, Plane, bearer, plane_of
+from support.control_planes import SECRET, TTL_S, WHEEL, InMemoryControlPlane, bearer, open_control_plane
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, Role
 from windlass.model.config import ApiConfig
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused, UnknownWorker
@@ -26,8 +26,8 @@ DATABASE_URL = "postgresql://u:hunter2@db.internal:5432"
 
 
 @pytest.fixture
-async def plane(clock: Any) -> AsyncIterator[Plane]:
-    async with plane_of(clock) as plane:
+async def plane(clock: Any) -> AsyncIterator[InMemoryControlPlane]:
+    async with open_control_plane(clock) as plane:
         yield plane
 
 
@@ -43,8 +43,8 @@ def error_of(response: httpx.Response) -> tuple[int, str]:
 # -------------------------------------------------------------------------------------------------------- activation
 
 
-async def test_activation_returns_the_work_order(plane: Plane) -> None:
-    response = await plane.activate(await plane.hire(), TOKEN)
+async def test_activation_returns_the_work_order(plane: InMemoryControlPlane) -> None:
+    response = await plane.activate(await plane.spawn_worker(), TOKEN)
     assert response.status_code == 200
     assert response.json() == {
         "worker_id": "w0",
@@ -69,8 +69,8 @@ async def test_activation_returns_the_work_order(plane: Plane) -> None:
     }
 
 
-async def test_activation_can_be_repeated_with_the_same_tokens(plane: Plane, clock: Any) -> None:
-    join_token = await plane.hire()
+async def test_activation_can_be_repeated_with_the_same_tokens(plane: InMemoryControlPlane, clock: Any) -> None:
+    join_token = await plane.spawn_worker()
     first = await plane.activate(join_token, TOKEN)
     clock.advance(10 * TTL_S)
     assert (await plane.activate(join_token, TOKEN)).json() == first.json()
@@ -78,39 +78,39 @@ async def test_activation_can_be_repeated_with_the_same_tokens(plane: Plane, clo
     assert error_of(await plane.get("/internal/worker/order", OTHER_TOKEN)) == (401, "UNAUTHORIZED")
 
 
-async def test_expired_join_token_is_refused(plane: Plane, clock: Any) -> None:
-    join_token = await plane.hire()
+async def test_expired_join_token_is_refused(plane: InMemoryControlPlane, clock: Any) -> None:
+    join_token = await plane.spawn_worker()
     clock.advance(TTL_S)
     response = await plane.activate(join_token, TOKEN)
     assert error_of(response) == (410, "GONE")
     assert "expired" in response.text
 
 
-async def test_machine_of_terminated_worker_cannot_activate(plane: Plane) -> None:
-    join_token = await plane.hire()
-    await plane.end()
+async def test_machine_of_terminated_worker_cannot_activate(plane: InMemoryControlPlane) -> None:
+    join_token = await plane.spawn_worker()
+    await plane.terminate_worker()
     assert error_of(await plane.activate(join_token, TOKEN)) == (410, "GONE")
 
 
-async def test_join_token_is_valid_for_its_own_worker_only(plane: Plane) -> None:
-    join_token = await plane.hire("w0", 0)
-    await plane.hire("w1", 1)
+async def test_join_token_is_valid_for_its_own_worker_only(plane: InMemoryControlPlane) -> None:
+    join_token = await plane.spawn_worker("w0", 0)
+    await plane.spawn_worker("w1", 1)
     assert error_of(await plane.activate(join_token, TOKEN, "w1")) == (403, "FORBIDDEN")
     assert error_of(await plane.activate(f"{JOIN_PREFIX}{'0' * 64}", TOKEN)) == (401, "UNAUTHORIZED")
 
 
-async def test_join_token_does_not_allow_worker_calls(plane: Plane) -> None:
-    join_token = await plane.hire()
+async def test_join_token_does_not_allow_worker_calls(plane: InMemoryControlPlane) -> None:
+    join_token = await plane.spawn_worker()
     assert error_of(await plane.post("/internal/worker/claim", join_token, {"queues": ["a"]})) == (403, "FORBIDDEN")
     assert error_of(await plane.get("/internal/worker/order", join_token)) == (403, "FORBIDDEN")
 
 
 @pytest.mark.parametrize("weak", ["", "short", "wlw_short", f"{JOIN_PREFIX}{'1' * 64}"])
-async def test_weak_worker_token_is_refused(plane: Plane, weak: str) -> None:
-    assert error_of(await plane.activate(await plane.hire(), weak)) == (400, "BAD_INPUT")
+async def test_weak_worker_token_is_refused(plane: InMemoryControlPlane, weak: str) -> None:
+    assert error_of(await plane.activate(await plane.spawn_worker(), weak)) == (400, "BAD_INPUT")
 
 
-async def test_restarted_worker_gets_its_order_with_current_settings(plane: Plane) -> None:
+async def test_restarted_worker_gets_its_order_with_current_settings(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
     plane.control.fleets["gpus"] = plane.control.fleets["gpus"].model_copy(update={"concurrency": 5, "queues": ("c",)})
     order = (await plane.get("/internal/worker/order", token)).json()
@@ -118,7 +118,7 @@ async def test_restarted_worker_gets_its_order_with_current_settings(plane: Plan
     assert (order["concurrency"], order["queues"]) == (5, ["a", "b"])
 
 
-async def test_work_order_of_fleet_run_elsewhere_is_unavailable(plane: Plane) -> None:
+async def test_work_order_of_fleet_run_elsewhere_is_unavailable(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
     del plane.control.fleets["gpus"]
     assert error_of(await plane.get("/internal/worker/order", token)) == (503, "UNAVAILABLE")
@@ -127,7 +127,7 @@ async def test_work_order_of_fleet_run_elsewhere_is_unavailable(plane: Plane) ->
 # --------------------------------------------------------------------------------------------------- permissions
 
 
-async def test_internal_paths_need_a_token(plane: Plane) -> None:
+async def test_internal_paths_need_a_token(plane: InMemoryControlPlane) -> None:
     for method, path in [("POST", "/internal/cycle"), ("GET", "/internal/wheel"), ("POST", "/internal/unknown")]:
         response = await plane.client.request(method, path)
         assert error_of(response) == (401, "UNAUTHORIZED")
@@ -137,12 +137,12 @@ async def test_internal_paths_need_a_token(plane: Plane) -> None:
         assert error_of(response) == (401, "UNAUTHORIZED")
 
 
-async def test_token_is_checked_before_the_body_is_read(plane: Plane) -> None:
+async def test_token_is_checked_before_the_body_is_read(plane: InMemoryControlPlane) -> None:
     response = await plane.client.post("/internal/worker/claim", content=b"{", headers=bearer(TOKEN))
     assert error_of(response) == (401, "UNAUTHORIZED")
 
 
-async def test_worker_may_use_only_its_own_queues(plane: Plane) -> None:
+async def test_worker_may_use_only_its_own_queues(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
     for path, body in {
         "register": {"worker_id": "w0"},
@@ -157,7 +157,7 @@ async def test_worker_may_use_only_its_own_queues(plane: Plane) -> None:
         assert (await plane.post(f"/internal/worker/{path}", token, {**body, "queues": ["b"]})).is_success, path
 
 
-async def test_worker_identity_comes_from_its_token(plane: Plane) -> None:
+async def test_worker_identity_comes_from_its_token(plane: InMemoryControlPlane) -> None:
     token = await plane.join("w0", 0)
     await plane.join("w1", 1)
     await plane.post("/internal/worker/heartbeat", token, {"worker_id": "w1", "vitals": {"pid": 7}})
@@ -171,7 +171,7 @@ async def test_worker_identity_comes_from_its_token(plane: Plane) -> None:
 @pytest.mark.parametrize(
     ("role", "status"), [(Role.OPERATOR, 200), (Role.VIEWER, 403), (Role.PRODUCER, 403), (Role.WORKER, 403)]
 )
-async def test_only_operators_may_request_a_cycle(plane: Plane, role: Role, status: int) -> None:
+async def test_only_operators_may_request_a_cycle(plane: InMemoryControlPlane, role: Role, status: int) -> None:
     response = await plane.post("/internal/cycle", await plane.api_token(role))
     assert response.status_code == status
     assert plane.control.cycles_requested == (status == 200)
@@ -179,11 +179,11 @@ async def test_only_operators_may_request_a_cycle(plane: Plane, role: Role, stat
         assert response.json() == [{"fleet": "gpus", "decision": "nothing to do"}]
 
 
-async def test_worker_may_not_request_a_cycle(plane: Plane) -> None:
+async def test_worker_may_not_request_a_cycle(plane: InMemoryControlPlane) -> None:
     assert error_of(await plane.post("/internal/cycle", await plane.join())) == (403, "FORBIDDEN")
 
 
-async def test_revoked_token_is_refused(plane: Plane) -> None:
+async def test_revoked_token_is_refused(plane: InMemoryControlPlane) -> None:
     token = await plane.api_token(Role.OPERATOR)
     assert (await plane.post("/internal/cycle", token)).status_code == 200
     await plane.store.revoke_token("a-operator")
@@ -191,13 +191,13 @@ async def test_revoked_token_is_refused(plane: Plane) -> None:
 
 
 async def test_cycle_that_times_out_is_unavailable(clock: Any) -> None:
-    async with plane_of(clock) as plane:
+    async with open_control_plane(clock) as plane:
         plane.control.cycle_summaries = None
         response = await plane.post("/internal/cycle", await plane.api_token(Role.OPERATOR))
         assert error_of(response) == (503, "UNAVAILABLE")
 
 
-async def test_wrong_tokens_are_limited_and_valid_tokens_are_not(plane: Plane) -> None:
+async def test_wrong_tokens_are_limited_and_valid_tokens_are_not(plane: InMemoryControlPlane) -> None:
     good = await plane.join()
     responses = [
         await plane.post("/internal/cycle", f"{WORKER_PREFIX}{n:064x}") for n in range(rate_limit.MAX_FAILURES + 5)
@@ -214,7 +214,7 @@ async def test_wrong_tokens_are_limited_and_valid_tokens_are_not(plane: Plane) -
 # -------------------------------------------------------------------------------------------- worker calls
 
 
-async def test_worker_over_http_completes_a_task(plane: Plane) -> None:
+async def test_worker_over_http_completes_a_task(plane: InMemoryControlPlane) -> None:
     async with plane.transport(await plane.join()) as transport:
         assert await transport.register(Registration("w0", ("a",), pid=1)) is WorkerStatus.SPAWNING
         task_id = await plane.store.enqueue(new_task("a", {"n": 1}))
@@ -227,10 +227,10 @@ async def test_worker_over_http_completes_a_task(plane: Plane) -> None:
         assert (task.status, task.worker_id) == (TaskStatus.COMPLETE, "w0")
 
 
-async def test_every_call_tells_a_terminated_worker_so(plane: Plane) -> None:
+async def test_every_call_tells_a_terminated_worker_so(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
     claim = HeldClaim(1, uuid4())
-    await plane.end()
+    await plane.terminate_worker()
     async with plane.transport(token) as transport:
         reply = await transport.heartbeat("w0", [claim])
         assert (reply.status, reply.lost) == (None, {claim.token})
@@ -241,18 +241,18 @@ async def test_every_call_tells_a_terminated_worker_so(plane: Plane) -> None:
                 await call
 
 
-async def test_store_checks_workers_whose_token_is_cached(plane: Plane) -> None:
+async def test_store_checks_workers_whose_token_is_cached(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
     async with plane.transport(token) as transport:
         await transport.register(Registration("w0", ("a",)))
         await plane.store.enqueue(new_task("a"))
-        await plane.end()
+        await plane.terminate_worker()
         with pytest.raises(UnknownWorker, match="has ended"):
             await transport.claim("w0", ("a",))
         assert (await transport.heartbeat("w0")).status is WorkerStatus.TERMINATED
 
 
-async def test_unknown_token_ends_the_worker(plane: Plane) -> None:
+async def test_unknown_token_ends_the_worker(plane: InMemoryControlPlane) -> None:
     async with plane.transport(OTHER_TOKEN) as transport:
         assert (await transport.heartbeat("w0")).status is None
         with pytest.raises(TokenRefused):
@@ -272,9 +272,9 @@ async def test_refusal_of_another_server_does_not_end_the_worker() -> None:
                 await transport.claim("w0", ("a",))
 
 
-async def test_unavailable_database_is_503_without_its_address(plane: Plane) -> None:
+async def test_unavailable_database_is_503_without_its_address(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
-    plane.store.trouble = DatabaseUnavailable(f"claiming: the database at {DATABASE_URL} cannot be reached.")
+    plane.store.error = DatabaseUnavailable(f"claiming: the database at {DATABASE_URL} cannot be reached.")
     for path, body in [("claim", {"queues": ["a"]}), ("order", None)]:
         method = "GET" if body is None else "POST"
         response = await plane.client.request(method, f"/internal/worker/{path}", headers=bearer(token), json=body)
@@ -287,9 +287,9 @@ async def test_unavailable_database_is_503_without_its_address(plane: Plane) -> 
         assert isinstance(refusal.value, DatabaseUnavailable)
 
 
-async def test_defect_is_answered_with_500_and_logged(plane: Plane) -> None:
+async def test_defect_is_answered_with_500_and_logged(plane: InMemoryControlPlane) -> None:
     token = await plane.join()
-    plane.store.trouble = ZeroDivisionError("a bug")
+    plane.store.error = ZeroDivisionError("a bug")
     with capture_logs() as logs:
         response = await plane.post("/internal/worker/claim", token, {"queues": ["a"]})
     assert error_of(response) == (500, "DEFECT")
@@ -306,7 +306,7 @@ async def test_defect_is_answered_with_500_and_logged(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_too_large_body_is_refused(plane: Plane, is_announced: bool) -> None:
+async def test_too_large_body_is_refused(plane: InMemoryControlPlane, is_announced: bool) -> None:
     token = await plane.join()
     size = max_body_bytes(10_000) + 1
 
@@ -324,13 +324,13 @@ async def test_too_large_body_is_refused(plane: Plane, is_announced: bool) -> No
     [b"", b"{", b"[]", b"null", b'{"queues": 1}', b'{"queues": ["a"], "limit": "many"}', b"\xff", b"[" * 100_000],
     ids=["empty", "half", "list", "null", "queues not a list", "limit not a number", "not UTF-8", "too deep"],
 )
-async def test_invalid_body_is_refused(plane: Plane, body: bytes) -> None:
+async def test_invalid_body_is_refused(plane: InMemoryControlPlane, body: bytes) -> None:
     token = await plane.join()
     response = await plane.client.post("/internal/worker/claim", content=body, headers=bearer(token))
     assert error_of(response) == (400, "BAD_INPUT")
 
 
-async def test_too_large_result_fails_only_its_own_attempt(plane: Plane) -> None:
+async def test_too_large_result_fails_only_its_own_attempt(plane: InMemoryControlPlane) -> None:
     async with plane.transport(await plane.join()) as transport:
         await transport.register(Registration("w0", ("a",)))
         await plane.store.enqueue_many([new_task("a"), new_task("a")])
@@ -344,7 +344,7 @@ async def test_too_large_result_fails_only_its_own_attempt(plane: Plane) -> None
 
 
 async def test_large_batch_is_finished_in_several_requests(clock: Any) -> None:
-    async with plane_of(clock, max_payload_bytes=1 << 20) as plane:
+    async with open_control_plane(clock, max_payload_bytes=1 << 20) as plane:
         async with plane.transport(await plane.join()) as transport:
             await transport.register(Registration("w0", ("a",)))
             await plane.store.enqueue_many(new_task("a") for _ in range(20))
@@ -356,7 +356,7 @@ async def test_large_batch_is_finished_in_several_requests(clock: Any) -> None:
         assert {task.status for task in await plane.store.tasks()} == {TaskStatus.COMPLETE}
 
 
-async def test_security_headers_are_on_every_response(plane: Plane) -> None:
+async def test_security_headers_are_on_every_response(plane: InMemoryControlPlane) -> None:
     for path in ("/healthz", "/internal/cycle", "/unknown"):
         headers = (await plane.client.get(path)).headers
         assert headers["cache-control"] == "no-store"
@@ -364,14 +364,14 @@ async def test_security_headers_are_on_every_response(plane: Plane) -> None:
         assert headers["x-frame-options"] == "DENY"
 
 
-async def test_log_lines_contain_no_secrets(plane: Plane) -> None:
+async def test_log_lines_contain_no_secrets(plane: InMemoryControlPlane) -> None:
     with capture_logs() as logs:
-        join_token = await plane.hire()
+        join_token = await plane.spawn_worker()
         await plane.activate(join_token, TOKEN)
         await plane.activate(join_token, OTHER_TOKEN)
         await plane.activate(join_token, "weak")
         await plane.client.get(f"/internal/wheel?token={TOKEN}", headers=bearer(TOKEN))
-        plane.store.trouble = ZeroDivisionError("a bug")
+        plane.store.error = ZeroDivisionError("a bug")
         await plane.post("/internal/worker/claim", TOKEN, {"queues": ["a"]})
     assert [line["event"] for line in logs if line["event"] == "handle request"] == ["handle request"] * 5
     for secret in (join_token, TOKEN, OTHER_TOKEN, "weak", SECRET):
@@ -393,11 +393,11 @@ def test_reading_without_token_is_allowed_on_loopback_only(settings: dict[str, A
 # -------------------------------------------------------------------------------------------------- health and wheel
 
 
-async def test_health_route_answers(plane: Plane) -> None:
+async def test_health_route_answers(plane: InMemoryControlPlane) -> None:
     assert (await plane.client.get("/healthz")).json() == {"status": "ok", "version": "1.0"}
 
 
-async def test_ready_while_database_answers_and_loop_runs(plane: Plane) -> None:
+async def test_ready_while_database_answers_and_loop_runs(plane: InMemoryControlPlane) -> None:
     response = await plane.client.get("/readyz")
     assert response.status_code == 200
     assert response.json() == {
@@ -412,7 +412,9 @@ async def test_ready_while_database_answers_and_loop_runs(plane: Plane) -> None:
     assert (response.status_code, response.json()["is_leader"]) == (200, False)
 
 
-async def test_concurrent_probes_ask_the_database_once(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_probes_ask_the_database_once(
+    plane: InMemoryControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queries = 0
 
     async def now() -> None:
@@ -427,9 +429,9 @@ async def test_concurrent_probes_ask_the_database_once(plane: Plane, monkeypatch
 
 
 @pytest.mark.parametrize("what", ["database unavailable", "loop stuck", "no cycle yet"])
-async def test_not_ready(plane: Plane, what: str) -> None:
+async def test_not_ready(plane: InMemoryControlPlane, what: str) -> None:
     if what == "database unavailable":
-        plane.store.trouble = DatabaseUnavailable(DATABASE_URL)
+        plane.store.error = DatabaseUnavailable(DATABASE_URL)
     elif what == "loop stuck":
         plane.control.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=60.1, limit_s=60.0)
     else:
@@ -439,8 +441,8 @@ async def test_not_ready(plane: Plane, what: str) -> None:
     assert SECRET not in response.text
 
 
-async def test_machine_downloads_the_wheel_with_either_token(plane: Plane, clock: Any) -> None:
-    join_token = await plane.hire("w0", 0)
+async def test_machine_downloads_the_wheel_with_either_token(plane: InMemoryControlPlane, clock: Any) -> None:
+    join_token = await plane.spawn_worker("w0", 0)
     for token in (join_token, await plane.join("w1", 1)):
         wheel = (await plane.get("/internal/wheel", token)).json()
         assert wheel == {"filename": WHEEL.filename, "version": "1.0", "sha256": "abc"}
@@ -453,5 +455,5 @@ async def test_machine_downloads_the_wheel_with_either_token(plane: Plane, clock
 
 
 async def test_program_without_package_has_no_wheel(clock: Any) -> None:
-    async with plane_of(clock, wheel=None) as plane:
+    async with open_control_plane(clock, wheel=None) as plane:
         assert error_of(await plane.get("/internal/wheel", await plane.join())) == (404, "NOT_FOUND")

@@ -32,11 +32,9 @@ from (
   select
     'cycle' as source, id, started_at as at, 'DECISION' as code, decision as reason, null as worker_id,
     null as task_id
-  from windlass.cycles
-  where id > $1
+  from windlass.cycles where id > $1
   union all
-  select 'event', id, at, code, reason, worker_id, task_id
-  from windlass.events
+  select 'event', id, at, code, reason, worker_id, task_id from windlass.events
   where id > $2
 ) as entries
 order by source desc, id;
@@ -54,27 +52,18 @@ select
 
 -- name: worker_to_kill
 -- The oldest worker with a running task that is neither poisonous nor stuck.
-select w.id, w.pid, w.machine_id, min(t.id) as task_id
-from windlass.workers w
+select w.id, w.pid, w.machine_id, min(t.id) as task_id from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
-where w.status = 'active'
-  and w.kind <> 'dispatcher'
-  and not (t.payload ->> 'is_poisonous')::boolean
+where w.status = 'active' and w.kind <> 'dispatcher' and not (t.payload ->> 'is_poisonous')::boolean
   and not coalesce((t.payload ->> 'is_stuck')::boolean, false)
-group by w.id, w.pid, w.machine_id
-order by w.created_at
-limit 1;
+group by w.id, w.pid, w.machine_id order by w.created_at limit 1;
 
 -- name: worker_to_drain
 -- The worker whose task started last, except worker $1 and stuck tasks.
-select w.id
-from windlass.workers w
+select w.id from windlass.workers w
 join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
-where w.status = 'active'
-  and w.id is distinct from $1
-  and not (t.payload ->> 'is_stuck')::boolean
-order by t.started_at desc
-limit 1;
+where w.status = 'active' and w.id is distinct from $1 and not (t.payload ->> 'is_stuck')::boolean
+order by t.started_at desc limit 1;
 
 -- name: final_counts
 -- Totals at the end of the demo, from demo.history and the tables.
@@ -111,26 +100,20 @@ select count(distinct worker_id) from windlass.tasks where status = 'complete';
 select
   t.id as poisonous_task_id,
   array(
-    select e.worker_id
-    from windlass.events e
-    where e.task_id = t.id
-      and e.code in ('TASK_REQUEUED', 'TASK_FAILED')
+    select e.worker_id from windlass.events e
+    where e.task_id = t.id and e.code in ('TASK_REQUEUED', 'TASK_FAILED')
     order by e.id
   ) as poisoned_worker_ids
-from windlass.tasks t
-where (t.payload ->> 'is_poisonous')::boolean;
+from windlass.tasks t where (t.payload ->> 'is_poisonous')::boolean;
 
 -- name: running_task
 -- The first running task of worker $1.
-select min(t.id)
-from windlass.tasks t
-where t.worker_id = $1
-  and t.status = 'running';
+select min(t.id) from windlass.tasks t
+where t.worker_id = $1 and t.status = 'running';
 
 -- name: machine_workers
 -- The worker of each machine and its end code.
-select w.id as worker_id, w.machine_id, w.code
-from windlass.workers w
+select w.id as worker_id, w.machine_id, w.code from windlass.workers w
 where w.machine_id is not null
 order by w.created_at, w.slot;
 
@@ -149,14 +132,11 @@ select
 
 -- name: first_stuck_task
 -- The first worker that failed because of a stuck task, the task, and the start of the attempt.
-select e.worker_id, t.task_id, h.at
-from windlass.events e
+select e.worker_id, t.task_id, h.at from windlass.events e
 join windlass.events t on t.worker_id = e.worker_id and t.code = 'TASK_REQUEUED'
 join demo.history h on h.task_id = t.task_id and h.worker_id = e.worker_id and h.status = 'running'
-where e.code = 'WORKER_ERROR'
-  and e.detail ->> 'code' = 'STUCK_TASK'
-order by e.id, h.at
-limit 1;
+where e.code = 'WORKER_ERROR' and e.detail ->> 'code' = 'STUCK_TASK'
+order by e.id, h.at limit 1;
 
 -- name: worker_error_codes
 -- Error codes of failed workers.

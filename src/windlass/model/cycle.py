@@ -1,4 +1,4 @@
-"""What the control loop has written down, for people who ask: fleets, and what each cycle saw and decided."""
+"""Stored fleets and cycles: the snapshot, decision and actions of each cycle, for commands and the dashboard."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

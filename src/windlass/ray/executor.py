@@ -1,7 +1,7 @@
-"""One attempt, seen through Ray from its claim to its outcome.
+"""Runs one attempt through Ray, from its claim to its outcome. Implements worker/executor.py.
 
-It waits for a seat, becomes the task of that seat's node in the database, and only then begins: `seats.py`. Its time
-limit counts from the beginning; when it is over, or the claim is gone, or the node, the attempt's process is ended.
+The attempt waits for a seat and begins after the database has assigned its task to the seat's node (seat_pool.py). Its
+time limit counts from then. At the time limit, or when the claim or the node is lost, its process is killed.
 """
 
 import asyncio
@@ -9,40 +9,41 @@ import asyncio
 from windlass.model.errors import BadInput
 from windlass.model.ray import RaySettings, frozen
 from windlass.model.task import Claim
-from windlass.ray.resources import needs_of
-from windlass.ray.seat_pool import SeatAttempt, Seats
+from windlass.ray.resources import resolve_needs
+from windlass.ray.seat_pool import SeatPool
+from windlass.ray.seat_state import SeatAttempt
 from windlass.worker.executor import AttemptFailure, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
 
 
 class RayExecutor:
-    def __init__(self, seats: Seats, settings: RaySettings) -> None:
-        self._seats = seats
+    def __init__(self, pool: SeatPool, settings: RaySettings) -> None:
+        self._pool = pool
         self._settings = settings
 
     async def start(self) -> None:
-        """Nothing to get ready: whether there is a handler, the first node tells."""
+        """Nothing to load here: the first seat finds out whether there is a handler."""
 
     async def close(self) -> None:
-        """Attempts are ended one by one."""
+        """Nothing to close: `run` ends its attempt."""
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
         try:
-            needs = frozen(needs_of(claim, self._settings))
+            needs = frozen(resolve_needs(claim, self._settings))
         except BadInput as error:
             return AttemptFailure("BAD_RESOURCES", str(error), retry=False)
-        over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        limit = asyncio.timeout(None)
-        attempt = SeatAttempt(claim, needs, report, over, limit)
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        timeout = asyncio.timeout(None)
+        attempt = SeatAttempt(claim, needs, report, outcome, timeout)
         try:
-            self._seats.admit(attempt)
-            async with limit:
-                return await over
+            self._pool.add(attempt)
+            async with timeout:
+                return await outcome
         except TimeoutError:
-            await self._seats.end(attempt)
+            await self._pool.kill(attempt)
             return attempt.failure or timeout_failure(claim.timeout_s or 0)
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.ensure_future(self._seats.end(attempt)))
+            await asyncio.shield(asyncio.ensure_future(self._pool.kill(attempt)))
             raise
         finally:
-            self._seats.dismiss(attempt)
+            self._pool.remove(attempt)

@@ -1,124 +1,98 @@
-"""One Ray cluster for all orchestrators of a database, by a lease: a head that one of them keeps, or one that is given.
+"""The lease that keeps all orchestrators of a database on one Ray cluster.
 
-Two heads are two clusters: whom one orchestrator hires into its own, the dispatcher of the other never sees. Several
-orchestrators share a head that is none of theirs (RAY_ADDRESS), and hold the lease in one name. That they were given
-the same one is not checked: a head may have several addresses. Without one, the next keeps a head when the one before
-it is gone.
+Two heads are two clusters: nodes that one orchestrator spawns into its own cluster are invisible to the dispatchers of
+the other. So an orchestrator with a head of its own holds the lease exclusively. Orchestrators that use an external
+head (RAY_ADDRESS) share the lease under one name. Whether their addresses mean the same head is not checked, because a
+head may have several addresses.
 """
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
 from windlass.model.lease import Candidate, Standby, holder_of_this_process
 from windlass.model.node import HEAD_LEASE
+from windlass.ports.lease import LeaseStore
 
 LEASE_S = 10.0
 RENEWALS_PER_LEASE = 4
-# One that was killed leaves its lease behind, and whoever takes its place waits until that is over, and a little.
-PATIENCE_LEASES = 1.5
-# All who use a head that was given hold the lease in this name.
-_GIVEN = "RAY_ADDRESS"
-_FIX = "set RAY_ADDRESS to one head for all of them, or run one"
+# A killed orchestrator leaves its lease. The next one waits until that has expired, and a little longer.
+MAX_WAIT_LEASES = 1.5
+MIN_WAIT_S = 0.05
+# The holder name of all orchestrators with an external head.
+_SHARED_HOLDER = "RAY_ADDRESS"
+_FIX = "Set the same RAY_ADDRESS for all orchestrators, or run only one."
 log = structlog.get_logger(__name__)
 
 
-class HeadLeaseStore(Protocol):
-    async def acquire_lease(self, candidate: Candidate) -> int | Standby: ...
-
-    async def release_lease(self, candidate: Candidate) -> None: ...
-
-
 @asynccontextmanager
-async def sole_head(
-    leases: HeadLeaseStore, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
+async def hold_head_lease(
+    leases: LeaseStore, *, is_shared: bool, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
 ) -> AsyncIterator[None]:
-    """For as long as this is open, nobody else may keep a head, or use one that was given. Raises ConfigError if
-    another does so and goes on. `owner`: the task that goes on in here, and leaves; without it, the one that enters.
+    """Hold the lease inside the context: shared for an external head, exclusively for a head of our own.
 
-    When the right is lost all the same (we were cut off from the database for longer than the lease, and another was
-    not), or can no longer be asked for, what goes on in here is cancelled, and WindlassError raised.
+    Raises ConfigError if another orchestrator holds the lease for longer than MAX_WAIT_LEASES. If the lease is lost
+    later, or can no longer be renewed, `owner` (default: the current task) is cancelled and WindlassError raised. A
+    shared lease is not released at the end, because others may hold it too.
     """
-    async with _held(leases, Candidate(holder_of_this_process(), lease_s, HEAD_LEASE), owner):
-        yield
-
-
-@asynccontextmanager
-async def given_head(
-    leases: HeadLeaseStore, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
-) -> AsyncIterator[None]:
-    """For as long as this is open, nobody may keep a head of its own; others may use one that was given, as we do.
-    Raises as sole_head does. Afterwards it is over with the lease, which others may hold too."""
-    async with _held(leases, Candidate(_GIVEN, lease_s, HEAD_LEASE), owner):
-        yield
-
-
-@asynccontextmanager
-async def _held(leases: HeadLeaseStore, ourselves: Candidate, owner: "asyncio.Task[Any] | None") -> AsyncIterator[None]:
-    term = await _wait_for(leases, ourselves)
+    candidate = Candidate(_SHARED_HOLDER if is_shared else holder_of_this_process(), lease_s, HEAD_LEASE)
+    term = await _acquire(leases, candidate, is_shared=is_shared)
     owner = owner or asyncio.current_task()
-    keeper = asyncio.create_task(_keep(leases, ourselves, term))
     if owner is None:
-        raise AssertionError("contexts are entered by tasks")
+        raise AssertionError("hold_head_lease must run in a task")
+    renewing = asyncio.create_task(_renew_until_lost(leases, candidate, term))
     is_lost = False
 
-    def on_end(_keeper: object) -> None:
+    def on_renewal_end(_task: object) -> None:
         nonlocal is_lost
-        is_lost = not keeper.cancelled()
+        is_lost = not renewing.cancelled()
         if is_lost:
             owner.cancel()
 
-    keeper.add_done_callback(on_end)
+    renewing.add_done_callback(on_renewal_end)
     try:
         yield
     except asyncio.CancelledError:
         if not is_lost:
             raise
         owner.uncancel()
-        if (error := keeper.exception()) is not None:
-            raise WindlassError(f"the right to keep a Ray head could not be renewed ({error}).") from error
+        if (error := renewing.exception()) is not None:
+            raise WindlassError(f"cannot renew the lease of the Ray head: {error}") from error
         raise WindlassError(
-            "another `windlass up` has a Ray head of its own, or by RAY_ADDRESS, since the database was away from "
-            f"here: {_FIX}."
+            f"lost the lease of the Ray head: another `windlass up` uses a Ray head since the database was away. {_FIX}"
         ) from None
     finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
-        if ourselves.holder != _GIVEN:
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+        if not is_shared:
             with contextlib.suppress(DatabaseUnavailable):
-                await leases.release_lease(ourselves)
+                await leases.release_lease(candidate)
 
 
-async def _wait_for(leases: HeadLeaseStore, ourselves: Candidate) -> int:
+async def _acquire(leases: LeaseStore, candidate: Candidate, *, is_shared: bool) -> int:
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + PATIENCE_LEASES * ourselves.ttl_s
-    while isinstance(led := await leases.acquire_lease(ourselves), Standby):
+    give_up_at = loop.time() + MAX_WAIT_LEASES * candidate.ttl_s
+    while isinstance(lease := await leases.acquire_lease(candidate), Standby):
         if loop.time() >= give_up_at:
+            holder = "runs a Ray head of its own" if is_shared else "uses a Ray head, its own or by RAY_ADDRESS"
             raise ConfigError(
-                f"another `windlass up` of this database {_whom(ourselves)}, and two heads would be two clusters: "
-                f"{_FIX}."
+                f"another `windlass up` of this database {holder}, and two heads would be two clusters. {_FIX}"
             )
-        log.info("another `windlass up` has a Ray head; waiting for its end", lease_s=round(led.expires_in_s, 1))
-        await asyncio.sleep(min(max(led.expires_in_s, 0.05), max(0.05, give_up_at - loop.time())))
-    return led
+        log.info("waiting for the lease of the Ray head", expires_in_s=round(lease.expires_in_s, 1))
+        await asyncio.sleep(min(max(lease.expires_in_s, MIN_WAIT_S), max(MIN_WAIT_S, give_up_at - loop.time())))
+    return lease
 
 
-def _whom(ourselves: Candidate) -> str:
-    """Who is in the way: of a head that was given, only one that somebody keeps."""
-    return "keeps a Ray head of its own" if ourselves.holder == _GIVEN else "has a Ray head, its own or by RAY_ADDRESS"
-
-
-async def _keep(leases: HeadLeaseStore, ourselves: Candidate, term: int) -> None:
-    """Until it is lost."""
+async def _renew_until_lost(leases: LeaseStore, candidate: Candidate, term: int) -> None:
     while True:
-        await asyncio.sleep(ourselves.ttl_s / RENEWALS_PER_LEASE)
+        await asyncio.sleep(candidate.ttl_s / RENEWALS_PER_LEASE)
         try:
-            if await leases.acquire_lease(ourselves) != term:
+            if await leases.acquire_lease(candidate) != term:
                 return
         except DatabaseUnavailable as error:
-            log.warning("the right to keep a Ray head is not renewed: the database is away", error=str(error))
+            log.warning("renew lease of the Ray head failed", error=str(error))

@@ -1,53 +1,45 @@
-"""Placements, written down many at a time: while one call is under way, the next ones gather."""
+"""Writes placements to the database in batches: while one call is in progress, the next placements accumulate."""
 
 import asyncio
-import random
-
-import structlog
 
 from windlass.model.node import NodeVerdict, Placement
-from windlass.policy.backoff import reconnect_delay_s
 from windlass.ports.ray import RayStore
+from windlass.retry import retrying
 
-# In one call: more than any dispatcher places at once, few enough to be quick.
+# Placements per call: more than a dispatcher makes at once, few enough for a short transaction.
 MAX_BATCH = 500
-log = structlog.get_logger(__name__)
 
 
-class Placer:
+class PlacementWriter:
     def __init__(self, store: RayStore) -> None:
         self._store = store
-        self._waiting: list[tuple[Placement, asyncio.Future[NodeVerdict]]] = []
-        self._writer: asyncio.Task[None] | None = None
+        self._pending: list[tuple[Placement, asyncio.Future[NodeVerdict]]] = []
+        self._writing: asyncio.Task[None] | None = None
 
     def place(self, placement: Placement) -> asyncio.Future[NodeVerdict]:
-        """Answered when the database has said it. One that does not is asked again for as long as it takes."""
-        answer: asyncio.Future[NodeVerdict] = asyncio.get_running_loop().create_future()
-        self._waiting.append((placement, answer))
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.create_task(self._write())
-        return answer
+        """The database's verdict. The call is retried until the database answers."""
+        verdict: asyncio.Future[NodeVerdict] = asyncio.get_running_loop().create_future()
+        self._pending.append((placement, verdict))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write_all())
+        return verdict
 
     async def close(self) -> None:
-        if self._writer is not None:
-            self._writer.cancel()
-            await asyncio.gather(self._writer, return_exceptions=True)
-        for _, answer in self._waiting:
-            answer.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        for _, verdict in self._pending:
+            verdict.cancel()
 
-    async def _write(self) -> None:
-        failures = 0
-        while self._waiting:
-            batch = self._waiting[:MAX_BATCH]
-            try:
-                verdicts = await self._store.place([placement for placement, _ in batch])
-            except Exception as error:  # also a deadlock, or what no driver should say: attempts wait for the answer
-                failures += 1
-                log.warning("not placed, trying again", error=f"{type(error).__name__}: {error}", failures=failures)
-                await asyncio.sleep(reconnect_delay_s(failures, random.random()))  # noqa: S311
-                continue
-            failures = 0
-            del self._waiting[: len(batch)]
-            for placement, answer in batch:
-                if not answer.done():
-                    answer.set_result(verdicts[placement.token])
+    async def _write_all(self) -> None:
+        while self._pending:
+            # Every error is retried, also a deadlock or one that no driver should raise: attempts wait for the verdict.
+            await retrying(self._write_batch, "write placements failed, retrying", retry_on=Exception)
+
+    async def _write_batch(self) -> None:
+        batch = self._pending[:MAX_BATCH]
+        verdicts = await self._store.place([placement for placement, _ in batch])
+        del self._pending[: len(batch)]
+        for placement, verdict in batch:
+            if not verdict.done():
+                verdict.set_result(verdicts[placement.token])

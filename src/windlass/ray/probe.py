@@ -1,7 +1,7 @@
-"""Ask a Ray head whether it is there and which versions it runs, from a process of its own.
+"""Asks a Ray head for its versions, from a child process.
 
-Ray's client ends the process that holds it, without a word to Python, when its head has been away for a while. The
-orchestrator must outlive any head, so it holds no such client and asks by this.
+Ray's client kills the process that holds it, without an exception in Python, when its head has been away for a while.
+The orchestrator must outlive any head, so it holds no such client and uses this probe.
 """
 
 import asyncio
@@ -14,45 +14,45 @@ from windlass.ray.cluster import Cluster, ClusterUnavailable
 from windlass.ray.versions import Versions
 from windlass.worker.process import start_group
 
-POLL_S = 0.1
-# For the answer's last step, and for Python and Ray to load.
-START_S = 15.0
+POLL_INTERVAL_S = 0.1
+# In addition to the time limit: for Python and Ray to load.
+START_TIMEOUT_S = 15.0
 MAX_ANSWER_BYTES = 10_000
 
 
-async def greet(address: str, limit_s: float) -> Versions:
-    """The versions of the head at this address, once it has a node. Raises ClusterUnavailable when the time is over."""
+async def probe_head(address: str, timeout_s: float) -> Versions:
+    """The versions of the head at this address, once it has a live node. Raises ClusterUnavailable on timeout."""
     group = await start_group(
-        [sys.executable, "-P", "-m", "windlass.ray.probe", address, str(limit_s)],
+        [sys.executable, "-P", "-m", "windlass.ray.probe", address, str(timeout_s)],
         env=os.environ,
         max_answer_bytes=MAX_ANSWER_BYTES,
         max_output_bytes=math.inf,
         forwards_output=False,
     )
     try:
-        async with asyncio.timeout(limit_s + START_S):
+        async with asyncio.timeout(timeout_s + START_TIMEOUT_S):
             code = await group.wait()
     except TimeoutError:
         code = None
     finally:
         await group.end()
     if code != 0:
-        raise ClusterUnavailable(f"asking for the versions of the Ray head: {address} did not answer")
+        raise ClusterUnavailable(f"the Ray head at {address} did not respond within {timeout_s:g} s")
     return Versions(**json.loads(group.answer))
 
 
-async def _answer(address: str, limit_s: float) -> Versions:
+async def _wait_for_versions(address: str, timeout_s: float) -> Versions:
     cluster = Cluster(address)
-    async with asyncio.timeout(limit_s):
+    async with asyncio.timeout(timeout_s):
         while True:
             try:
-                if any(node.is_alive for node in await cluster.nodes()):
-                    return await cluster.versions()
+                if any(node.is_alive for node in await cluster.list_nodes()):
+                    return await cluster.fetch_versions()
             except ClusterUnavailable:
                 pass
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 if __name__ == "__main__":
-    found = asyncio.run(_answer(sys.argv[1], float(sys.argv[2])))
-    print(json.dumps({"ray": found.ray, "python": found.python}))  # noqa: T201 - the answer
+    found = asyncio.run(_wait_for_versions(sys.argv[1], float(sys.argv[2])))
+    print(json.dumps({"ray": found.ray, "python": found.python}))  # noqa: T201 - read by probe_head

@@ -1,4 +1,4 @@
-"""What a task needs of a node: by its queue's settings, or by its own word."""
+"""The resources that a task needs: from the settings of its queue, or from its payload."""
 
 import json
 from typing import Any
@@ -10,26 +10,26 @@ from windlass.model.node import Resources
 from windlass.model.ray import RaySettings, TaskNeeds
 from windlass.model.task import Claim
 
-# A task whose payload is an object with this key says itself what it needs: {"num_cpus": 4, "resources": {"disk": 1}}.
+# An object payload with this key overrides the settings: {"ray_resources": {"num_cpus": 4, "resources": {"disk": 1}}}.
 KEY = "ray_resources"
 
 
-def needs_of(claim: Claim, settings: RaySettings) -> Resources:
-    """Raises BadInput if the task's own word is none."""
-    usual = settings.needs_of(claim.queue)
-    # Nearly all payloads need not be read to see that.
+def resolve_needs(claim: Claim, settings: RaySettings) -> Resources:
+    """Raises BadInput if the payload's needs are not valid."""
+    default = settings.needs_of(claim.queue)
+    # Saves parsing nearly all payloads.
     if f'"{KEY}"' not in claim.payload:
-        return usual.as_resources()
+        return default.as_resources()
     try:
         payload: Any = json.loads(claim.payload)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"the task's payload, and its {KEY}, is JSON that Python does not read ({error}).") from None
-    own = payload.get(KEY) if isinstance(payload, dict) else None
-    if own is None:
-        return usual.as_resources()
+        raise BadInput(f"cannot read {KEY}: Python's JSON parser rejects the payload ({error}).") from None
+    needs = payload.get(KEY) if isinstance(payload, dict) else None
+    if needs is None:
+        return default.as_resources()
     try:
-        return TaskNeeds.model_validate(own).as_resources()
+        return TaskNeeds.model_validate(needs).as_resources()
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        where = ".".join([KEY, *map(str, problem["loc"])])
-        raise BadInput(f"the task's {where} cannot be used: {problem['msg']}.") from None
+        field = ".".join([KEY, *map(str, problem["loc"])])
+        raise BadInput(f"invalid {field} in the task's payload: {problem['msg']}.") from None

@@ -1,63 +1,42 @@
-"""Where seats report, from the nodes they were placed on: here I am, how far I have come, what came of it.
+"""TCP server of a dispatcher, to which seats connect from their nodes.
 
-TCP, one connection for each of Ray's processes, kept for all its seats; `line.py` has the words. Nothing begins without
-an answer, and nothing goes on without a word every PING_INTERVAL_S: a dispatcher that is gone, or cut off, has been
-replaced, and whatever it had placed must make room.
+Each of Ray's processes has one connection for all its seats; wire_protocol.py has the messages. A seat starts nothing
+without an answer, and exits if it gets no message for a while: so the server pings every PING_INTERVAL_S. A dispatcher
+that is gone or cut off has been replaced, and its seats must free their resources.
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 from uuid import UUID
 
 import structlog
 
-from windlass.model.task import Claim
-from windlass.ray.wire_protocol import MAX_LINE_BYTES, MAX_WORDS_BYTES, PING, orders, read_outcome, size_of
-from windlass.worker.executor import Outcome
+from windlass.ray.seat_pool import SeatPool
+from windlass.ray.wire_protocol import MAX_ERROR_BYTES, MAX_HEADER_BYTES, PING, body_size, decode_outcome, encode_run
 
 PING_INTERVAL_S = 2.5
-# A process names its seat as soon as it is there. Whoever has not named one of ours after this time is somebody else.
-STRANGER_S = 30.0
-MAX_STRANGERS = 1000
-PIECE_BYTES = 1 << 16
+# A connection is unidentified until it names a seat of this dispatcher, which seats do at once.
+UNIDENTIFIED_TIMEOUT_S = 30.0
+MAX_UNIDENTIFIED = 1000
+SKIP_CHUNK_BYTES = 1 << 16
 log = structlog.get_logger(__name__)
 
 
-class SeatCallbacks(Protocol):
-    """Who knows the seats: seats.py. Of one it does not know it wants to hear nothing, and has nothing for it."""
-
-    def knows(self, seat_id: str) -> bool: ...
-
-    def loading(self, seat_id: str, node_id: str) -> None:
-        """A seat gets ready on this node, which may take long."""
-
-    async def arrive(self, seat_id: str, node_id: str, hang_up: Callable[[], None]) -> Claim | None:
-        """A seat has started. Returns what it is to run; None: nothing. `hang_up` ends its process, if it can be
-        reached and has not been told to end."""
-
-    async def finish(self, seat_id: str, token: UUID, outcome: Outcome) -> Claim | None:
-        """A seat has run it. Returns what it is to run next; None: nothing."""
-
-    def progress(self, seat_id: str, token: UUID, fraction: float, note: str | None) -> None: ...
-
-
 class SeatServer:
-    def __init__(self, desk: SeatCallbacks, max_result_bytes: int) -> None:
-        self._desk = desk
-        self._max_body_bytes = max(max_result_bytes, MAX_WORDS_BYTES)
+    def __init__(self, pool: SeatPool, max_result_bytes: int) -> None:
+        self._pool = pool
+        self._max_body_bytes = max(max_result_bytes, MAX_ERROR_BYTES)
         self._server: asyncio.Server | None = None
-        self._lines: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._strangers: set[asyncio.StreamWriter] = set()
         self._pinging: asyncio.Task[None] | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._unidentified: set[asyncio.StreamWriter] = set()
 
     async def open(self, host: str) -> tuple[str, int]:
-        """Listen on any free port. Returns where."""
-        self._server = await asyncio.start_server(self._accept, host, 0, limit=MAX_LINE_BYTES)
+        """Listen on a free port. Returns the address."""
+        self._server = await asyncio.start_server(self._accept, host, 0, limit=MAX_HEADER_BYTES)
         self._pinging = asyncio.create_task(self._ping())
         port: int = self._server.sockets[0].getsockname()[1]
         return host, port
@@ -67,9 +46,9 @@ class SeatServer:
             self._server.close()
         if self._pinging is not None:
             self._pinging.cancel()
-        for line in self._lines:
-            line.cancel()
-        await asyncio.gather(*self._lines, return_exceptions=True)
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _ping(self) -> None:
         while True:
@@ -78,68 +57,70 @@ class SeatServer:
                 writer.write(PING)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = asyncio.current_task()
-        if line is not None:
-            self._lines.add(line)
-            line.add_done_callback(self._lines.discard)
+        connection = asyncio.current_task()
+        if connection is not None:
+            self._connections.add(connection)
+            connection.add_done_callback(self._connections.discard)
         self._writers.add(writer)
-        self._strangers.add(writer)
-        over = (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError)
+        self._unidentified.add(writer)
+        closed = (ConnectionError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError)
         try:
-            with contextlib.suppress(*over):
-                if len(self._strangers) <= MAX_STRANGERS:
-                    async with asyncio.timeout(STRANGER_S) as patience:
-                        await self._serve(reader, writer, patience)
+            with contextlib.suppress(*closed):
+                if len(self._unidentified) <= MAX_UNIDENTIFIED:
+                    async with asyncio.timeout(UNIDENTIFIED_TIMEOUT_S) as timeout:
+                        await self._serve(reader, writer, timeout)
         except (ValueError, KeyError, TypeError) as error:
-            log.warning("somebody else called at the gate", error=str(error))
+            log.warning("connection rejected", peer=writer.get_extra_info("peername"), error=str(error))
         finally:
             self._writers.discard(writer)
-            self._strangers.discard(writer)
+            self._unidentified.discard(writer)
             writer.close()
 
     async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience: asyncio.Timeout
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: asyncio.Timeout
     ) -> None:
-        # The seat that its process is busy with; once told to end, it may be anybody's.
-        busy_with: str | None = None
+        # The seat that the process runs. None once the seat has to exit: the next one may be another dispatcher's.
+        current_seat: str | None = None
 
-        def hang_up_on(seat_id: str) -> None:
-            if busy_with == seat_id:
+        def disconnect(seat_id: str) -> None:
+            if current_seat == seat_id:
                 writer.transport.abort()
 
-        while text := await reader.readline():
-            said = json.loads(text)
-            seat_id = said["seat"]
-            if writer in self._strangers and self._desk.knows(seat_id):
-                self._strangers.discard(writer)
-                patience.reschedule(None)
+        while line := await reader.readline():
+            header = json.loads(line)
+            seat_id = header["seat"]
+            if writer in self._unidentified and self._pool.has_seat(seat_id):
+                self._unidentified.discard(writer)
+                timeout.reschedule(None)
             body = None
-            if (size := size_of(said, self._max_body_bytes)) is not None:
-                if writer in self._strangers:
-                    await _pass_over(reader, size)
+            if (size := body_size(header, self._max_body_bytes)) is not None:
+                if writer in self._unidentified:
+                    await _skip(reader, size)
                 else:
                     body = await reader.readexactly(size)
-            if "loading" in said:
-                self._desk.loading(seat_id, said["loading"])
+            if "loading" in header:
+                self._pool.on_loading(seat_id, header["loading"])
                 continue
-            if "progress" in said:
-                self._desk.progress(seat_id, UUID(said["progress"]), float(said["fraction"]), said["note"])
+            if "progress" in header:
+                token = UUID(header["progress"])
+                self._pool.on_progress(seat_id, token, float(header["fraction"]), header["note"])
                 continue
-            if "done" in said:
-                claim = await self._desk.finish(seat_id, UUID(said["done"]), read_outcome(said, body))
+            if "finished" in header:
+                token = UUID(header["finished"])
+                claim = await self._pool.on_finished(seat_id, token, decode_outcome(header, body))
             else:
-                busy_with = seat_id
-                claim = await self._desk.arrive(seat_id, said["node"], partial(hang_up_on, seat_id))
+                current_seat = seat_id
+                claim = await self._pool.on_started(seat_id, header["started"], partial(disconnect, seat_id))
             if claim is None:
-                busy_with = None
-            writer.write(orders(claim))
+                current_seat = None
+            writer.write(encode_run(claim))
             await writer.drain()
 
 
-async def _pass_over(reader: asyncio.StreamReader, size: int) -> None:
-    """As many bytes, without keeping them."""
+async def _skip(reader: asyncio.StreamReader, size: int) -> None:
+    """Read a body without keeping it in memory."""
     while size > 0:
-        piece = await reader.read(min(size, PIECE_BYTES))
-        if not piece:
+        chunk = await reader.read(min(size, SKIP_CHUNK_BYTES))
+        if not chunk:
             raise asyncio.IncompleteReadError(b"", size)
-        size -= len(piece)
+        size -= len(chunk)

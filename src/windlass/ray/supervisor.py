@@ -1,35 +1,33 @@
-"""Programs of ours that must go on: started, and started again when they end, until they are no longer wanted.
+"""Keeps programs running: starts them, restarts them with back-off when they exit, and stops them.
 
-Each has its own process, for Ray ends a driver's process when its head is gone. When we are ended, even by SIGKILL, so
-are they.
+Each program has its own process, because Ray kills the process of a driver whose head is gone. If this process dies,
+even by SIGKILL, its programs are killed too.
 """
 
 import asyncio
 import contextlib
 import math
 import os
-import random
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
-from windlass.policy.backoff import reconnect_delay_s
+from windlass.retry import Backoff
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
-# Whoever ran for this long has started well: its next end is the first again.
-PROVEN_S = 30.0
-# Beyond the time that a program allows itself to stop: for what it does then, as giving back what it could not finish.
+# A program that ran for this long has started well: its next exit counts as the first failure.
+HEALTHY_AFTER_S = 30.0
+# In addition to the program's own stop timeout: for releasing the tasks that it could not finish.
 STOP_MARGIN_S = 15.0
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedProgram:
-    """One whose command or environment changes starts anew: it reads its settings from nowhere else."""
+    """Command and environment are all the settings of a program. If they change, it restarts."""
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)
@@ -37,104 +35,74 @@ class SupervisedProgram:
 
 
 class ProgramSupervisor:
-    """Programs by name, which are kept running as they are wanted."""
-
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[SupervisedProgram, asyncio.Event, asyncio.Task[None]]] = {}
+        self._supervised: dict[str, tuple[SupervisedProgram, asyncio.Event, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def arrange(self, wanted: Mapping[str, SupervisedProgram]) -> None:
-        """From here on these run: new ones start, changed ones end in good order and then start anew, others end."""
-        for name in self._kept.keys() | wanted.keys():
-            kept, program = self._kept.get(name), wanted.get(name)
-            if kept is not None and kept[0] == program:
-                continue
-            if kept is not None:
-                del self._kept[name]
-                kept[1].set()
+    @property
+    def programs(self) -> dict[str, SupervisedProgram]:
+        return {name: program for name, (program, _, _) in self._supervised.items()}
+
+    def set_programs(self, programs: Mapping[str, SupervisedProgram]) -> None:
+        """Start new programs, restart changed ones, stop the others. Returns at once."""
+        for name in self._supervised.keys() | programs.keys():
+            program, previous = programs.get(name), None
+            if name in self._supervised:
+                if self._supervised[name][0] == program:
+                    continue
+                _, stop, previous = self._supervised.pop(name)
+                stop.set()
             if program is not None:
-                unwanted = asyncio.Event()
-                task = asyncio.create_task(_keep(name, program, unwanted, kept[2] if kept is not None else None))
-                self._kept[name] = program, unwanted, task
+                stop = asyncio.Event()
+                task = asyncio.create_task(_run_until_stopped(name, program, stop, previous))
+                self._supervised[name] = program, stop, task
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """All end, in good order."""
-        self.arrange({})
+        """Stop all programs and wait for their end."""
+        self.set_programs({})
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def _keep(
-    name: str, program: SupervisedProgram, unwanted: asyncio.Event, before: asyncio.Task[None] | None
+async def _run_until_stopped(
+    name: str, program: SupervisedProgram, stop: asyncio.Event, previous: asyncio.Task[None] | None
 ) -> None:
-    """`before`: what keeps the one whose place it takes."""
-    if before is not None:
-        await asyncio.wait([before])
-    if not unwanted.is_set():
-        async with kept_running(name, program):
-            await unwanted.wait()
-
-
-@asynccontextmanager
-async def kept_running(name: str, program: SupervisedProgram) -> AsyncIterator[None]:
-    """At the end it is asked to stop, and ended when it takes longer than it may."""
-    keeper = _ProgramKeeper(name, program)
-    task = asyncio.create_task(keeper.keep())
-    try:
-        yield
-    finally:
-        await keeper.stop(program.stop_timeout_s + STOP_MARGIN_S)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-class _ProgramKeeper:
-    def __init__(self, name: str, program: SupervisedProgram) -> None:
-        self._name = name
-        self._program = program
-        self._group: ProcessGroup | None = None
-        # Held while one is being started: it may be at work before we know who it is.
-        self._starting = asyncio.Lock()
-        self._is_stopping = False
-
-    async def keep(self) -> None:
-        failures = 0
-        while not self._is_stopping:
-            started = time.monotonic()
-            how = await self._run()
-            if self._is_stopping:
-                return
-            failures = 1 if time.monotonic() - started > PROVEN_S else failures + 1
-            pause_s = reconnect_delay_s(failures, random.random())  # noqa: S311
-            log.warning("ended; starting it again", program=self._name, how=how, pause_s=round(pause_s, 1))
-            await asyncio.sleep(pause_s)
-
-    async def _run(self) -> str:
-        """From its start to its end. Returns how it ended."""
+    """Starts after `previous`, the task of the program that it replaces, has ended."""
+    if previous is not None:
+        await asyncio.wait([previous])
+    backoff = Backoff()
+    while not stop.is_set():
+        started = time.monotonic()
         try:
-            async with self._starting:
-                group = self._group = await start_group(
-                    self._program.command, env=self._program.env, max_output_bytes=math.inf
-                )
+            group = await start_group(program.command, env=program.env, max_output_bytes=math.inf)
         except OSError as error:
-            # This host has no process, or no memory, to spare. It may have later.
-            return f"did not start ({error})"
-        try:
-            code = await group.wait()
-        finally:
-            await group.end()
-        return describe_exit(code)
-
-    async def stop(self, timeout_s: float) -> None:
-        self._is_stopping = True
-        async with self._starting:
-            group = self._group
-        if group is None or group.returncode is not None:
+            # The host is out of processes or memory, which may be temporary.
+            exit_description = f"did not start ({error})"
+        else:
+            exit_description = await _wait_for_exit(group, stop, program.stop_timeout_s + STOP_MARGIN_S)
+        if stop.is_set():
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(group.pid, signal.SIGTERM)
+        if time.monotonic() - started > HEALTHY_AFTER_S:
+            backoff.reset()
+        delay_s = backoff.next_delay_s()
+        log.warning("program exited, restarting", program=name, exit=exit_description, delay_s=round(delay_s, 1))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await group.wait()
+            async with asyncio.timeout(delay_s):
+                await stop.wait()
+
+
+async def _wait_for_exit(group: ProcessGroup, stop: asyncio.Event, stop_timeout_s: float) -> str:
+    """Wait until the program exits. When `stop` is set, send SIGTERM, and kill the program after the timeout."""
+    exiting, stopping = asyncio.create_task(group.wait()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((exiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not exiting.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(group.pid, signal.SIGTERM)
+            await asyncio.wait((exiting,), timeout=stop_timeout_s)
+    finally:
+        exiting.cancel()
+        stopping.cancel()
         await group.end()
+    return "was stopped" if group.returncode is None else describe_exit(group.returncode)

@@ -1,7 +1,7 @@
-"""Ray's own files, of nodes that share a host: a folder each, which is gone when its owner is.
+"""Temporary directories for Ray's files: one per node or head, deleted with its owner.
 
-Ray makes sockets in it, whose names must be short, so it lies directly in /tmp. Its owner holds a lock on it. What was
-left behind by owners that were killed is deleted by the next that asks.
+Ray creates sockets there, whose paths must be short, so they are directly in /tmp. The owner holds a lock on its
+directory. Directories of owners that were killed are deleted by the next one.
 """
 
 import fcntl
@@ -11,29 +11,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PLACE = Path("/tmp")  # noqa: S108 - mkdtemp makes its own folder in it
+PARENT = Path("/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
 _PREFIX = "wl-ray-"
 _LOCK = "owner.lock"
 
 
 @contextmanager
-def ray_folder() -> Iterator[Path]:
-    _delete_abandoned()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PLACE))
-    unlocked = folder / f"{_LOCK}.new"
-    with unlocked.open("wb") as lock:
+def ray_temp_dir() -> Iterator[Path]:
+    delete_abandoned_dirs()
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=PARENT))
+    new_lock = directory / f"{_LOCK}.new"
+    with new_lock.open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # By this name others find it: not before it is locked, or they would take it for abandoned.
-        unlocked.rename(folder / _LOCK)
+        # Renamed only when it is locked: under this name, an unlocked file means that the directory is abandoned.
+        new_lock.rename(directory / _LOCK)
         try:
-            yield folder
+            yield directory
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
-def _delete_abandoned() -> None:
-    for lock_file in _PLACE.glob(f"{_PREFIX}*/{_LOCK}"):
-        # Held, somebody else's, or just gone.
+def delete_abandoned_dirs() -> None:
+    for lock_file in PARENT.glob(f"{_PREFIX}*/{_LOCK}"):
+        # Fails if the lock is held, belongs to another user, or was just deleted.
         with suppress(OSError), lock_file.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent, ignore_errors=True)

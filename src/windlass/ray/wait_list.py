@@ -1,9 +1,8 @@
-"""Which attempts wait for a seat, and which seats wait in Ray for a node. Pure: nothing here asks or tells anybody.
+"""Attempts that wait for a seat, and seats that wait in Ray for a node, by their kind (resource needs). Pure.
 
-Both by their kind, which is what they need. Of a kind there are to be as many seats in Ray as attempts wait: with
-fewer, Ray would not see what is wanted, and a cluster that grows by itself would not grow; with more, it would grow for
-nothing. A seat that runs takes what waits as well, so there may be too many at any time. There never are too few for
-longer than it takes to submit one.
+For each kind, Ray should have as many pending seats as attempts wait. With fewer, Ray would not see the demand, and a
+self-scaling cluster would not grow; with more, it would grow for nothing. Running seats take waiting attempts too, so
+there may be a surplus at any time. A shortage lasts only until the missing seats are submitted.
 """
 
 from collections import deque
@@ -18,69 +17,68 @@ Seat = TypeVar("Seat")
 
 class WaitList(Generic[Attempt, Seat]):
     def __init__(self) -> None:
-        # The oldest first. No kind without one: a task may ask for whatever it likes, and kinds would gather.
-        self._waiting: dict[Needs, deque[Attempt]] = {}
-        # Not yet on a node, in the order in which Ray got them.
-        self._unstarted: dict[Needs, dict[Seat, None]] = {}
+        # Oldest first. Kinds without attempts are deleted: tasks may name any resources, and kinds would accumulate.
+        self._attempts: dict[Needs, deque[Attempt]] = {}
+        # In the order of submission.
+        self._pending_seats: dict[Needs, dict[Seat, None]] = {}
 
-    # ------------------------------------------------------------------------------------------------- attempts
+    # ----------------------------------------------------------------------------------------------------- attempts
 
-    def wait(self, kind: Needs, attempt: Attempt) -> None:
-        self._waiting.setdefault(kind, deque()).append(attempt)
+    def add(self, kind: Needs, attempt: Attempt) -> None:
+        self._attempts.setdefault(kind, deque()).append(attempt)
 
-    def wait_again(self, kind: Needs, attempt: Attempt) -> None:
-        """It has waited before, and comes first."""
-        self._waiting.setdefault(kind, deque()).appendleft(attempt)
+    def add_first(self, kind: Needs, attempt: Attempt) -> None:
+        """Put back an attempt that was popped before."""
+        self._attempts.setdefault(kind, deque()).appendleft(attempt)
 
-    def take(self, kind: Needs) -> Attempt | None:
-        """The one that has waited longest. None: there is none."""
-        queue = self._waiting.get(kind)
+    def pop(self, kind: Needs) -> Attempt | None:
+        """The attempt of this kind that has waited longest."""
+        queue = self._attempts.get(kind)
         if not queue:
             return None
         attempt = queue.popleft()
         if not queue:
-            del self._waiting[kind]
+            del self._attempts[kind]
         return attempt
 
-    def leave(self, kind: Needs, attempt: Attempt) -> None:
-        """It waits no more, if it did."""
-        queue = self._waiting.get(kind, deque())
+    def discard(self, kind: Needs, attempt: Attempt) -> None:
+        queue = self._attempts.get(kind, deque())
         if attempt in queue:
             queue.remove(attempt)
             if not queue:
-                del self._waiting[kind]
+                del self._attempts[kind]
 
-    def take_all(self, kind: Needs) -> list[Attempt]:
-        return list(self._waiting.pop(kind, ()))
+    def pop_all(self, kind: Needs) -> list[Attempt]:
+        return list(self._attempts.pop(kind, ()))
 
-    def is_waited(self, kind: Needs) -> bool:
-        return kind in self._waiting
+    def has_waiting(self, kind: Needs) -> bool:
+        return kind in self._attempts
 
-    def kinds(self) -> list[Needs]:
-        """Of those that wait."""
-        return list(self._waiting)
+    def waiting_kinds(self) -> list[Needs]:
+        return list(self._attempts)
 
-    # ---------------------------------------------------------------------------------------------------- seats
+    # -------------------------------------------------------------------------------------------------------- seats
 
-    def submitted(self, kind: Needs, seat: Seat) -> None:
-        self._unstarted.setdefault(kind, {})[seat] = None
+    def add_seat(self, kind: Needs, seat: Seat) -> None:
+        self._pending_seats.setdefault(kind, {})[seat] = None
 
-    def started(self, kind: Needs, seat: Seat) -> None:
-        """Or ended before it could."""
-        seats = self._unstarted.get(kind, {})
+    def discard_seat(self, kind: Needs, seat: Seat) -> None:
+        """The seat has started, or ended before it could."""
+        seats = self._pending_seats.get(kind, {})
         seats.pop(seat, None)
         if not seats:
-            self._unstarted.pop(kind, None)
+            self._pending_seats.pop(kind, None)
 
-    def missing(self, kind: Needs) -> int:
-        """So many seats are to be submitted."""
-        return max(0, len(self._waiting.get(kind, ())) - len(self._unstarted.get(kind, ())))
+    def count_missing_seats(self, kind: Needs) -> int:
+        return max(0, len(self._attempts.get(kind, ())) - len(self._pending_seats.get(kind, ())))
 
-    def surplus(self) -> list[Seat]:
-        """Seats that nobody waits for: of each kind the youngest, which Ray would start last."""
+    def surplus_seats(self) -> list[Seat]:
+        """Pending seats beyond the number of waiting attempts: the newest of each kind, which Ray would start last."""
         return [
-            seat for kind, seats in self._unstarted.items() for seat in list(seats)[len(self._waiting.get(kind, ())) :]
+            seat
+            for kind, seats in self._pending_seats.items()
+            for seat in list(seats)[len(self._attempts.get(kind, ())) :]
         ]
 
-    def unstarted(self) -> Iterator[Seat]:
-        return (seat for seats in self._unstarted.values() for seat in seats)
+    def pending_seats(self) -> Iterator[Seat]:
+        return (seat for seats in self._pending_seats.values() for seat in seats)

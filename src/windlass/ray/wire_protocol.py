@@ -1,16 +1,19 @@
-"""What a seat and its dispatcher say to each other over a connection. Pure.
+"""The messages between a seat and its dispatcher. Pure.
 
-Lines of JSON; one that announces a `size` is followed by as many bytes: a payload, a result, the words of an error.
+A message is a line of JSON, the header. A header with a `size` is followed by a body of that many bytes: a payload, a
+result, or the text of an error.
 
-    -> {"seat": id, "loading": node id}                          I load what runs attempts: more of me soon
-    -> {"seat": id, "node": node id}                             here I am
-    -> {"seat": id, "done": token, "is_ok": true, "size": 9}     the result follows, and: what is next?
-    -> {"seat": id, "progress": token, "fraction": 0.5, "note": null}
-    <- {"run": {...}, "size": 42}                                begin this: its payload follows
-    <- {"run": null}                                             nothing more: end
-    <- {"ping": true}                                            the dispatcher is there
+    seat -> dispatcher
+      {"seat": id, "loading": node id}                           loads the handler, which may take minutes
+      {"seat": id, "started": node id}                           is ready for a task
+      {"seat": id, "progress": token, "fraction": 0.5, "note": null}
+      {"seat": id, "finished": token, "is_ok": true, "size": 9}  body: the result; is ready for another task
+    dispatcher -> seat
+      {"run": {...}, "size": 42}                                 run this task; body: its payload
+      {"run": null}                                              no more tasks: exit
+      {"ping": true}                                             the dispatcher is alive
 
-A seat's id is random and known to its dispatcher and to whom Ray has handed it: whoever names another gets nothing.
+A seat's id is random and known only to its dispatcher and, through Ray, to the seat. It is the seat's credential.
 """
 
 import json
@@ -21,57 +24,58 @@ from uuid import UUID
 from windlass.model.task import Claim
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome
 
-# Of a line. A note has at most 500 characters, each escaped to at most twelve.
-MAX_LINE_BYTES = 1 << 14
-# Of what follows a line, beyond the largest result: words of errors are cut to much less.
-MAX_WORDS_BYTES = 1 << 16
+# A progress note has at most 500 characters, each escaped to at most twelve bytes.
+MAX_HEADER_BYTES = 1 << 14
+# Error texts are cut to this size.
+MAX_ERROR_BYTES = 1 << 16
 
 PING = b'{"ping":true}\n'
 
 
-def framed(said: dict[str, Any], body: bytes | None = None) -> bytes:
+def encode(header: dict[str, Any], body: bytes | None = None) -> bytes:
     if body is None:
-        return json.dumps(said).encode() + b"\n"
-    return json.dumps({**said, "size": len(body)}).encode() + b"\n" + body
+        return json.dumps(header).encode() + b"\n"
+    return json.dumps({**header, "size": len(body)}).encode() + b"\n" + body
 
 
-def size_of(said: dict[str, Any], limit_bytes: int) -> int | None:
-    """How many bytes follow; None: it announces nothing. Raises ValueError if they are too many."""
-    size = said.get("size")
-    if size is not None and not (isinstance(size, int) and 0 <= size <= limit_bytes):
-        raise ValueError(f"{size} bytes are announced, and {limit_bytes} are the limit")
+def body_size(header: dict[str, Any], max_bytes: int) -> int | None:
+    """Size of the body that follows; None: no body. Raises ValueError if it is invalid or too large."""
+    size = header.get("size")
+    if size is not None and not (isinstance(size, int) and 0 <= size <= max_bytes):
+        raise ValueError(f"body size {size} is not between 0 and {max_bytes}")
     return size
 
 
-def loading(seat_id: str, node_id: str) -> bytes:
-    return framed({"seat": seat_id, "loading": node_id})
+def encode_loading(seat_id: str, node_id: str) -> bytes:
+    return encode({"seat": seat_id, "loading": node_id})
 
 
-def arrival(seat_id: str, node_id: str) -> bytes:
-    return framed({"seat": seat_id, "node": node_id})
+def encode_started(seat_id: str, node_id: str) -> bytes:
+    return encode({"seat": seat_id, "started": node_id})
 
 
-def progress(seat_id: str, token: UUID, fraction: float, note: str | None) -> bytes:
-    return framed({"seat": seat_id, "progress": str(token), "fraction": fraction, "note": note})
+def encode_progress(seat_id: str, token: UUID, fraction: float, note: str | None) -> bytes:
+    return encode({"seat": seat_id, "progress": str(token), "fraction": fraction, "note": note})
 
 
-def done(seat_id: str, token: UUID, outcome: Outcome) -> bytes:
-    said: dict[str, Any] = {"seat": seat_id, "done": str(token), "is_ok": isinstance(outcome, AttemptSuccess)}
+def encode_finished(seat_id: str, token: UUID, outcome: Outcome) -> bytes:
+    header: dict[str, Any] = {"seat": seat_id, "finished": str(token), "is_ok": isinstance(outcome, AttemptSuccess)}
     if isinstance(outcome, AttemptSuccess):
-        return framed(said, None if outcome.result is None else outcome.result.encode())
-    said |= {"code": outcome.code, "retry": outcome.retry}
-    return framed(said, outcome.error.encode(errors="replace")[:MAX_WORDS_BYTES])
+        return encode(header, None if outcome.result is None else outcome.result.encode())
+    header |= {"code": outcome.code, "retry": outcome.retry}
+    return encode(header, outcome.error.encode(errors="replace")[:MAX_ERROR_BYTES])
 
 
-def read_outcome(said: dict[str, Any], body: bytes | None) -> Outcome:
-    if said["is_ok"]:
+def decode_outcome(header: dict[str, Any], body: bytes | None) -> Outcome:
+    if header["is_ok"]:
         return AttemptSuccess(None if body is None else body.decode())
-    return AttemptFailure(str(said["code"]), (body or b"").decode(errors="replace"), retry=bool(said["retry"]))
+    return AttemptFailure(str(header["code"]), (body or b"").decode(errors="replace"), retry=bool(header["retry"]))
 
 
-def orders(claim: Claim | None) -> bytes:
+def encode_run(claim: Claim | None) -> bytes:
     if claim is None:
-        return framed({"run": None})
+        return encode({"run": None})
+    # Not dataclasses.asdict, which takes six times as long.
     run = {
         "task_id": claim.task_id,
         "token": str(claim.token),
@@ -82,16 +86,16 @@ def orders(claim: Claim | None) -> bytes:
         "priority": claim.priority,
         "created_at": claim.created_at.isoformat(),
     }
-    return framed({"run": run}, claim.payload.encode())
+    return encode({"run": run}, claim.payload.encode())
 
 
-def read_orders(said: dict[str, Any], body: bytes | None) -> Claim | None:
-    run = said["run"]
+def decode_run(header: dict[str, Any], body: bytes | None) -> Claim | None:
+    run = header["run"]
     if run is None:
         return None
-    own = {
+    decoded = {
         "token": UUID(run["token"]),
         "payload": (body or b"").decode(),
         "created_at": datetime.fromisoformat(run["created_at"]),
     }
-    return Claim(**{**run, **own})
+    return Claim(**{**run, **decoded})

@@ -1,17 +1,15 @@
-"""The world in virtual time: the real control loop among a store, clouds and workers that fail on a seed.
+"""Runs the real control loop in virtual time against a simulated cloud, with injected faults, and checks invariants.
 
-    loop.py           an event loop whose clock jumps to the next timer
-    processes.py      what dies together: killed at any await, frozen, started again
-    link.py           how calls travel: late, lost on their way, answered never; also after their caller died
-    cloud.py          a Provider whose every fault can be scripted or drawn
-    workers.py        what runs on its machines
-    orchestrators.py  FleetTask and FleetCycle, killed and started again
-    watch.py          what must hold, judged by the cloud's and the tasks' own books
-    scenario.py       everything about a run that a seed decides
-    world.py          all of it put together, and what happens in which order
-    crashes.py        a crash before and after each call of a cycle
+Real: FleetTask and FleetCycle, the planner and every policy, the executor, the leader lease, and the worker protocol.
+Simulated: time (loop.py), processes that can be killed or frozen (processes.py), the network to the database
+(network.py), the cloud and its bill (cloud.py), and the programs on its machines (workers.py). The store is the memory
+store. `Simulation` also accepts functions that make another store or provider; a vendor's emulator reports its machines
+through `SimulatedCloud.add_machine` and `remove_machine`, so that the cloud's record stays the reference.
 
-A store of another kind is tried in the same world by handing World a function that makes it. So is a provider: it is
-given the cloud, whose `begin`, `end` and `billed` stand for the vendor's machines, so that the books stay the cloud's.
-One seed is one story: `python -m windlass.simulator --seed 7` tells it again, line for line.
+scenario.py draws all settings and fault rates of a run from its seed. simulation.py runs a scenario: first faults, then
+none, until the fleets are at rest. invariants.py checks the promises of docs/architecture.md at every step.
+crashes.py kills an orchestrator before, during or after any of its calls.
+
+A seed always gives the same run. Replay one with its trace: `python -m windlass.simulator --seed 7`; add `--billed` for
+the scenarios with billing periods.
 """

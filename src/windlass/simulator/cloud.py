@@ -1,12 +1,12 @@
-"""A cloud that keeps the contract of ports/provider.py and nothing more, and keeps books.
+"""A simulated cloud: a Provider that follows the contract of ports/provider.py, with faults, and its own bill.
 
-What it may do to a caller: answer late or never, take effect after it failed, refuse, run out, throttle, list what was
-true a while ago, fail to list, delete slowly, deny, not answer a deletion that happened. What it never does: return a
-part of the list as the whole, say that a machine is gone while it is there, take longer than its traits say.
+It may answer late or never, take effect after a failed call, refuse, run out of capacity, throttle, return a stale
+list, and delete slowly. It never returns a partial list, reports a billed machine as deleted, or exceeds the delays in
+its traits.
 
-Faults are scripted, `cloud.next_create(times_out_after_taking_effect=True)`, or drawn from `rates`. A call that was
-sent happens, whatever becomes of its caller. `books` has every machine there ever was: checkers read it, nobody else.
-Where machines have a price, `charged` is its own ledger: counted unit by unit, and by nobody else's arithmetic.
+A fault is scripted with `cloud.next_create(times_out_after_taking_effect=True)` or drawn from `rates`. A request that
+was sent takes effect even when its caller dies. `machines` records every machine that ever existed and `cost_micros`
+computes its price independently of the product's billing code; only the invariant checker and tests read them.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ FOREVER = 1e9
 @dataclass(frozen=True, slots=True)
 class CreateOutcome:
     duration_s: float = 1.0
-    # The caller is told Ambiguous, or nothing at all, and the machine is there.
+    # The machine is created, and the caller gets Ambiguous.
     times_out_after_taking_effect: bool = False
-    # The caller is told Ambiguous, and the machine comes this much later.
+    # The caller gets Ambiguous, and the machine is created this much later.
     takes_effect_late_s: float | None = None
-    # The caller is told Ambiguous, and no machine ever comes.
+    # The caller gets Ambiguous, and no machine is created.
     fails_without_effect: bool = False
     never_answers: bool = False
     raises: Exception | None = None
-    # Beyond the contract: the provider makes two, as a client that repeats a request by itself would.
+    # Two machines are created, as by a client that repeats a request. The provider contract forbids this.
     creates_duplicate: bool = False
 
 
@@ -56,17 +56,17 @@ class ListOutcome:
 @dataclass(frozen=True, slots=True)
 class DeleteOutcome:
     duration_s: float = 1.0
-    # The machine is gone, and the caller learns it this much later, or never.
+    # Time between the deletion and its answer.
     answer_delay_s: float = 0.0
     never_answers: bool = False
-    # The caller is told that it failed; the machine goes all the same, or stays.
+    # The caller gets this error. `takes_effect` says whether the machine is deleted.
     raises: Exception | None = None
     takes_effect: bool = True
 
 
 @dataclass(slots=True)
 class FaultRates:
-    """Shares of calls that go wrong, from 0 to 1."""
+    """Shares of calls with each fault, from 0 to 1."""
 
     create_ambiguous: float = 0.0
     create_refused: float = 0.0
@@ -78,14 +78,13 @@ class FaultRates:
     delete_slow: float = 0.0
 
     def clear(self) -> None:
-        self.create_ambiguous = self.create_refused = self.create_slow = 0.0
-        self.list_failed = self.list_stale = self.list_slow = 0.0
-        self.delete_failed = self.delete_slow = 0.0
+        for rate in fields(self):
+            setattr(self, rate.name, 0.0)
 
 
 @dataclass(slots=True)
 class MachineRecord:
-    """A machine in the books."""
+    """One machine from creation to deletion. Times are those of the virtual clock."""
 
     id: str
     name: str
@@ -107,34 +106,32 @@ class MachineRecord:
 
 
 class Stoppable(Protocol):
-    """What lives on a machine. It tells the machine when it runs, and when it has exited."""
+    """The program on a machine."""
 
-    def stop(self) -> None:
-        """Its machine is gone."""
+    def stop(self) -> None: ...
 
 
 @dataclass(slots=True)
 class SimulatedCloud:
-    """The account of one fleet, a Provider for it, and its books."""
+    """The machines of one fleet, and the Provider that creates, lists and deletes them."""
 
     fleet: str
     rng: Random
     trace: Trace
-    # How old a list may be, and how long after a failed create its machine may still come.
+    # The age of the oldest list, and the time after a failed create call in which its machine may still appear.
     max_list_age_s: float = 0.0
     max_creation_delay_s: float = 0.0
-    # None: its machines cost nothing.
+    # None: machines are free.
     price_micros_per_hour: int | None = None
     price_micros_per_month: int | None = None
     billing_unit_s: int = 1
     start_worker: Callable[[MachineRecord], Stoppable] | None = None
     rates: FaultRates = field(default_factory=FaultRates)
     machines: dict[str, MachineRecord] = field(default_factory=dict)
-    # Told of every machine that begins to be billed, and of every one that somebody asks to delete.
+    # Called when a machine is created, and when a call to delete an existing machine arrives.
     on_created: Callable[[MachineRecord], None] = lambda _: None
     on_delete_requested: Callable[[MachineRecord], None] = lambda _: None
     create_calls: int = 0
-    list_calls: int = 0
     delete_calls: int = 0
     workers: dict[str, Stoppable] = field(default_factory=dict)
     _creates: deque[CreateOutcome] = field(default_factory=deque)
@@ -145,7 +142,7 @@ class SimulatedCloud:
     def traits(self) -> ProviderTraits:
         if self.max_list_age_s == 0 and self.max_creation_delay_s == 0:
             return ProviderTraits(billing_unit_s=self.billing_unit_s)
-        # Missing for as long as a list may be old, seen from a list that was itself under way for a while.
+        # Twice the age: a list may be that old when it is made, and take as long to arrive.
         return ProviderTraits(
             absence_grace_s=2 * self.max_list_age_s,
             creation_lateness_s=self.max_creation_delay_s + self.max_list_age_s,
@@ -153,81 +150,85 @@ class SimulatedCloud:
             billing_unit_s=self.billing_unit_s,
         )
 
-    # ---------------------------------------------------------------------------------------------------- scripts
+    # ---------------------------------------------------------------------------------------------- scripted faults
 
-    def next_create(self, **fate: Any) -> None:
-        self._creates.append(CreateOutcome(**fate))
+    def next_create(self, **outcome: Any) -> None:
+        self._creates.append(CreateOutcome(**outcome))
 
-    def next_list(self, **fate: Any) -> None:
-        self._lists.append(ListOutcome(**fate))
+    def next_list(self, **outcome: Any) -> None:
+        self._lists.append(ListOutcome(**outcome))
 
-    def next_delete(self, **fate: Any) -> None:
-        self._deletes.append(DeleteOutcome(**fate))
+    def next_delete(self, **outcome: Any) -> None:
+        self._deletes.append(DeleteOutcome(**outcome))
+
+    def clear_scripts(self) -> None:
+        """Forget the scripted outcomes that no call has used yet."""
+        for script in (self._creates, self._lists, self._deletes):
+            script.clear()
 
     # --------------------------------------------------------------------------------------------------- provider
 
     async def create(self, request: MachineRequest) -> Machine:
         self.create_calls += 1
-        fate = self._creates.popleft() if self._creates else self._draw_create()
-        self.trace.add("cloud", f"create {request.name}: {_said(fate, CreateOutcome())}")
+        outcome = self._creates.popleft() if self._creates else self._draw_create()
+        self.trace.add("cloud", f"create {request.name}: {_describe(outcome)}")
         answer: asyncio.Future[Machine] = asyncio.get_running_loop().create_future()
-        start_detached(self._create(request, fate, answer))
+        start_detached(self._create(request, outcome, answer))
         return await answer
 
-    async def _create(self, request: MachineRequest, fate: CreateOutcome, answer: asyncio.Future[Machine]) -> None:
-        await asyncio.sleep(fate.duration_s)
-        if fate.raises is not None:
-            _fail(answer, fate.raises)
+    async def _create(self, request: MachineRequest, outcome: CreateOutcome, answer: asyncio.Future[Machine]) -> None:
+        await asyncio.sleep(outcome.duration_s)
+        if outcome.raises is not None:
+            _fail(answer, outcome.raises)
             return
-        if fate.fails_without_effect or fate.takes_effect_late_s is not None:
+        if outcome.fails_without_effect or outcome.takes_effect_late_s is not None:
             _fail(answer, Ambiguous(f"creating {request.name}: the connection broke"))
-            if fate.takes_effect_late_s is None:
+            if outcome.takes_effect_late_s is None:
                 return
-            await asyncio.sleep(fate.takes_effect_late_s)
-        entry = self.add_machine(request)
-        if fate.creates_duplicate:
+            await asyncio.sleep(outcome.takes_effect_late_s)
+        record = self.add_machine(request)
+        if outcome.creates_duplicate:
             self.add_machine(request, is_duplicate=True)
-        if fate.never_answers:
+        if outcome.never_answers:
             return
-        if fate.times_out_after_taking_effect:
+        if outcome.times_out_after_taking_effect:
             _fail(answer, Ambiguous(f"creating {request.name}: no answer in time"))
         elif not answer.done():
-            answer.set_result(self._machine(entry, asyncio.get_running_loop().time()))
+            answer.set_result(self._machine(record, asyncio.get_running_loop().time()))
 
     async def list_machines(self) -> tuple[Machine, ...]:
-        self.list_calls += 1
-        fate = self._lists.popleft() if self._lists else self._draw_list()
-        # What is listed was true when the question arrived, or earlier.
-        as_of = asyncio.get_running_loop().time() - fate.stale_by_s
-        if fate != ListOutcome():
-            self.trace.add("cloud", f"list: {_said(fate, ListOutcome())}")
-        await asyncio.sleep(FOREVER if fate.never_answers else fate.duration_s)
-        if fate.raises is not None:
-            raise fate.raises
-        return tuple(self._machine(entry, as_of) for entry in self.machines.values() if entry.is_billed(as_of))
+        outcome = self._lists.popleft() if self._lists else self._draw_list()
+        # A list shows the state when the request arrived, or an older one.
+        as_of = asyncio.get_running_loop().time() - outcome.stale_by_s
+        if outcome != ListOutcome():
+            self.trace.add("cloud", f"list: {_describe(outcome)}")
+        await asyncio.sleep(FOREVER if outcome.never_answers else outcome.duration_s)
+        if outcome.raises is not None:
+            raise outcome.raises
+        return tuple(self._machine(record, as_of) for record in self.machines.values() if record.is_billed(as_of))
 
     async def delete(self, machine: Machine) -> datetime | None:
         self.delete_calls += 1
-        fate = self._deletes.popleft() if self._deletes else self._draw_delete()
-        self.trace.add("cloud", f"delete {machine.id} of {machine.name}: {_said(fate, DeleteOutcome())}")
+        outcome = self._deletes.popleft() if self._deletes else self._draw_delete()
+        self.trace.add("cloud", f"delete {machine.id} of {machine.name}: {_describe(outcome)}")
         answer: asyncio.Future[datetime | None] = asyncio.get_running_loop().create_future()
-        start_detached(self._delete(machine.id, fate, answer))
+        start_detached(self._delete(machine.id, outcome, answer))
         return await answer
 
-    async def _delete(self, machine_id: str, fate: DeleteOutcome, answer: asyncio.Future[datetime | None]) -> None:
-        entry = self.machines.get(machine_id)
-        is_there = entry is not None and entry.deleted_at == FOREVER
-        if entry is not None and is_there:
-            self.on_delete_requested(entry)
-        await asyncio.sleep(fate.duration_s)
-        if fate.takes_effect:
+    async def _delete(self, machine_id: str, outcome: DeleteOutcome, answer: asyncio.Future[datetime | None]) -> None:
+        record = self.machines.get(machine_id)
+        existed = record is not None and record.deleted_at == FOREVER
+        if record is not None and existed:
+            self.on_delete_requested(record)
+        await asyncio.sleep(outcome.duration_s)
+        if outcome.takes_effect:
             self.remove_machine(machine_id)
-        await asyncio.sleep(fate.answer_delay_s)
-        if fate.raises is not None:
-            _fail(answer, fate.raises)
-        elif not fate.never_answers and not answer.done():
-            # Of one that was gone before, nobody says since when.
-            answer.set_result(to_datetime(entry.deleted_at) if entry is not None and is_there else None)
+        await asyncio.sleep(outcome.answer_delay_s)
+        if outcome.raises is not None:
+            _fail(answer, outcome.raises)
+        elif not outcome.never_answers and not answer.done():
+            # The deletion time is unknown for a machine that was already gone.
+            answer.set_result(to_datetime(record.deleted_at) if record is not None and existed else None)
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:  # noqa: ARG002
         return Preparation()
@@ -240,50 +241,47 @@ class SimulatedCloud:
     def add_machine(
         self, request: MachineRequest, *, is_duplicate: bool = False, machine_id: str | None = None
     ) -> MachineRecord:
-        """A machine is there, and billed. A vendor's emulator calls this with its own id, `end` and `billed`, and keeps
-        no books."""
+        """Record a new machine and start its program. A vendor's emulator calls this with its own machine id."""
         now = asyncio.get_running_loop().time()
         machine_id = machine_id or f"m{len(self.machines)}-{request.fleet}"
-        entry = MachineRecord(machine_id, request.name, request.fleet, request.slot, now, is_duplicate=is_duplicate)
-        self.machines[entry.id] = entry
-        self.trace.add("cloud", f"{entry.id} of {entry.name} begins")
-        self.on_created(entry)
+        record = MachineRecord(machine_id, request.name, request.fleet, request.slot, now, is_duplicate=is_duplicate)
+        self.machines[record.id] = record
+        self.trace.add("cloud", f"{record.id} of {record.name} created")
+        self.on_created(record)
         if self.start_worker is not None:
-            self.workers[entry.id] = self.start_worker(entry)
-        return entry
+            self.workers[record.id] = self.start_worker(record)
+        return record
 
     def remove_machine(self, machine_id: str) -> None:
-        """It is gone, and billed no more."""
-        entry = self.machines.get(machine_id)
-        if entry is None or entry.deleted_at != FOREVER:
+        """Stop billing a machine and stop its program. Does nothing if it is already gone."""
+        record = self.machines.get(machine_id)
+        if record is None or record.deleted_at != FOREVER:
             return
-        entry.deleted_at = asyncio.get_running_loop().time()
-        self.trace.add("cloud", f"{entry.id} of {entry.name} is gone")
-        tenant = self.workers.pop(machine_id, None)
-        if tenant is not None:
-            tenant.stop()
+        record.deleted_at = asyncio.get_running_loop().time()
+        self.trace.add("cloud", f"{record.id} of {record.name} deleted")
+        worker = self.workers.pop(machine_id, None)
+        if worker is not None:
+            worker.stop()
 
     def mark_exited(self, machine_id: str) -> None:
-        """What lived on it has ended; it is still there, and billed."""
-        entry = self.machines[machine_id]
-        entry.exited_at = min(entry.exited_at, asyncio.get_running_loop().time())
+        """The program on a machine has ended. The machine still exists and is billed."""
+        record = self.machines[machine_id]
+        record.exited_at = min(record.exited_at, asyncio.get_running_loop().time())
 
     @property
     def remaining_machine_ids(self) -> list[str]:
-        """When all is over: the machines that were never ended."""
-        return [entry.id for entry in self.machines.values() if entry.deleted_at == FOREVER]
+        """Machines that were not deleted. Usable after the run, when there is no virtual clock."""
+        return [record.id for record in self.machines.values() if record.deleted_at == FOREVER]
 
     def billed_machines(self) -> list[MachineRecord]:
         now = asyncio.get_running_loop().time()
-        return [entry for entry in self.machines.values() if entry.is_billed(now)]
+        return [record for record in self.machines.values() if record.is_billed(now)]
 
-    # -------------------------------------------------------------------------------------------------------- money
-
-    def cost_micros(self, entry: MachineRecord, until: datetime) -> int:
-        """What a machine costs that is gone at that time: every unit that begins before, at least one."""
+    def cost_micros(self, record: MachineRecord, until: datetime) -> int:
+        """The cost of a machine deleted at `until`: every billing unit that started before, and at least one."""
         if self.price_micros_per_hour is None:
             return 0
-        begins, unit = to_datetime(entry.created_at), timedelta(seconds=self.billing_unit_s)
+        begins, unit = to_datetime(record.created_at), timedelta(seconds=self.billing_unit_s)
         units: Counter[tuple[int, int]] = Counter()
         while begins < until or not units:
             units[begins.year, begins.month] += 1
@@ -293,24 +291,20 @@ class SimulatedCloud:
         cap = self.price_micros_per_month
         return sum(months) if cap is None else sum(min(month, cap) for month in months)
 
-    @property
-    def _price_parts(self) -> tuple[PricePart, ...]:
+    def _machine(self, record: MachineRecord, as_of: float) -> Machine:
         price, cap = self.price_micros_per_hour, self.price_micros_per_month
-        return () if price is None or cap is None else (PricePart(price, cap),)
-
-    def _machine(self, entry: MachineRecord, as_of: float) -> Machine:
         return Machine(
-            entry.id,
-            entry.name,
-            entry.state(as_of),
-            created_at=to_datetime(entry.created_at),
+            record.id,
+            record.name,
+            record.state(as_of),
+            created_at=to_datetime(record.created_at),
             instance_type="sim",
-            price_micros_per_hour=self.price_micros_per_hour,
-            price_parts=self._price_parts,
-            currency=None if self.price_micros_per_hour is None else "EUR",
+            price_micros_per_hour=price,
+            price_parts=() if price is None or cap is None else (PricePart(price, cap),),
+            currency=None if price is None else "EUR",
         )
 
-    # ------------------------------------------------------------------------------------------------------- fates
+    # ---------------------------------------------------------------------------------------------- random outcomes
 
     def _draw_create(self) -> CreateOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
@@ -321,13 +315,13 @@ class SimulatedCloud:
                 CreateOutcome(duration_s, takes_effect_late_s=rng.uniform(0.0, self.max_creation_delay_s)),
                 CreateOutcome(duration_s, fails_without_effect=True),
                 CreateOutcome(duration_s, never_answers=True),
-                CreateOutcome(duration_s, raises=RuntimeError("a fault in the adapter")),
+                CreateOutcome(duration_s, raises=RuntimeError("adapter bug")),
             ]
             return rng.choice(kinds)
         roll -= rates.create_ambiguous
         if roll < rates.create_refused:
             problems: list[ProviderError] = [
-                Refused("creating: the limit of the account is reached"),
+                Refused("creating: account limit reached"),
                 NoCapacity("creating: no capacity"),
                 Throttled("creating: too many requests", retry_after_s=rng.uniform(1.0, 30.0)),
             ]
@@ -338,7 +332,7 @@ class SimulatedCloud:
     def _draw_list(self) -> ListOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
         if roll < rates.list_failed:
-            problems: list[Exception] = [Unavailable("listing: 503"), RuntimeError("a fault in the adapter")]
+            problems: list[Exception] = [Unavailable("listing: 503"), RuntimeError("adapter bug")]
             return rng.choice([ListOutcome(raises=rng.choice(problems)), ListOutcome(never_answers=True)])
         roll -= rates.list_failed
         if roll < rates.list_stale:
@@ -355,7 +349,7 @@ class SimulatedCloud:
                 DeleteOutcome(duration_s, raises=Unavailable("deleting: 503")),
                 DeleteOutcome(duration_s, raises=Refused("deleting: denied"), takes_effect=False),
                 DeleteOutcome(duration_s, raises=Throttled("deleting: too many requests", 5.0), takes_effect=False),
-                DeleteOutcome(duration_s, raises=RuntimeError("a fault in the adapter"), takes_effect=False),
+                DeleteOutcome(duration_s, raises=RuntimeError("adapter bug"), takes_effect=False),
                 DeleteOutcome(duration_s, never_answers=True),
                 DeleteOutcome(duration_s, never_answers=True, takes_effect=False),
             ]
@@ -373,14 +367,13 @@ def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
         answer.set_exception(error)
 
 
-def _said(fate: Any, usual: Any) -> str:
-    """What about it is unusual."""
-    told = {field.name: getattr(fate, field.name) for field in fields(fate)}
-    unusual = {name: value for name, value in told.items() if value != getattr(usual, name)}
-    return (
-        ", ".join(
-            f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value!r}"
-            for name, value in unusual.items()
-        )
-        or "as usual"
-    )
+def _describe(outcome: CreateOutcome | ListOutcome | DeleteOutcome) -> str:
+    """The fields that differ from the default outcome."""
+    usual = type(outcome)()
+    values = {item.name: getattr(outcome, item.name) for item in fields(outcome)}
+    unusual = [
+        f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value!r}"
+        for name, value in values.items()
+        if value != getattr(usual, name)
+    ]
+    return ", ".join(unusual) or "no fault"

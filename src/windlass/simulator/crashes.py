@@ -1,11 +1,11 @@
-"""A crash before, during and after each call of an orchestrator: every point at which it can die, one run each.
+"""Kills an orchestrator before, during or after any of its calls to the store or the provider.
 
-`calls_of` lives through a world once and counts what its orchestrators ask of store and provider until it is calm.
-`crash_at` lives through the same world again and kills whoever makes the call of that number:
-    before   it was never sent
-    during   it was sent, and takes effect when its caller is dead
-    after    it was answered, and nothing came of the answer
-Then somebody is started again, and all promises must hold to the end.
+`record_calls` runs a simulation and lists the calls of its orchestrators until the faults end.
+`run_with_crash` runs the same simulation and kills the caller of one of these calls:
+    before   the request was never sent
+    during   the request was sent and takes effect after its caller died
+    after    the answer arrived, and its caller died before it used it
+The orchestrator starts again after RESTART_DELAY_S, and every invariant must hold to the end.
 """
 
 import asyncio
@@ -17,51 +17,49 @@ from windlass.simulator.orchestrators import SimulatedOrchestrator
 from windlass.simulator.simulation import Simulation, SimulationReport
 
 CrashTiming = Literal["before", "during", "after"]
-RESTARTS_AFTER_S = 1.0
-
-MakeWorld = Callable[[], Simulation]
+RESTART_DELAY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CrashPoint:
-    number: int
-    when: CrashTiming
+    call_index: int
+    timing: CrashTiming
 
 
 @dataclass(slots=True)
 class CrashInjector:
-    """Counts calls until the one at which its caller dies. None: it only counts."""
+    """Counts the calls of all orchestrators and kills the caller at `point`. Without a point it only counts."""
 
     point: CrashPoint | None = None
     calls: list[str] = field(default_factory=list)
 
-    def wrap(self, orchestrator: SimulatedOrchestrator, service: Any) -> "_Wired":
-        return _Wired(self, orchestrator, service)
+    def wrap_service(self, orchestrator: SimulatedOrchestrator, service: Any) -> "_InterceptedService":
+        return _InterceptedService(self, orchestrator, service)
 
     async def call(
         self, orchestrator: SimulatedOrchestrator, name: str, method: Callable[..., Awaitable[Any]], arguments: Any
     ) -> Any:
         self.calls.append(name)
-        if self.point is None or len(self.calls) - 1 != self.point.number:
+        if self.point is None or len(self.calls) - 1 != self.point.call_index:
             return await method(*arguments)
-        match self.point.when:
+        match self.point.timing:
             case "before":
                 pass
             case "during":
                 sending = asyncio.ensure_future(method(*arguments))
-                # One turn of the loop to be sent; the caller does not live to see what becomes of it.
+                # One iteration of the loop sends the request. The caller is killed before the answer arrives.
                 await asyncio.wait([sending], timeout=0)
             case "after":
                 await asyncio.gather(method(*arguments), return_exceptions=True)
         orchestrator.kill()
-        asyncio.get_running_loop().call_later(RESTARTS_AFTER_S, orchestrator.start)
+        asyncio.get_running_loop().call_later(RESTART_DELAY_S, orchestrator.start)
         raise asyncio.CancelledError
 
 
-class _Wired:
-    def __init__(self, wire: CrashInjector, orchestrator: SimulatedOrchestrator, service: Any) -> None:
-        self._wire = wire
-        self._make_orchestrator = orchestrator
+class _InterceptedService:
+    def __init__(self, injector: CrashInjector, orchestrator: SimulatedOrchestrator, service: Any) -> None:
+        self._injector = injector
+        self._orchestrator = orchestrator
         self._service = service
 
     def __getattr__(self, name: str) -> Any:
@@ -70,21 +68,21 @@ class _Wired:
         method = getattr(self._service, name)
 
         async def call(*arguments: Any) -> Any:
-            return await self._wire.call(self._make_orchestrator, name, method, arguments)
+            return await self._injector.call(self._orchestrator, name, method, arguments)
 
         return call
 
 
-def record_calls(make_world: MakeWorld) -> list[str]:
-    wire, simulation = CrashInjector(), make_world()
-    simulation.wrap = wire.wrap
-    eventful: list[str] = []
-    simulation.on_faults_ended = lambda: eventful.extend(wire.calls)
+def record_calls(make_simulation: Callable[[], Simulation]) -> list[str]:
+    injector, simulation = CrashInjector(), make_simulation()
+    simulation.wrap_service = injector.wrap_service
+    calls: list[str] = []
+    simulation.on_faults_ended = lambda: calls.extend(injector.calls)
     simulation.run()
-    return eventful
+    return calls
 
 
-def run_with_crash(make_world: MakeWorld, point: CrashPoint) -> SimulationReport:
-    simulation = make_world()
-    simulation.wrap = CrashInjector(point).wrap
+def run_with_crash(make_simulation: Callable[[], Simulation], point: CrashPoint) -> SimulationReport:
+    simulation = make_simulation()
+    simulation.wrap_service = CrashInjector(point).wrap_service
     return simulation.run()

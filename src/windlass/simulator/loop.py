@@ -1,8 +1,8 @@
 """An event loop whose clock jumps to the next timer when nothing is ready.
 
-Deterministic: nothing in it depends on the world's time, and callbacks run in the order in which they became ready.
-When nothing is ready and no timer is set, everybody waits for somebody else: Deadlock. When time stands still however
-often the loop turns, somebody spins: Livelock. It does no input or output.
+It is deterministic: nothing depends on real time, and callbacks run in the order in which they became ready.
+It raises Deadlock when nothing is ready and no timer is set, and Livelock when callbacks keep running while time stands
+still. It does no I/O.
 """
 
 import asyncio
@@ -12,54 +12,54 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# When virtual time begins. Any moment will do; this one is easy to tell from the world's.
+# Virtual time starts here. The value is arbitrary; it is in the future so that it is not mistaken for real time.
 EPOCH = datetime(2030, 1, 1, tzinfo=UTC)
-# Turns of the loop without time going by. A step of a simulation takes a few dozen.
-MAX_IDLE_TURNS = 50_000
+# Iterations of the loop at one instant of virtual time. A step of a simulation takes a few dozen.
+MAX_ITERATIONS_PER_INSTANT = 50_000
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits and nobody will ever wake anybody."""
+    """Every task waits, and no timer will wake one."""
 
 
 class Livelock(RuntimeError):
-    """Somebody is always ready, and time does not go by."""
+    """Tasks keep running while virtual time stands still."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._jumper = _Jumper()
-        super().__init__(self._jumper)
-        # Timers less than this apart are due together; below a microsecond no clock of ours can tell them apart.
+        self._selector_clock = _SelectorClock()
+        super().__init__(self._selector_clock)
+        # Timers closer than this are due together. Datetimes have a resolution of one microsecond.
         self._clock_resolution = 1e-6
 
     def time(self) -> float:
-        return self._jumper.now
+        return self._selector_clock.now
 
 
-class _Jumper(selectors.SelectSelector):
-    """Waits by turning the clock forward."""
+class _SelectorClock(selectors.SelectSelector):
+    """Advances the clock by the timeout instead of waiting for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self._idle_turns = 0
+        self._iterations = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock(f"at {self.now:.3f} s everybody waits and no timer is set")
+            raise Deadlock(f"at {self.now:.3f} s every task waits and no timer is set")
         if timeout > 0:
             self.now += timeout
-            self._idle_turns = 0
+            self._iterations = 0
         else:
-            self._idle_turns += 1
-            if self._idle_turns > MAX_IDLE_TURNS:
-                raise Livelock(f"at {self.now:.3f} s somebody spins: time does not go by")
+            self._iterations += 1
+            if self._iterations > MAX_ITERATIONS_PER_INSTANT:
+                raise Livelock(f"at {self.now:.3f} s tasks ran {self._iterations} times without waiting")
         return []
 
 
 def to_datetime(at: float) -> datetime:
-    """A time of the loop's clock as everybody else knows it, in whole microseconds."""
+    """The loop's time as a datetime, in whole microseconds."""
     return EPOCH + timedelta(seconds=at)
 
 
@@ -68,6 +68,6 @@ def virtual_now() -> datetime:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end in virtual time; whatever it left running is cancelled."""
+    """Run a coroutine to its end in virtual time, then cancel the tasks it left running."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,11 +1,10 @@
-"""Orchestrators: the real FleetTask over the real FleetCycle, as a process that can be killed and started again.
+"""Simulated orchestrators: the real FleetTask and FleetCycle as a process that can be killed and started again.
 
-Each start is another holder, as in the world: a process that died cannot renew the lease it had.
+Each start uses a new lease holder name, because a killed process cannot renew its lease.
 """
 
 import asyncio
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
@@ -14,14 +13,15 @@ from windlass.control.fleet_task import FleetTask
 from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
-from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
-from windlass.ports.provider import OnHostKey, Provider
+from windlass.model.machine import ProviderTraits
+from windlass.ports.provider import Provider
 from windlass.simulator.processes import SimulatedProcess
 from windlass.simulator.trace import Trace
 
-StoreSeen = Callable[[SimulatedProcess], Any]
-# Given a store or a provider, what this orchestrator is given instead.
-Wrap = Callable[["SimulatedOrchestrator", Any], Any]
+# Returns what an orchestrator uses in place of a store or a provider.
+WrapService = Callable[["SimulatedOrchestrator", Any], Any]
+# The optional volume calls are left out: no simulated fleet has a shared volume.
+_PROVIDER_CALLS = frozenset({"create", "list_machines", "delete", "prepare", "close"})
 
 
 class SimulatedOrchestrator:
@@ -29,11 +29,11 @@ class SimulatedOrchestrator:
         self,
         name: str,
         fleets: dict[str, tuple[FleetConfig, Provider]],
-        open_store: StoreSeen,
+        open_store: Callable[[SimulatedProcess], Any],
         ttl_s: float,
         rng: Random,
         trace: Trace,
-        wrap: Wrap = lambda _, service: service,
+        wrap_service: WrapService,
     ) -> None:
         self.name = name
         self.fleets = fleets
@@ -41,7 +41,7 @@ class SimulatedOrchestrator:
         self._ttl_s = ttl_s
         self._rng = rng
         self._trace = trace
-        self._wrap = wrap
+        self._wrap_service = wrap_service
         self._starts = 0
         self.process: SimulatedProcess | None = None
 
@@ -50,38 +50,42 @@ class SimulatedOrchestrator:
         return self.process is not None and not self.process.is_dead
 
     def start(self) -> None:
+        """Start a new process, unless one is running."""
         if self.is_running:
             return
         self._starts += 1
         process = self.process = SimulatedProcess(f"{self.name}.{self._starts}")
-        self._trace.add(process.name, "starts")
+        self._trace.add(process.name, "started")
         process.start(self._run(process))
 
     def kill(self) -> None:
         if self.process is not None and self.is_running:
-            self._trace.add(self.process.name, "is killed")
+            self._trace.add(self.process.name, "killed")
             self.process.kill()
 
     async def _run(self, process: SimulatedProcess) -> None:
         candidate = Candidate(process.name, self._ttl_s)
-        store = self._wrap(self, self._open_store(process))
+        store = self._wrap_service(self, self._open_store(process))
         cycles = [
-            FleetCycle(name, config, store, self._wrap(self, ProcessProvider(provider, process)), candidate, self._rng)
+            FleetCycle(
+                name, config, store, self._wrap_service(self, ProcessProvider(provider, process)), candidate, self._rng
+            )
             for name, (config, provider) in self.fleets.items()
         ]
+
+        def trace_actions(summary: Summary) -> None:
+            counts = {action: count for action, count in (summary.actions or {}).items() if count}
+            if summary.is_leader and counts:
+                actions = ", ".join(f"{count} {action}" for action, count in counts.items())
+                self._trace.add(process.name, f"{summary.fleet}: {actions}; {summary.decision}")
+
         async with asyncio.TaskGroup() as group:
             for cycle in cycles:
-                task = FleetTask(cycle, lambda summary: self._note(process.name, summary), self._rng)
-                group.create_task(task.run())
-
-    def _note(self, who: str, summary: Summary) -> None:
-        if summary.is_leader and any((summary.actions or {}).values()):
-            did = ", ".join(f"{count} {what}" for what, count in (summary.actions or {}).items() if count)
-            self._trace.add(who, f"{summary.fleet}: {did}; {summary.decision}")
+                group.create_task(FleetTask(cycle, trace_actions, self._rng).run())
 
 
 class ProcessProvider:
-    """A provider as one process sees it: the dead ask for nothing."""
+    """A provider as one process sees it: every call waits while the process is frozen, and fails when it is dead."""
 
     def __init__(self, provider: Provider, process: SimulatedProcess) -> None:
         self.provider = provider
@@ -91,21 +95,13 @@ class ProcessProvider:
     def traits(self) -> ProviderTraits:
         return self.provider.traits
 
-    async def create(self, request: MachineRequest) -> Machine:
-        await self.process.checkpoint()
-        return await self.provider.create(request)
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in _PROVIDER_CALLS:
+            raise AttributeError(name)
+        method = getattr(self.provider, name)
 
-    async def list_machines(self) -> tuple[Machine, ...]:
-        await self.process.checkpoint()
-        return await self.provider.list_machines()
+        async def call(*arguments: Any) -> Any:
+            await self.process.checkpoint()
+            return await method(*arguments)
 
-    async def delete(self, machine: Machine) -> datetime | None:
-        await self.process.checkpoint()
-        return await self.provider.delete(machine)
-
-    async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
-        await self.process.checkpoint()
-        return await self.provider.prepare(machine, host_key, on_host_key)
-
-    async def close(self) -> None:
-        await self.provider.close()
+        return call

@@ -1,8 +1,8 @@
-"""Processes of the simulated world: tasks that live and die together.
+"""Simulated processes: groups of tasks that are killed or frozen together.
 
-A process that is killed does nothing more: its tasks are cancelled at whatever they await, and what they might still
-call from a `finally` is refused. What it had sent stays sent (see link.py). One that is frozen stands still at the next
-gate and goes on, none the wiser, when it is thawed.
+Killing a process cancels its tasks at whatever they await. Calls that they then attempt from a `finally` block are
+refused. Requests that were already sent still take effect (network.py).
+A frozen process stops at its next checkpoint and continues from there, unaware of the pause, when it is thawed.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _current: ContextVar["SimulatedProcess | None"] = ContextVar("process", default=
 
 
 def track_processes(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on every task belongs to the process of whoever starts it."""
+    """Make every new task belong to the process of the task that started it."""
     loop.set_task_factory(_make_task)  # type: ignore[arg-type] # typeshed wants a Future of one particular type
 
 
@@ -33,7 +33,7 @@ def _make_task(
 
 
 def start_detached(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A task of the world itself: it outlives whoever started it."""
+    """Start a task that belongs to no process: it continues when the process that started it is killed."""
     context = copy_context()
     context.run(_current.set, None)
     return asyncio.get_running_loop().create_task(coroutine, context=context)
@@ -43,29 +43,24 @@ class SimulatedProcess:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_dead = False
-        # In the order of their start, so that a kill is the same in every run.
+        # A dict keeps the order in which tasks started, so that a kill cancels them in the same order in every run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._thawed = asyncio.Event()
         self._thawed.set()
 
-    def start(self, main: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def start(self, main: Coroutine[Any, Any, Any]) -> None:
         context = copy_context()
         context.run(_current.set, self)
-        task = asyncio.get_running_loop().create_task(main, context=context)
-        task.add_done_callback(self._ended)
-        return task
+        asyncio.get_running_loop().create_task(main, context=context).add_done_callback(self._report_error)
 
     def own(self, task: asyncio.Task[Any]) -> None:
         self._tasks[task] = None
-        task.add_done_callback(self._forget)
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
-
-    def _ended(self, main: asyncio.Task[Any]) -> None:
-        problem = None if main.cancelled() else main.exception()
-        if problem is not None and not self.is_dead:
-            context = {"message": f"{self.name} ended with an error", "exception": problem}
+    def _report_error(self, main: asyncio.Task[Any]) -> None:
+        error = None if main.cancelled() else main.exception()
+        if error is not None and not self.is_dead:
+            context = {"message": f"{self.name} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
     def kill(self) -> None:
@@ -84,7 +79,7 @@ class SimulatedProcess:
         return not self._thawed.is_set()
 
     async def checkpoint(self) -> None:
-        """Where it can be stopped: passed before everything it does to the outside."""
+        """Wait while frozen; raise if dead. Simulated code awaits this before every external effect."""
         if self.is_dead:
             raise asyncio.CancelledError
         await self._thawed.wait()

@@ -1,4 +1,7 @@
-"""Everything about a run that a seed decides. Two scenarios that are equal give the same story."""
+"""Everything about a simulation that its seed decides. Equal scenarios give equal runs.
+
+The order of the random draws is part of the meaning of a seed: adding or moving one changes every later scenario.
+"""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -12,7 +15,7 @@ from windlass.simulator.workers import TaskProfile, WorkerFaults
 
 @dataclass(frozen=True, slots=True)
 class WorkerFaultPlan:
-    """Shares of workers with bad luck, from 0 to 1."""
+    """Shares of workers with each fault, from 0 to 1. A worker has at most one."""
 
     never_joins: float = 0.0
     boots_slowly: float = 0.0
@@ -45,7 +48,7 @@ class WorkerFaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetScenario:
-    """Of one fleet: its configuration, its cloud, its workers, what is asked of it."""
+    """One fleet: its configuration, cloud, workers and tasks."""
 
     config: FleetConfig
     max_list_age_s: float = 0.0
@@ -53,13 +56,13 @@ class FleetScenario:
     rates: FaultRates = field(default_factory=FaultRates)
     worker_faults: WorkerFaultPlan = WorkerFaultPlan()
     tasks: TaskProfile = field(default_factory=TaskProfile)
-    # What its machines cost. None: nothing.
+    # None: machines are free.
     price_micros_per_hour: int | None = None
     price_micros_per_month: int | None = None
     billing_unit_s: int = 1
-    # When tasks arrive, and how many at once.
+    # Times at which tasks are enqueued, with their number.
     arrivals: tuple[tuple[float, int], ...] = ()
-    # Of each task: none may end as a dead letter because the world was rough.
+    # High enough that no task becomes a dead letter because of injected faults.
     max_attempts: int = 100
 
 
@@ -69,68 +72,72 @@ class Scenario:
     fleets: dict[str, FleetScenario]
     orchestrators: int = 1
     ttl_s: float = 20.0
-    # Faults happen until then; from then on everything works, and must come to rest.
+    # No faults are injected after this time, and the fleets must come to rest.
     faults_end_s: float = 900.0
-    # Between the database and workers, and between it and orchestrators.
+    # Faults between the database and the workers, and between the database and the orchestrators.
     worker_network: NetworkFaults = field(default_factory=NetworkFaults)
     control_network: NetworkFaults = field(default_factory=NetworkFaults)
-    # On average, from the start of an orchestrator to its sudden end. 0: they live.
+    # Mean time from the start of an orchestrator until it is killed. 0: never.
     killed_every_s: float = 0.0
-    # On average, from one outage of the database to the next, and how long they last at the most. 0: there are none.
+    # Mean time between database outages (0: none), and the duration of the longest.
     outage_every_s: float = 0.0
     outage_s: float = 60.0
-    # On average, between two things a person does by hand. 0: nobody interferes.
+    # Mean time between actions of a human operator. 0: none.
     operator_every_s: float = 0.0
     # Drawn by draw_billed_scenario.
     is_billed: bool = False
 
 
-# What a run is mostly about. Each kind of trouble is there or not, and up to its worst where the theme is its own.
-THEMES = ("everything", "storm", "cloud", "machines", "succession")
+# The group of faults that a run concentrates on. "all" concentrates on none.
+THEMES = ("all", "network", "cloud", "machines", "leadership")
 
 
 @dataclass(frozen=True, slots=True)
-class _Dice:
+class _RateDraw:
     rng: Random
     theme: str
 
     def share(self, most: float, theme: str) -> float:
-        """Half of all troubles are absent from a run, so that those that are there are also seen by themselves."""
-        is_ours = self.theme == theme
-        if self.rng.random() < (0.2 if is_ours else 0.5):
+        """A fault rate: up to `most` in a run with this theme and up to a third of it in others. About half of all
+        rates are 0, so that each fault also occurs without the others."""
+        is_theme = self.theme == theme
+        if self.rng.random() < (0.2 if is_theme else 0.5):
             return 0.0
-        return self.rng.uniform(0.0, most if is_ours else most / 3)
+        return self.rng.uniform(0.0, most if is_theme else most / 3)
 
 
 def draw_scenario(seed: int) -> Scenario:
-    """A scenario of every kind of trouble."""
+    """A scenario with faults of every kind."""
     rng = Random(seed)  # noqa: S311
-    dice = _Dice(rng, rng.choice(THEMES))
-    is_succession = dice.theme == "succession"
+    rates = _RateDraw(rng, rng.choice(THEMES))
+    is_leadership = rates.theme == "leadership"
     faults_end_s = rng.uniform(300.0, 900.0)
     names = ["red"] if rng.random() < 0.85 else ["red", "blue"]
-    fleets = {name: _draw_surroundings(dice, name, faults_end_s) for name in names}
-    fails_tasks = _Dice(Random(f"{seed} fails"), dice.theme).share(0.3, "machines")  # noqa: S311
+    fleets = {name: _draw_fleet(rates, name, faults_end_s) for name in names}
+    fails_tasks = _RateDraw(Random(f"{seed} fails"), rates.theme).share(0.3, "machines")  # noqa: S311
     return Scenario(
         seed=seed,
         fleets={
             name: replace(fleet_scenario, worker_faults=replace(fleet_scenario.worker_faults, fails_tasks=fails_tasks))
             for name, fleet_scenario in fleets.items()
         },
-        orchestrators=rng.choice([2, 3]) if is_succession else rng.choice([1, 2, 2]),
+        orchestrators=rng.choice([2, 3]) if is_leadership else rng.choice([1, 2, 2]),
         ttl_s=rng.choice([5.0, 10.0, 20.0]),
         faults_end_s=faults_end_s,
-        # A worker calls all the time and an orchestrator now and then: it takes rougher weather to trouble one.
+        # Orchestrators make far fewer calls than workers, so their calls need higher fault rates.
         worker_network=NetworkFaults(
-            dice.share(0.1, "storm"), dice.share(0.1, "storm"), dice.share(0.1, "storm"), dice.share(0.1, "storm")
+            slow=rates.share(0.1, "network"),
+            lost=rates.share(0.1, "network"),
+            unanswered=rates.share(0.1, "network"),
+            late=rates.share(0.1, "network"),
         ),
         control_network=NetworkFaults(
-            slow=dice.share(0.4, "storm"),
-            lost=dice.share(0.2, "storm"),
-            unanswered=dice.share(0.3, "storm"),
-            late=dice.share(0.4, "storm"),
+            slow=rates.share(0.4, "network"),
+            lost=rates.share(0.2, "network"),
+            unanswered=rates.share(0.3, "network"),
+            late=rates.share(0.4, "network"),
         ),
-        killed_every_s=rng.choice([20.0, 60.0]) if is_succession else rng.choice([0.0, 150.0]),
+        killed_every_s=rng.choice([20.0, 60.0]) if is_leadership else rng.choice([0.0, 150.0]),
         outage_every_s=rng.choice([0.0, 0.0, 300.0]),
         outage_s=rng.choice([20.0, 150.0]),
         operator_every_s=rng.choice([0.0, 0.0, 60.0]),
@@ -138,8 +145,10 @@ def draw_scenario(seed: int) -> Scenario:
 
 
 def draw_billed_scenario(seed: int) -> Scenario:
-    """The same with machines that are paid by the started hour, or by units as long for a simulation's patience. It
-    lasts for several units, with work that comes in waves, so that there is time to be idle."""
+    """The scenario of a seed with machines billed by started units of 5 to 60 minutes.
+
+    It lasts for several units, and tasks come in waves, so that workers are idle in between.
+    """
     scenario = draw_scenario(seed)
     rng = Random(f"{seed} paid")  # noqa: S311
     unit_s = rng.choice([300, 600, 600, 600, 3600])
@@ -163,8 +172,8 @@ def draw_billed_scenario(seed: int) -> Scenario:
     )
 
 
-def _draw_surroundings(dice: _Dice, queue: str, until_s: float) -> FleetScenario:
-    rng = dice.rng
+def _draw_fleet(rates: _RateDraw, queue: str, until_s: float) -> FleetScenario:
+    rng = rates.rng
     is_cloud = rng.random() < 0.6
     max_workers = rng.choice([1, 2, 2, 3, 4, 6])
     return FleetScenario(
@@ -178,36 +187,36 @@ def _draw_surroundings(dice: _Dice, queue: str, until_s: float) -> FleetScenario
             poll_interval_s=rng.choice([3.0, 5.0, 10.0]),
             stop_timeout_s=rng.choice([20.0, 60.0]),
             idle_buffer=rng.choice([0, 0, 1]),
-            # With limits out of reach, a fleet of bad machines keeps trying, and there is more to go wrong.
+            # With limits out of reach, a fleet of bad machines keeps spawning, so more faults can happen.
             min_spawns_for_rate=rng.choice([5, 100]),
             max_restarts=rng.choice([5, 100]),
         ),
         max_list_age_s=rng.choice([5.0, 30.0]) if is_cloud else 0.0,
         max_creation_delay_s=rng.choice([5.0, 60.0]) if is_cloud else 0.0,
         rates=FaultRates(
-            create_ambiguous=dice.share(0.8, "cloud"),
-            create_refused=dice.share(0.5, "cloud"),
-            create_slow=dice.share(0.5, "cloud"),
-            list_failed=dice.share(0.6, "cloud"),
-            list_stale=dice.share(0.8, "cloud") if is_cloud else 0.0,
-            list_slow=dice.share(0.5, "cloud"),
-            delete_failed=dice.share(0.8, "machines"),
-            delete_slow=dice.share(0.6, "machines"),
+            create_ambiguous=rates.share(0.8, "cloud"),
+            create_refused=rates.share(0.5, "cloud"),
+            create_slow=rates.share(0.5, "cloud"),
+            list_failed=rates.share(0.6, "cloud"),
+            list_stale=rates.share(0.8, "cloud") if is_cloud else 0.0,
+            list_slow=rates.share(0.5, "cloud"),
+            delete_failed=rates.share(0.8, "machines"),
+            delete_slow=rates.share(0.6, "machines"),
         ),
         worker_faults=WorkerFaultPlan(
-            never_joins=dice.share(0.4, "machines"),
-            boots_slowly=dice.share(0.3, "machines"),
-            crashes=dice.share(0.5, "machines"),
-            freezes=dice.share(0.6, "machines"),
-            ignores_drain=dice.share(0.3, "machines"),
+            never_joins=rates.share(0.4, "machines"),
+            boots_slowly=rates.share(0.3, "machines"),
+            crashes=rates.share(0.5, "machines"),
+            freezes=rates.share(0.6, "machines"),
+            ignores_drain=rates.share(0.3, "machines"),
         ),
-        tasks=TaskProfile(duration_s=(1.0, rng.choice([10.0, 60.0])), failure_rate=dice.share(0.4, "machines")),
+        tasks=TaskProfile(duration_s=(1.0, rng.choice([10.0, 60.0])), failure_rate=rates.share(0.4, "machines")),
         arrivals=tuple(sorted((rng.uniform(0.0, until_s), rng.choice([1, 3, 12])) for _ in range(int(until_s / 40)))),
     )
 
 
 def fleet_config(**changes: Any) -> FleetConfig:
-    """A fleet with the patience of a simulation: everything a GPU fleet has, ten times faster."""
+    """A fleet with the timeouts of a GPU fleet, divided by ten."""
     settings: dict[str, Any] = {
         "queues": ("red",),
         "poll_interval_s": 5.0,

@@ -1,8 +1,8 @@
-"""A world from a scenario: store, clouds, workers, orchestrators, producers and a person; faults, then calm, then rest.
+"""Runs a scenario: store, clouds, workers, orchestrators, task producers and an operator.
 
-`World(scenario).run()` lives through it and returns a Report, or raises Broken with the story and how to see it again.
-What a store or a provider is made of is decided by the two functions that make them: the in-memory store and the
-simulated cloud are only the usual choice.
+`Simulation(scenario).run()` injects faults until `faults_end_s`. Then everything works, and the fleets must lose no
+machine or task, come to rest and stay there. It returns a SimulationReport, or raises InvariantViolation with the trace
+and the command that replays it. `make_store` and `make_provider` replace the memory store and the simulated cloud.
 """
 
 import asyncio
@@ -18,41 +18,32 @@ from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
 from windlass.ports.provider import Provider
 from windlass.simulator.cloud import MachineRecord, SimulatedCloud
-from windlass.simulator.invariants import InvariantChecker, InvariantViolation
+from windlass.simulator.invariants import InvariantChecker, InvariantViolation, TaskRecord
 from windlass.simulator.loop import EPOCH, run, to_datetime, virtual_now
 from windlass.simulator.network import NetworkFaults, RemoteStore
-from windlass.simulator.orchestrators import SimulatedOrchestrator, Wrap
+from windlass.simulator.orchestrators import SimulatedOrchestrator, WrapService
 from windlass.simulator.processes import SimulatedProcess, start_detached, track_processes
 from windlass.simulator.scenario import FleetScenario, Scenario
 from windlass.simulator.trace import Trace
 from windlass.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass.store.memory.stores import MemoryStores
 
-# From the end of all faults until everything is at rest: all tasks done, fleets at their minimum. Long, since a fleet
-# whose machines all failed may be held for up to an hour before it tries again.
+CHECK_INTERVAL_S = 5.0
+# From the end of the faults until all tasks are finished and the fleets have their minimum size. A fleet whose machines
+# all failed may be held for an hour before it spawns again.
 REST_LIMIT_S = 4 * 3600.0
-# Of a worker at rest, the longest silence.
-SILENT_BEATS = 2
-LOOKS_EVERY_S = 5.0
+# At rest, every worker sent a heartbeat within this many intervals.
+MAX_HEARTBEAT_AGE_INTERVALS = 2
 CYCLES_AT_REST = 10
-# From rest until the last account is closed: a minute of patience and a few cycles.
-BOOKS_LIMIT_S = 600.0
+# From rest until the cost of every terminated worker is settled.
+SETTLE_COSTS_LIMIT_S = 600.0
 MAX_WORKERS = 100_000
-# Of a worker's calls, those that take no time at all and cost little to simulate.
-STRAIGHT_SHARE = 0.8
-
-MakeStore = Callable[[Random], Any]
-MakeProvider = Callable[[SimulatedCloud], Provider]
-
-
-def memory_store(rng: Random) -> MemoryStores:
-    return MemoryStores(virtual_now, chance=rng)
+# Share of a worker's calls that take no virtual time. They are cheap to simulate.
+IMMEDIATE_SHARE = 0.8
 
 
 @dataclass(slots=True)
 class SimulationReport:
-    """How a run went."""
-
     trace: Trace
     tasks: int
     machines: int
@@ -61,19 +52,18 @@ class SimulationReport:
     most_billed: dict[str, int]
     settled_s: float
     rested_s: float
-    # Workers that were paid for, and those of them whose end nobody told us.
-    paid: int = 0
-    guessed: int = 0
+    # Terminated workers with a machine, and those whose cost differs from the cloud's because of a fault.
+    billed_workers: int
+    inexact_bills: int
 
 
 @dataclass(slots=True)
 class Simulation:
     scenario: Scenario
-    make_store: MakeStore = memory_store
-    # What orchestrators are given instead of the bare cloud.
-    make_provider: MakeProvider = lambda cloud: cloud
-    wrap: Wrap = lambda _, service: service
-    # Told when everything stands, before anything moves: tests script faults here.
+    make_store: Callable[[Random], Any] = lambda rng: MemoryStores(virtual_now, chance=rng)
+    make_provider: Callable[[SimulatedCloud], Provider] = lambda cloud: cloud
+    wrap_service: WrapService = lambda _, service: service
+    # Called after everything is built and before it starts: tests script faults here.
     on_ready: Callable[["Simulation"], None] = lambda _: None
     on_faults_ended: Callable[[], None] = lambda: None
 
@@ -82,110 +72,119 @@ class Simulation:
     store: Any = field(init=False)
     clouds: dict[str, SimulatedCloud] = field(init=False)
     orchestrators: list[SimulatedOrchestrator] = field(init=False)
-    worker_network: NetworkFaults = field(init=False)
-    control_network: NetworkFaults = field(init=False)
     faults_ended: bool = field(init=False, default=False)
+    # Faults of the next workers, before random ones are drawn.
     scripted_faults: deque[WorkerFaults] = field(init=False, default_factory=deque)
+    violations: list[str] = field(init=False, default_factory=list)
+    _worker_network: NetworkFaults = field(init=False)
+    _control_network: NetworkFaults = field(init=False)
     _rng: Random = field(init=False)
-    _broken: list[str] = field(init=False, default_factory=list)
 
     def run(self) -> SimulationReport:
-        """Live through it. Raises Broken, with its story."""
+        """Run to the end. Raises InvariantViolation with the trace."""
         self.trace = Trace()
         try:
-            with self.trace.with_logs():
-                return run(self._live())
+            with self.trace.capture_logs():
+                return run(self._run())
         except Exception as error:
-            why = self._broken[0] if self._broken else f"{type(error).__name__}: {error}"
-            raise InvariantViolation(self.failure_report(why)) from error
+            problem = self.violations[0] if self.violations else f"{type(error).__name__}: {error}"
+            raise InvariantViolation(self.failure_report(problem)) from error
 
-    def failure_report(self, why: str) -> str:
-        seed = f"{self.scenario.seed}{' --paid' if self.scenario.is_billed else ''}"
-        return f"{why}\n\n{self.trace.text()}\n\n{why}\nreplay: python -m windlass.simulator --seed {seed}\n"
+    def failure_report(self, problem: str) -> str:
+        seed = f"{self.scenario.seed}{' --billed' if self.scenario.is_billed else ''}"
+        replay = f"replay: python -m windlass.simulator --seed {seed}"
+        return f"{problem}\n\n{self.trace.text()}\n\n{problem}\n{replay}\n"
 
     def next_worker(self, **faults: Any) -> None:
-        """Script the luck of the next worker that moves in: `world.next_worker(never_joins=True)`."""
+        """Script the faults of the next worker that starts: `simulation.next_worker(never_joins=True)`."""
         self.scripted_faults.append(WorkerFaults(**faults))
 
     async def drain_worker(self, worker_id: str) -> None:
-        """A person lets a worker go: it may finish what it has."""
+        """Drain a worker as an operator does."""
         self.checker.draining_since.setdefault(worker_id, self.now())
-        await self.store.set_terminating([worker_id], "by hand")
+        await self.store.set_terminating([worker_id], "by operator")
 
-    def at(self, at_s: float, action: Callable[[], Awaitable[None]]) -> None:
-        """Do this at that time; an error in it ends the run."""
-        start_detached(self._perform(at_s, action))
+    def schedule(self, at_s: float, action: Callable[[], Awaitable[None]]) -> None:
+        """Run an action at a virtual time. An error in it ends the simulation."""
 
-    async def _perform(self, at_s: float, action: Callable[[], Awaitable[None]]) -> None:
-        await asyncio.sleep(max(0.0, at_s - self.now()))
-        try:
-            await action()
-        except Exception as error:
-            self.report_violation(f"{type(error).__name__}: {error}")
+        async def wait_and_run() -> None:
+            await asyncio.sleep(max(0.0, at_s - self.now()))
+            try:
+                await action()
+            except Exception as error:
+                self.report_violation(f"{type(error).__name__}: {error}")
+
+        start_detached(wait_and_run())
+
+    def set_database_down(self, is_down: bool) -> None:
+        self._worker_network.is_down = self._control_network.is_down = is_down
+
+    def report_violation(self, problem: str) -> None:
+        """Record a violation and close the trace. The next check ends the simulation."""
+        self.violations.append(problem)
+        self.trace.close(problem)
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     # -------------------------------------------------------------------------------------------------- building
 
     def _build(self) -> None:
         scenario = self.scenario
         self._rng = self._rng_for("world")
-        self.worker_network, self.control_network = replace(scenario.worker_network), replace(scenario.control_network)
+        self._worker_network = replace(scenario.worker_network)
+        self._control_network = replace(scenario.control_network)
         self.store = self.make_store(self._rng_for("store"))
-        self.checker = InvariantChecker(
-            {name: fleet_scenario.config for name, fleet_scenario in scenario.fleets.items()},
-            on_violation=self.report_violation,
-        )
+        configs = {name: fleet.config for name, fleet in scenario.fleets.items()}
+        self.checker = InvariantChecker(configs, self.report_violation)
         self.clouds = self.checker.clouds = {
-            name: self._make_cloud(name, fleet_scenario) for name, fleet_scenario in scenario.fleets.items()
+            name: self._make_cloud(name, fleet) for name, fleet in scenario.fleets.items()
         }
         self.orchestrators = [self._make_orchestrator(f"o{number}") for number in range(scenario.orchestrators)]
 
     def _rng_for(self, purpose: str) -> Random:
-        """Everybody has their own, so that one who asks more often does not change everybody's luck."""
+        """A separate generator per purpose: more draws for one do not change the draws of another."""
         return Random(f"{self.scenario.seed} {purpose}")  # noqa: S311
 
-    def _make_cloud(self, name: str, fleet_scenario: FleetScenario) -> SimulatedCloud:
+    def _make_cloud(self, name: str, fleet: FleetScenario) -> SimulatedCloud:
         cloud = SimulatedCloud(
             name,
             self._rng_for(f"cloud {name}"),
             self.trace,
-            max_list_age_s=fleet_scenario.max_list_age_s,
-            max_creation_delay_s=fleet_scenario.max_creation_delay_s,
-            price_micros_per_hour=fleet_scenario.price_micros_per_hour,
-            price_micros_per_month=fleet_scenario.price_micros_per_month,
-            billing_unit_s=fleet_scenario.billing_unit_s,
-            rates=replace(fleet_scenario.rates),
+            max_list_age_s=fleet.max_list_age_s,
+            max_creation_delay_s=fleet.max_creation_delay_s,
+            price_micros_per_hour=fleet.price_micros_per_hour,
+            price_micros_per_month=fleet.price_micros_per_month,
+            billing_unit_s=fleet.billing_unit_s,
+            rates=replace(fleet.rates),
         )
-        cloud.on_created, cloud.on_delete_requested = self.checker.on_machine_created, self.checker.on_delete_requested
-        cloud.start_worker = lambda entry: self._start_worker(cloud, fleet_scenario, entry)
+        cloud.on_created = self.checker.on_machine_created
+        cloud.on_delete_requested = self.checker.on_delete_requested
+        cloud.start_worker = lambda record: self._start_worker(cloud, fleet, record)
         return cloud
 
-    def _start_worker(
-        self, cloud: SimulatedCloud, fleet_scenario: FleetScenario, entry: MachineRecord
-    ) -> SimulatedWorker:
-        rng = self._rng_for(f"worker {entry.id}")
-        faults = (
-            WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
-            if self.faults_ended
-            else fleet_scenario.worker_faults.draw(rng, fleet_scenario.config)
-        )
+    def _start_worker(self, cloud: SimulatedCloud, fleet: FleetScenario, record: MachineRecord) -> SimulatedWorker:
+        rng = self._rng_for(f"worker {record.id}")
+        if self.faults_ended:
+            faults = WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
+        else:
+            faults = fleet.worker_faults.draw(rng, fleet.config)
         if self.scripted_faults:
             faults = self.scripted_faults.popleft()
         if faults != WorkerFaults(boots_s=faults.boots_s):
-            self.trace.add(entry.name, f"has bad luck: {faults}")
-        process = SimulatedProcess(entry.name)
-        seen = RemoteStore(
+            self.trace.add(record.name, f"{faults}")
+        process = SimulatedProcess(record.name)
+        transport = RemoteStore(
             self.store,
             process,
-            self.worker_network,
+            self._worker_network,
             rng,
             self.trace,
             self.checker.on_worker_call,
-            straight=STRAIGHT_SHARE,
+            immediate_share=IMMEDIATE_SHARE,
         )
-        worker = SimulatedWorker(
-            entry, cloud, fleet_scenario.config, seen, process, faults, fleet_scenario.tasks, rng, self.trace
-        )
-        self.checker.on_worker_started(entry, worker)
+        worker = SimulatedWorker(record, cloud, fleet.config, transport, process, faults, fleet.tasks, rng, self.trace)
+        self.checker.on_worker_started(record, worker)
         worker.start(lambda: self.faults_ended)
         return worker
 
@@ -193,37 +192,39 @@ class Simulation:
         rng = self._rng_for(f"orchestrator {name}")
 
         def open_store(process: SimulatedProcess) -> RemoteStore:
-            return RemoteStore(
-                self.store, process, self.control_network, rng, self.trace, self.checker.on_orchestrator_call
-            )
+            observer = self.checker.on_orchestrator_call
+            return RemoteStore(self.store, process, self._control_network, rng, self.trace, observer)
 
         fleets: dict[str, tuple[FleetConfig, Provider]] = {
             fleet: (fleet_scenario.config, self.make_provider(self.clouds[fleet]))
             for fleet, fleet_scenario in self.scenario.fleets.items()
         }
-        return SimulatedOrchestrator(name, fleets, open_store, self.scenario.ttl_s, rng, self.trace, self.wrap)
+        return SimulatedOrchestrator(name, fleets, open_store, self.scenario.ttl_s, rng, self.trace, self.wrap_service)
 
-    # ---------------------------------------------------------------------------------------------------- living
+    # ---------------------------------------------------------------------------------------------------- phases
 
-    async def _live(self) -> SimulationReport:
+    async def _run(self) -> SimulationReport:
+        def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            self.trace.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+
         track_processes(asyncio.get_running_loop())
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        asyncio.get_running_loop().set_exception_handler(on_loop_error)
         self._build()
         self.on_ready(self)
-        for fleet_scenario in self.scenario.fleets.values():
-            start_detached(self._enqueue_tasks(fleet_scenario))
+        for fleet in self.scenario.fleets.values():
+            start_detached(self._enqueue_tasks(fleet))
         for orchestrator in self.orchestrators:
             orchestrator.start()
             start_detached(self._kill_and_restart(orchestrator))
         start_detached(self._cause_outages())
         start_detached(self._act_as_operator())
-        await self._until(self.scenario.faults_end_s)
+        await self._run_until(self.scenario.faults_end_s)
         await self._end_faults()
         faults_ended_at = self.now()
-        settled_s = await self._wait_for("nothing leaked", self._find_leak, faults_ended_at, self.settle_limit_s)
-        rested_s = await self._wait_for("rest", self._find_unrest, faults_ended_at, REST_LIMIT_S)
+        settled_s = await self._wait_for_none(self._find_leak, faults_ended_at, self.settle_limit_s)
+        rested_s = await self._wait_for_none(self._find_unrest, faults_ended_at, REST_LIMIT_S)
         await self._check_rest()
-        guessed = await self._audit_costs(faults_ended_at)
+        inexact_bills = await self._audit_costs(faults_ended_at)
         return SimulationReport(
             trace=self.trace,
             tasks=len(self.checker.tasks),
@@ -233,22 +234,28 @@ class Simulation:
             most_billed=self.checker.most_billed,
             settled_s=settled_s,
             rested_s=rested_s,
-            paid=len(self.checker.ended_at),
-            guessed=guessed,
+            billed_workers=len(self.checker.recorded_deletions),
+            inexact_bills=inexact_bills,
         )
 
-    async def _until(self, at: float) -> None:
+    async def _run_until(self, at: float) -> None:
         while self.now() < at:
-            self._check()
-            await asyncio.sleep(min(LOOKS_EVERY_S, at - self.now()))
+            self._raise_violation()
+            await asyncio.sleep(min(CHECK_INTERVAL_S, at - self.now()))
+
+    def _raise_violation(self) -> None:
+        if self.trace.errors:
+            self.report_violation(f"unexpected error logged: {self.trace.errors[0]}")
+        if self.violations:
+            raise InvariantViolation(self.violations[0])
 
     async def _end_faults(self) -> None:
-        """From here on everything works, and a person has put right what only a person can."""
-        self.trace.add("world", "the faults end")
+        """Clear all fault rates, start every orchestrator, and undo what only an operator can undo."""
+        self.trace.add("simulation", "the faults end")
         self.faults_ended = True
         self.on_faults_ended()
-        self.worker_network.clear()
-        self.control_network.clear()
+        self._worker_network.clear()
+        self._control_network.clear()
         for cloud in self.clouds.values():
             cloud.rates.clear()
         for orchestrator in self.orchestrators:
@@ -259,122 +266,119 @@ class Simulation:
 
     @property
     def settle_limit_s(self) -> float:
-        """Within this time after the faults, every machine has a row and every row that claims one has its machine:
-        what was sent has arrived, what was never answered is given up, who is silent is found out, who drains has had
-        its time, and then ten cycles."""
+        """The time after the faults within which machines must equal live rows (promise 4).
+
+        Calls in flight arrive or time out, silent workers are detected, draining workers reach their deadline, and ten
+        cycles run.
+        """
         limits = []
-        for name, fleet_scenario in self.scenario.fleets.items():
-            traits, config = self.clouds[name].traits, fleet_scenario.config
-            answers_s = self.scenario.ttl_s + 2 * CALL_TIMEOUT_S + traits.creation_lateness_s
+        for name, fleet in self.scenario.fleets.items():
+            traits, config = self.clouds[name].traits, fleet.config
+            calls_s = self.scenario.ttl_s + 2 * CALL_TIMEOUT_S + traits.creation_lateness_s
             silence_s = 3 * config.heartbeat_timeout_s + 4 * traits.absence_grace_s + config.spawn_timeout_s
             limits.append(
-                answers_s + silence_s + traits.orphan_grace_s + config.stop_timeout_s + 10 * config.poll_interval_s
+                calls_s + silence_s + traits.orphan_grace_s + config.stop_timeout_s + 10 * config.poll_interval_s
             )
         return max(limits)
 
-    async def _wait_for(self, what: str, trouble: Callable[[], Any], since: float, limit_s: float) -> float:
-        """Wait until there is no trouble, twice in a row. Returns how long it took."""
-        quiet = 0
+    async def _wait_for_none(
+        self, find_problem: Callable[[], Awaitable[str | None]], since: float, limit_s: float
+    ) -> float:
+        """Wait until two checks in a row find no problem. Returns the time it took."""
+        clean_checks = 0
         problem = None
         while self.now() < since + limit_s:
-            self._check()
-            problem = await trouble()
-            quiet = quiet + 1 if problem is None else 0
-            if quiet == 2:
+            self._raise_violation()
+            problem = await find_problem()
+            clean_checks = clean_checks + 1 if problem is None else 0
+            if clean_checks == 2:
                 return self.now() - since
-            await asyncio.sleep(LOOKS_EVERY_S)
-        self.report_violation(f"{what} was not reached within {limit_s:.0f} s after the faults: {problem}")
-        raise InvariantViolation(self._broken[0])
-
-    async def _check_rest(self) -> None:
-        """Where nothing changes, nothing is done; but a call that was begun in trouble may go on for its time."""
-        await self._until(self.now() + CALL_TIMEOUT_S)
-        calls = [(cloud.create_calls, cloud.delete_calls) for cloud in self.clouds.values()]
-        slowest_s = max(fleet_scenario.config.poll_interval_s for fleet_scenario in self.scenario.fleets.values())
-        await self._until(self.now() + CYCLES_AT_REST * slowest_s)
-        if calls != [(cloud.create_calls, cloud.delete_calls) for cloud in self.clouds.values()]:
-            self.report_violation("machines were created or deleted when everything was at rest")
-        self._check()
-
-    async def _audit_costs(self, faults_ended_at: float) -> int:
-        """Wait until everybody who has ended is settled, and compare. Returns how many ends had to be guessed."""
-
-        async def unsettled() -> str | None:
-            owing = [
-                account.worker_id for account in await self.store.open_accounts() if account.bill.until is not None
-            ]
-            return f"the accounts of {owing[:5]} are open" if owing else None
-
-        paid = [name for name, cloud in self.clouds.items() if cloud.price_micros_per_hour is not None]
-        if not paid:
-            return 0
-        await self._wait_for("closed books", unsettled, self.now(), BOOKS_LIMIT_S)
-        ours = {cost.key: cost.total_micros for cost in await self.store.costs("worker", EPOCH, limit=MAX_WORKERS)}
-        # What was under way when it became calm has ended by then.
-        guessed = [self.checker.audit(name, ours, faults_ended_at + self.settle_limit_s) for name in paid]
-        for account in await self.store.open_accounts():
-            self.checker.audit_living(account.bill, account.worker_id, account.fleet, ours)
-        self._check()
-        return sum(map(len, guessed))
+            await asyncio.sleep(CHECK_INTERVAL_S)
+        self.report_violation(f"{problem}, {limit_s:.0f} s after the faults ended")
+        raise InvariantViolation(self.violations[0])
 
     async def _find_leak(self) -> str | None:
         workers = [worker for worker in await self.store.workers() if worker.slot is not None]
         rows = {(worker.fleet, worker.id) for worker in workers}
         for name, cloud in self.clouds.items():
             billed = cloud.billed_machines()
-            for entry in billed:
-                if (name, entry.name) not in rows:
-                    return f"{entry.id} of {entry.name} is billed and no live worker has it"
-            if len({entry.name for entry in billed}) < len(billed):
-                return f"there are doubles in {name}"
-            there = {entry.name for entry in billed}
+            for record in billed:
+                if (name, record.name) not in rows:
+                    return f"promise 4 broken: machine {record.id} of {record.name} is billed without a live worker"
+            with_machine = {record.name for record in billed}
+            if len(with_machine) < len(billed):
+                return f"promise 4 broken: fleet {name} has {len(billed)} machines for {len(with_machine)} workers"
             for worker in workers:
-                if worker.fleet == name and worker.id not in there and worker.status is not WorkerStatus.SPAWNING:
-                    return f"{worker.id} is {worker.status} and has no machine"
+                if (
+                    worker.fleet == name
+                    and worker.id not in with_machine
+                    and worker.status is not WorkerStatus.SPAWNING
+                ):
+                    return f"promise 4 broken: worker {worker.id} is {worker.status} without a machine"
         return None
 
     async def _find_unrest(self) -> str | None:
         unfinished = self.checker.unfinished_tasks()
         if unfinished:
-            return f"tasks {unfinished[:10]} are not finished"
+            return f"promise 1 broken: {len(unfinished)} tasks are not finished, such as {unfinished[:10]}"
         for name, cloud in self.clouds.items():
             config, billed = self.scenario.fleets[name].config, len(cloud.billed_machines())
-            if billed != _resting_size(config):
-                return f"{billed} machines of {name} are billed, {_resting_size(config)} would do"
+            buffer = config.idle_buffer if config.policy == "buffered" else 0
+            needed = min(max(config.min_workers, buffer), config.max_workers)
+            if billed != needed:
+                return f"promise 9 broken: fleet {name} has {billed} billed machines at rest, {needed} needed"
         for worker in await self.store.workers():
-            # One that is still starting may never come, and be replaced.
+            # A worker that is still spawning may never become active, and be replaced.
             if worker.status is not WorkerStatus.ACTIVE:
-                return f"{worker.id} is {worker.status}"
-            # One that stood still when the faults ended may be missed, and replaced.
-            patience_s = SILENT_BEATS * self.scenario.fleets[worker.fleet].config.heartbeat_interval_s
-            if worker.last_heartbeat is None or to_datetime(self.now() - patience_s) > worker.last_heartbeat:
-                return f"{worker.id} is silent"
+                return f"promise 9 broken: worker {worker.id} is {worker.status} at rest"
+            # A worker that was frozen when the faults ended may be failed, and replaced.
+            max_age_s = MAX_HEARTBEAT_AGE_INTERVALS * self.scenario.fleets[worker.fleet].config.heartbeat_interval_s
+            if worker.last_heartbeat is None or to_datetime(self.now() - max_age_s) > worker.last_heartbeat:
+                return f"promise 9 broken: worker {worker.id} sent no heartbeat for {max_age_s:g} s"
         return await self._find_leak()
 
-    def report_violation(self, what: str) -> None:
-        self._broken.append(what)
-        self.trace.end(f"a promise is broken: {what}")
+    async def _check_rest(self) -> None:
+        """At rest no machine is created or deleted. Calls that began before may take up to CALL_TIMEOUT_S."""
+        await self._run_until(self.now() + CALL_TIMEOUT_S)
+        before = [(cloud.create_calls, cloud.delete_calls) for cloud in self.clouds.values()]
+        slowest_s = max(fleet.config.poll_interval_s for fleet in self.scenario.fleets.values())
+        await self._run_until(self.now() + CYCLES_AT_REST * slowest_s)
+        after = [(cloud.create_calls, cloud.delete_calls) for cloud in self.clouds.values()]
+        if before != after:
+            self.report_violation(
+                f"promise 9 broken: machines created or deleted at rest, calls per fleet from {before} to {after}"
+            )
+        self._raise_violation()
 
-    def _on_loop_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.trace.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
+    async def _audit_costs(self, faults_ended_at: float) -> int:
+        """Compare our ledger with the clouds' bills. Returns the number of inexact bills."""
 
-    def _check(self) -> None:
-        if self.trace.errors:
-            self.report_violation(f"an error nobody foresaw: {self.trace.errors[0]}")
-        if self._broken:
-            raise InvariantViolation(self._broken[0])
+        async def find_open_account() -> str | None:
+            accounts = await self.store.open_accounts()
+            ended = [account.worker_id for account in accounts if account.bill.until is not None]
+            return f"billing rule broken: the costs of {ended[:5]} are not settled" if ended else None
 
-    # ---------------------------------------------------------------------------------------------------- troubles
+        billed = [name for name, cloud in self.clouds.items() if cloud.price_micros_per_hour is not None]
+        if not billed:
+            return 0
+        await self._wait_for_none(find_open_account, self.now(), SETTLE_COSTS_LIMIT_S)
+        ledger = {cost.key: cost.total_micros for cost in await self.store.costs("worker", EPOCH, limit=MAX_WORKERS)}
+        # Calls that were in flight when the faults ended have ended after settle_limit_s.
+        inexact = sum(self.checker.audit(name, ledger, faults_ended_at + self.settle_limit_s) for name in billed)
+        for account in await self.store.open_accounts():
+            self.checker.audit_open_account(account.bill, account.worker_id, account.fleet, ledger)
+        self._raise_violation()
+        return inexact
 
-    async def _enqueue_tasks(self, fleet_scenario: FleetScenario) -> None:
-        for at, count in fleet_scenario.arrivals:
+    # ---------------------------------------------------------------------------------------------------- events
+
+    async def _enqueue_tasks(self, fleet: FleetScenario) -> None:
+        for at, count in fleet.arrivals:
             await asyncio.sleep(max(0.0, at - self.now()))
             for _ in range(count):
-                task_id = await self.store.enqueue(
-                    NewTask(fleet_scenario.config.queues[0], max_attempts=fleet_scenario.max_attempts)
-                )
-                self.checker.enqueued(task_id)
-            self.trace.add("producer", f"{count} tasks for {fleet_scenario.config.queues[0]}")
+                task_id = await self.store.enqueue(NewTask(fleet.config.queues[0], max_attempts=fleet.max_attempts))
+                self.checker.tasks[task_id] = TaskRecord()
+            self.trace.add("producer", f"{count} tasks for {fleet.config.queues[0]}")
 
     async def _kill_and_restart(self, orchestrator: SimulatedOrchestrator) -> None:
         every_s = self.scenario.killed_every_s
@@ -392,55 +396,38 @@ class Simulation:
             await asyncio.sleep(self._rng.expovariate(1 / every_s))
             if self.faults_ended:
                 return
-            self.trace.add("world", "the database is away")
+            self.trace.add("database", "unavailable")
             self.set_database_down(True)
             await asyncio.sleep(self._rng.uniform(1.0, self.scenario.outage_s))
             self.set_database_down(False)
-            self.trace.add("world", "the database is back")
-
-    def set_database_down(self, is_down: bool) -> None:
-        self.worker_network.is_down = self.control_network.is_down = is_down
+            self.trace.add("database", "available")
 
     async def _act_as_operator(self) -> None:
-        every_s = self.scenario.operator_every_s
+        rng, every_s = self._rng, self.scenario.operator_every_s
         while every_s > 0:
-            await asyncio.sleep(self._rng.expovariate(1 / every_s))
+            await asyncio.sleep(rng.expovariate(1 / every_s))
             if self.faults_ended:
                 return
-            fleet = self._rng.choice(list(self.clouds))
-            known = [row.name for row in await self.store.fleets()]
-            if fleet in known:
-                await self._do_by_hand(fleet)
-
-    async def _do_by_hand(self, fleet: str) -> None:
-        rng = self._rng
-        action = rng.choice(["pause", "resume", "ask", "restart", "end", "end at once"])
-        workers = [worker.id for worker in await self.store.workers() if worker.fleet == fleet]
-        self.trace.add("person", f"{action} {fleet}")
-        match action:
-            case "pause":
-                await self.store.pause_fleet(fleet, True)
-            case "resume":
-                await self.store.pause_fleet(fleet, False)
-            case "ask":
-                await self.store.request_workers(fleet, rng.randint(1, 3))
-            case "restart":
-                await self.store.restart_slots(fleet)
-            case "end" if workers:
-                chosen = rng.choice(workers)
-                await self.drain_worker(chosen)
-            case "end at once" if workers:
-                chosen = rng.choice(workers)
-                self.checker.terminated_by_operator.add(chosen)
-                await self.store.terminate_worker(chosen, "by hand")
-            case _:
-                pass
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
-def _resting_size(config: FleetConfig) -> int:
-    """How many workers a fleet keeps when there is nothing to do."""
-    buffer = config.idle_buffer if config.policy == "buffered" else 0
-    return min(max(config.min_workers, buffer), config.max_workers)
+            fleet = rng.choice(list(self.clouds))
+            if fleet not in [row.name for row in await self.store.fleets()]:
+                continue
+            command = rng.choice(["pause", "resume", "spawn", "restart", "drain", "terminate"])
+            workers = [worker.id for worker in await self.store.workers() if worker.fleet == fleet]
+            self.trace.add("operator", f"{command} {fleet}")
+            match command:
+                case "pause":
+                    await self.store.pause_fleet(fleet, True)
+                case "resume":
+                    await self.store.pause_fleet(fleet, False)
+                case "spawn":
+                    await self.store.request_workers(fleet, rng.randint(1, 3))
+                case "restart":
+                    await self.store.restart_slots(fleet)
+                case "drain" if workers:
+                    await self.drain_worker(rng.choice(workers))
+                case "terminate" if workers:
+                    chosen = rng.choice(workers)
+                    self.checker.terminated_by_operator.add(chosen)
+                    await self.store.terminate_worker(chosen, "by operator")
+                case _:
+                    pass

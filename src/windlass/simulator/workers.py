@@ -1,8 +1,8 @@
-"""What runs on a cloud's machines: it joins, beats, claims, works for a while and delivers, through a transport.
+"""The simulated worker program on a machine: it registers, sends heartbeats, claims tasks, works and delivers results.
 
-Its luck is decided when it moves in: it may never join, boot slowly, crash, stand still for a while and come back with
-late results, ignore that it should end, have no GPU, or a handler that fails. A worker without bad luck is blameless,
-and `Conduct` keeps the evidence: nobody may end a blameless worker's work before its time.
+Its faults are fixed when it starts: it may never register, boot slowly, crash, freeze and return with late results,
+ignore a drain, see no GPU, or fail every task. `WorkerHistory` records what it did, so that the invariant checker can
+tell whether the orchestrator had a reason to fail it.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from windlass.simulator.cloud import MachineRecord, SimulatedCloud
 from windlass.simulator.processes import SimulatedProcess
 from windlass.simulator.trace import Trace
 
-# An idle worker looks for work this often even when nobody tells it to.
-LOOKS_EVERY_S = 30.0
-# What a task takes on a worker on which all fail.
-FAILS_WITHIN_S = 0.5
+# An idle worker tries to claim this often even without a notification.
+CLAIM_INTERVAL_S = 30.0
+# Duration of a task on a worker with `fails_tasks`.
+FAILING_TASK_S = 0.5
 VRAM_MB = 24_000
 
 
@@ -33,67 +33,65 @@ VRAM_MB = 24_000
 class WorkerFaults:
     boots_s: float = 5.0
     never_joins: bool = False
-    # Counted from when it moved in.
+    # Seconds after the machine was created.
     crashes_at_s: float | None = None
-    # A crash takes the machine with it: it is gone from the list, not only exited.
+    # The machine disappears in the crash. Otherwise it is listed as exited.
     vanishes: bool = False
     freezes_at_s: float | None = None
     frozen_s: float = 0.0
     ignores_drain: bool = False
-    # Its GPU is dead and does not say so: every task it takes fails, and at once.
+    # The GPU is broken and does not report it: every task fails after FAILING_TASK_S.
     fails_tasks: bool = False
-    # It sees no GPU, which matters where the fleet's workers need one.
+    # Has an effect only in fleets with `has_gpu`.
     has_no_gpu: bool = False
 
     @property
-    def is_good(self) -> bool:
+    def are_none(self) -> bool:
         is_useless = self.never_joins or self.ignores_drain or self.fails_tasks or self.has_no_gpu
         return not (is_useless or self.crashes_at_s or self.freezes_at_s)
 
 
 @dataclass(slots=True)
 class WorkerHistory:
-    """What a worker has done, by its own books."""
+    """What a worker did, recorded independently of the store."""
 
-    asked_at: float
+    spawned_at: float
     faults: WorkerFaults
     first_heartbeat_at: float | None = None
     last_heartbeat_at: float | None = None
     max_silence_s: float = 0.0
-    # Claims it is working on, by token, since when.
-    at_work: dict[UUID, float] = field(default_factory=dict)
-    # When the store first told it, or others, that it should end.
-    draining_since: float | None = None
-    # Different tasks that failed on it since it last completed one.
-    failed_in_a_row: set[int] = field(default_factory=set)
-    is_over: bool = False
+    # Start time of each running attempt, by claim token.
+    running: dict[UUID, float] = field(default_factory=dict)
+    # Distinct tasks that failed since the last completed one.
+    consecutive_failures: set[int] = field(default_factory=set)
+    has_ended: bool = False
 
-    def heard(self, now: float) -> None:
-        since = self.last_heartbeat_at if self.last_heartbeat_at is not None else self.asked_at
+    def add_heartbeat(self, now: float) -> None:
+        since = self.last_heartbeat_at if self.last_heartbeat_at is not None else self.spawned_at
         self.max_silence_s = max(self.max_silence_s, now - since)
         self.first_heartbeat_at = self.first_heartbeat_at if self.first_heartbeat_at is not None else now
         self.last_heartbeat_at = now
 
-    def blame(self, now: float, fleet: FleetConfig) -> str | None:
-        """What can be held against it: whoever has none of these must be left alone."""
-        if not self.faults.is_good:
-            return "bad luck"
+    def reason_to_fail(self, now: float, fleet: FleetConfig) -> str | None:
+        """Why the orchestrator may fail this worker. None: it must not."""
+        if not self.faults.are_none:
+            return "has an injected fault"
         if self.first_heartbeat_at is None or self.last_heartbeat_at is None:
-            return "never heard" if now - self.asked_at > fleet.spawn_timeout_s else None
-        if self.first_heartbeat_at - self.asked_at > fleet.spawn_timeout_s:
-            return "slow to join"
+            return "never sent a heartbeat" if now - self.spawned_at > fleet.spawn_timeout_s else None
+        if self.first_heartbeat_at - self.spawned_at > fleet.spawn_timeout_s:
+            return "slow to register"
         if max(self.max_silence_s, now - self.last_heartbeat_at) > fleet.heartbeat_timeout_s:
-            return "silent for too long"
+            return "silent for longer than heartbeat_timeout_s"
         stuck_s = fleet.stuck_timeout_s
-        if stuck_s is not None and any(now - since > stuck_s for since in self.at_work.values()):
+        if stuck_s is not None and any(now - since > stuck_s for since in self.running.values()):
             return "stuck"
-        # By chance, tasks that fail anywhere may fail on one worker, one after another.
-        return "unlucky with tasks" if len(self.failed_in_a_row) >= fleet.quarantine_min_failures else None
+        # With a random failure rate, many tasks may fail in a row on a worker without a fault.
+        return "failed many tasks" if len(self.consecutive_failures) >= fleet.quarantine_min_failures else None
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProfile:
-    """How tasks go."""
+    """The range of task durations, and the share of attempts that fail on any worker."""
 
     duration_s: tuple[float, float] = (5.0, 30.0)
     failure_rate: float = 0.0
@@ -104,7 +102,7 @@ class SimulatedWorker:
 
     def __init__(
         self,
-        entry: MachineRecord,
+        machine: MachineRecord,
         cloud: SimulatedCloud,
         fleet: FleetConfig,
         transport: Any,
@@ -114,206 +112,185 @@ class SimulatedWorker:
         rng: Random,
         trace: Trace,
     ) -> None:
-        self.id = entry.name
-        self.history = WorkerHistory(entry.created_at, faults)
-        self._entry = entry
-        self._make_cloud = cloud
+        self.id = machine.name
+        self.fleet_name = machine.fleet
+        self.process = process
+        self.history = WorkerHistory(machine.created_at, faults)
+        self._machine = machine
+        self._cloud = cloud
         self._fleet = fleet
         self._transport = transport
-        self._process = process
-        self._luck = faults
+        self._faults = faults
         self._tasks = tasks
         self._rng = rng
         self._trace = trace
         self._is_draining = False
-        self._is_calm: Callable[[], bool] = lambda: False
-        self._failed: set[int] = set()
-        self._idle_since = entry.created_at
+        self._have_faults_ended: Callable[[], bool] = lambda: False
+        self._failed_tasks: set[int] = set()
+        self._idle_since = machine.created_at
         self._held: dict[UUID, Claim] = {}
         self._attempts: dict[UUID, asyncio.Task[None]] = {}
-        self._lanes: list[asyncio.Task[None]] = []
 
-    # --------------------------------------------------------------------------------------------------- as tenant
-
-    @property
-    def fleet_name(self) -> str:
-        return self._entry.fleet
-
-    def start(self, faults_ended: Callable[[], bool] = lambda: False) -> None:
-        """What bad luck has in store happens unless it is calm by then."""
-        self._is_calm = faults_ended
-        self._process.start(self._live())
-        for at_s, strike in ((self._luck.crashes_at_s, self._crash), (self._luck.freezes_at_s, self._freeze)):
+    def start(self, have_faults_ended: Callable[[], bool] = lambda: False) -> None:
+        """Start the program. A crash or freeze that is still to come when the faults end does not happen."""
+        self._have_faults_ended = have_faults_ended
+        self.process.start(self._run())
+        for at_s, cause_fault in ((self._faults.crashes_at_s, self._crash), (self._faults.freezes_at_s, self._freeze)):
             if at_s is not None:
-                asyncio.get_running_loop().call_later(at_s, _strike_unless, faults_ended, strike)
+                asyncio.get_running_loop().call_later(at_s, cause_fault)
 
     def stop(self) -> None:
-        self.history.is_over = True
-        self._process.kill()
+        self.history.has_ended = True
+        self.process.kill()
 
     def _crash(self) -> None:
-        if self._process.is_dead:
+        if self.process.is_dead or self._have_faults_ended():
             return
-        self._trace.add(self.id, "vanishes with its machine" if self._luck.vanishes else "crashes")
+        self._trace.add(self.id, "crashed with its machine" if self._faults.vanishes else "crashed")
         self.stop()
-        if self._luck.vanishes:
-            self._make_cloud.remove_machine(self._entry.id)
+        if self._faults.vanishes:
+            self._cloud.remove_machine(self._machine.id)
         else:
-            self._make_cloud.mark_exited(self._entry.id)
+            self._cloud.mark_exited(self._machine.id)
 
     def _freeze(self) -> None:
-        if not self._process.is_dead:
-            self._trace.add(self.id, f"stands still for {self._luck.frozen_s:.0f} s")
-            self._process.freeze()
-            asyncio.get_running_loop().call_later(self._luck.frozen_s, self._process.thaw)
+        if not (self.process.is_dead or self._have_faults_ended()):
+            self._trace.add(self.id, f"frozen for {self._faults.frozen_s:.0f} s")
+            self.process.freeze()
+            asyncio.get_running_loop().call_later(self._faults.frozen_s, self.process.thaw)
 
-    # -------------------------------------------------------------------------------------------------------- life
-
-    async def _live(self) -> None:
-        await asyncio.sleep(self._luck.boots_s)
-        self._entry.running_at = self._now()
-        if self._luck.never_joins:
+    async def _run(self) -> None:
+        await asyncio.sleep(self._faults.boots_s)
+        self._machine.running_at = self._now()
+        if self._faults.never_joins:
             return
-        try:
-            if await self._join():
-                await self._work_until_told()
-        finally:
-            if not self._process.is_dead:
-                self._leave_machine()
-
-    def _leave_machine(self) -> None:
-        self._trace.add(self.id, "has ended")
-        self.stop()
-        if self._make_cloud.max_list_age_s == 0:
-            # Where a machine is a process, it ends with its program; elsewhere it idles on, and costs.
-            self._make_cloud.mark_exited(self._entry.id)
-
-    async def _join(self) -> bool:
         registration = Registration(
             self.id,
             self._fleet.queues,
-            fleet=self._entry.fleet,
+            fleet=self._machine.fleet,
             concurrency=self._fleet.concurrency,
             lease_s=self._fleet.heartbeat_timeout_s,
             start_id=self.id,
         )
-        status = await self._insist(lambda: self._transport.register(registration))
-        self._idle_since = self._now()
-        return status in LIVE
+        try:
+            status = await self._retry(lambda: self._transport.register(registration))
+            self._idle_since = self._now()
+            if status in LIVE:
+                lanes = [asyncio.create_task(self._work()) for _ in range(self._fleet.concurrency)]
+                await asyncio.create_task(self._send_heartbeats())
+                for lane in lanes:
+                    lane.cancel()
+        finally:
+            if not self.process.is_dead:
+                self._trace.add(self.id, "ended")
+                self.stop()
+                if self._cloud.max_list_age_s == 0:
+                    # A local machine is a process and exits with its program. A cloud machine stays and is billed.
+                    self._cloud.mark_exited(self._machine.id)
 
-    async def _work_until_told(self) -> None:
-        self._lanes = [asyncio.create_task(self._lane()) for _ in range(self._fleet.concurrency)]
-        beating = asyncio.create_task(self._beat())
-        await beating
-        for lane in self._lanes:
-            lane.cancel()
+    # -------------------------------------------------------------------------------------------------- heartbeats
 
-    async def _beat(self) -> None:
-        """Until it is over: ended by others, or drained to the last task."""
+    async def _send_heartbeats(self) -> None:
+        """Until the worker is no longer live, or is draining and has no tasks."""
         while True:
-            pulse = await self._beat_once()
-            if pulse is not None and pulse.status not in LIVE:
-                self._trace.add(self.id, f"learns that it is {pulse.status}")
+            reply = await self._send_heartbeat()
+            if reply is not None and reply.status not in LIVE:
+                self._trace.add(self.id, f"stops: its status is {reply.status}")
                 return
-            if pulse is not None and pulse.status is WorkerStatus.TERMINATING and not self._luck.ignores_drain:
+            if reply is not None and reply.status is WorkerStatus.TERMINATING and not self._faults.ignores_drain:
                 self._is_draining = True
             if self._is_draining and not self._held:
-                await self._insist(lambda: self._transport.deregister(self.id, "drained"))
+                await self._retry(lambda: self._transport.deregister(self.id, "drained"))
                 return
             await asyncio.sleep(self._fleet.heartbeat_interval_s)
-            await self._process.checkpoint()
+            await self.process.checkpoint()
 
-    async def _beat_once(self) -> HeartbeatReply | None:
+    async def _send_heartbeat(self) -> HeartbeatReply | None:
         held = [HeldClaim(claim.task_id, token) for token, claim in self._held.items()]
         vitals: dict[str, float] = {"idle_s": 0.0 if self._held else self._now() - self._idle_since}
         if self._fleet.has_gpu:
-            vitals |= {"vram_total_mb": 0 if self._luck.has_no_gpu else VRAM_MB, "vram_used_mb": 0}
+            vitals |= {"vram_total_mb": 0 if self._faults.has_no_gpu else VRAM_MB, "vram_used_mb": 0}
         try:
             async with asyncio.timeout(self._fleet.heartbeat_timeout_s / 2):
-                pulse: HeartbeatReply = await self._transport.heartbeat(self.id, held, vitals)
+                reply: HeartbeatReply = await self._transport.heartbeat(self.id, held, vitals)
         except (DatabaseUnavailable, TimeoutError):
             return None
-        for token in pulse.lost:
+        for token in reply.lost:
             attempt = self._attempts.get(token)
             if attempt is not None:
                 self._trace.add(self.id, f"lost its claim on task {self._held[token].task_id}")
                 attempt.cancel()
-        return pulse
+        return reply
 
-    # -------------------------------------------------------------------------------------------------------- work
+    # -------------------------------------------------------------------------------------------------------- tasks
 
-    async def _lane(self) -> None:
+    async def _work(self) -> None:
         claims: list[Claim] = []
         while True:
-            if not claims and not self._is_draining and not (self._fleet.has_gpu and self._luck.has_no_gpu):
-                claims = await self._insist(lambda: self._transport.claim(self.id, self._fleet.queues, 1))
+            if not claims and not self._is_draining and not (self._fleet.has_gpu and self._faults.has_no_gpu):
+                claims = await self._retry(lambda: self._transport.claim(self.id, self._fleet.queues, 1))
             if not claims:
                 with suppress(DatabaseUnavailable):
-                    await self._transport.wait_for_work(self._fleet.queues, LOOKS_EVERY_S)
+                    await self._transport.wait_for_work(self._fleet.queues, CLAIM_INTERVAL_S)
                 continue
             claims = await self._attempt(claims[0])
 
     async def _attempt(self, claim: Claim) -> list[Claim]:
-        """Work on it; returns what is to be done next."""
+        """Run one attempt and deliver its result. Returns the claims to work on next."""
         self._held[claim.token] = claim
-        self.history.at_work[claim.token] = self._now()
+        self.history.running[claim.token] = self._now()
         duration_s = self._rng.uniform(*self._tasks.duration_s)
-        attempt = asyncio.create_task(asyncio.sleep(FAILS_WITHIN_S if self._is_useless() else duration_s))
+        attempt = asyncio.create_task(asyncio.sleep(FAILING_TASK_S if self._fails_tasks() else duration_s))
         self._attempts[claim.token] = attempt
         try:
             await asyncio.wait([attempt])
-            await self._process.checkpoint()
+            await self.process.checkpoint()
             if attempt.cancelled():
                 return []
             return await self._deliver(claim)
         finally:
             attempt.cancel()
             del self._held[claim.token], self._attempts[claim.token]
-            self.history.at_work.pop(claim.token, None)
+            self.history.running.pop(claim.token, None)
             if not self._held:
                 self._idle_since = self._now()
 
-    def _is_useless(self) -> bool:
-        """Where too little has failed on it for anybody to tell, and no more may come, that ends with the faults."""
-        is_suspicious = len(self._failed) >= self._fleet.quarantine_min_failures
-        return self._luck.fails_tasks and (is_suspicious or not self._is_calm())
+    def _fails_tasks(self) -> bool:
+        """Whether every task fails here. When the faults end, a worker with too few failures to be quarantined works
+        again: if no more tasks come, the orchestrator could never detect it."""
+        is_detectable = len(self._failed_tasks) >= self._fleet.quarantine_min_failures
+        return self._faults.fails_tasks and (is_detectable or not self._have_faults_ended())
 
     async def _deliver(self, claim: Claim) -> list[Claim]:
-        if self._rng.random() < self._tasks.failure_rate or self._is_useless():
-            self._failed.add(claim.task_id)
-            await self._insist(
-                lambda: self._transport.fail(self.id, claim.task_id, claim.token, "it did not work out", jitter=0.5)
+        if self._rng.random() < self._tasks.failure_rate or self._fails_tasks():
+            self._failed_tasks.add(claim.task_id)
+            await self._retry(
+                lambda: self._transport.fail(self.id, claim.task_id, claim.token, "simulated failure", jitter=0.5)
             )
             return []
-        done = [Finished(claim.task_id, claim.token, '"done"')]
+        finished = [Finished(claim.task_id, claim.token, '"done"')]
+        result = await self._retry(
+            # The limit is read again at each retry: the worker may have started to drain.
+            lambda: self._transport.finish_and_claim(
+                self.id, finished, self._fleet.queues, 0 if self._is_draining else 1
+            )
+        )
+        return list(result.claims)
 
-        async def finish() -> Any:
-            # With nobody to ask whether it should end, it asks for no more than it may still do.
-            limit = 0 if self._is_draining else 1
-            return await self._transport.finish_and_claim(self.id, done, self._fleet.queues, limit)
-
-        turn = await self._insist(finish)
-        return list(turn.claims)
-
-    async def _insist(self, call: Any) -> Any:
-        """Until the store answers: a result survives an outage."""
+    async def _retry(self, call: Callable[[], Any]) -> Any:
+        """Repeat a call until the store answers, so that no result is lost in an outage."""
         failures = 0
         while True:
             try:
                 return await call()
             except UnknownWorker:
-                # Its row is gone: whatever it had is somebody else's by now.
-                self._trace.add(self.id, "is unknown to the store")
+                # The row is gone, and with it every claim.
+                self._trace.add(self.id, "stops: unknown to the store")
                 raise asyncio.CancelledError from None
             except DatabaseUnavailable:
                 failures += 1
                 await asyncio.sleep(reconnect_delay_s(failures, self._rng.random()))
-                await self._process.checkpoint()
+                await self.process.checkpoint()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _strike_unless(faults_ended: Callable[[], bool], strike: Callable[[], None]) -> None:
-    if not faults_ended():
-        strike()

@@ -4,16 +4,12 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from windlass.model.alert import Alert, AlertInputs, FleetAlertInputs, Message, MessageKind, Severity
 from windlass.model.task import storable
 from windlass.store.database import Database, DatabaseStore
 from windlass.store.fleets import PostgresFleetQueries
 from windlass.store.queries import read_queries
-
-if TYPE_CHECKING:
-    from windlass.ports.alerts import AlertStore
 
 QUERIES = read_queries("windlass.store", "alerts.sql")
 # Persisting conditions raise their alert event every hour, so the current reason is among the events of this period.
@@ -71,31 +67,19 @@ class PostgresAlertStore(DatabaseStore):
         self, firing: Sequence[Alert], notifiers: Sequence[str], resolve_after_s: float
     ) -> list[tuple[str, str | None, str, str]]:
         plain = [{**asdict(alert), "reason": storable(alert.reason)} for alert in firing]
-        rows = await self._database.fetch(
-            "recording alerts",
-            "select * from windlass_internal.record_alerts($1, $2, $3)",
-            json.dumps(plain),
-            list(notifiers),
-            resolve_after_s,
-        )
+        arguments = (json.dumps(plain), list(notifiers), resolve_after_s)
+        rows = await self._database.call_rows("recording alerts", "windlass_internal.record_alerts", *arguments)
         return [tuple(row) for row in rows]
 
     async def take_messages(self, notifiers: Sequence[str], lease_s: float, limit: int) -> list[Message]:
-        rows = await self._database.fetch(
-            "taking messages",
-            "select * from windlass_internal.claim_messages($1, $2, $3)",
-            list(notifiers),
-            lease_s,
-            limit,
-        )
+        arguments = (list(notifiers), lease_s, limit)
+        rows = await self._database.call_rows("taking messages", "windlass_internal.claim_messages", *arguments)
         return [
             Message(**{**row, "kind": MessageKind(row["kind"]), "severity": Severity(row["severity"])}) for row in rows
         ]
 
     async def message_delivered(self, message_id: int) -> None:
-        await self._database.execute(
-            "recording a delivery", "select windlass_internal.mark_message_delivered($1)", message_id
-        )
+        await self._database.call("recording a delivery", "windlass_internal.mark_message_delivered", message_id)
 
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
         await self._database.execute(
@@ -103,11 +87,4 @@ class PostgresAlertStore(DatabaseStore):
         )
 
     async def sweep_alerts(self) -> int:
-        return await self._database.sweep(
-            "select windlass_internal.sweep_alerts($1, $2)", self._database.retention.events_s
-        )
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[AlertStore] = PostgresAlertStore
+        return await self._database.sweep("windlass_internal.sweep_alerts", self._database.retention.events_s)

@@ -6,15 +6,13 @@ select
   windlass.now() as now,
   (
     select extract(epoch from windlass.now() - max(l.expires_at))::double precision
-    from windlass.leases l
-    where l.name not like 'ray:%'
+    from windlass.leases l where l.name not like 'ray:%'
     having max(l.expires_at) <= windlass.now()
   ) as leaderless_s;
 
 -- name: planner_alerts
 -- Alerts of the last plan of each fleet; a few rows.
-select f.name as fleet, k.key
-from windlass.fleets f
+select f.name as fleet, k.key from windlass.fleets f
 cross join lateral jsonb_object_keys(coalesce(f.planner_state -> 'alerts', '{}')) as k (key)
 order by f.name, k.key;
 
@@ -28,31 +26,24 @@ from (
   from windlass.events e
   where e.code = 'ALERT'
     and e.at > windlass.now() - make_interval(secs => $1::double precision)
-  order by e.at desc
-  limit $2
+  order by e.at desc limit $2
 ) as t
 order by t.id;
 
 -- name: open_alerts
 -- Open alerts; alerts_open, a few rows per fleet and code.
-select fleet, key, code, severity, reason
-from windlass.alerts
+select fleet, key, code, severity, reason from windlass.alerts
 where resolved_at is null
-order by id
-limit $1;
+order by id limit $1;
 
 -- name: provisioning_timeouts
 -- Workers whose machine was created and that never started to work; workers_failed of each fleet. Failed preparations
 -- have their own codes.
-select f.name as fleet, w.id
-from windlass.fleets f
+select f.name as fleet, w.id from windlass.fleets f
 cross join lateral (
-  select l.id, l.code, l.prepare_code
-  from windlass.workers l
-  where l.fleet = f.name
-    and l.failed_at > windlass.now() - make_interval(secs => $1::double precision)
-  order by l.failed_at desc
-  limit $2
+  select l.id, l.code, l.prepare_code from windlass.workers l
+  where l.fleet = f.name and l.failed_at > windlass.now() - make_interval(secs => $1::double precision)
+  order by l.failed_at desc limit $2
 ) as w
 where w.code in ('SPAWNING_TIMEOUT', 'NO_HEARTBEAT', 'NODE_NOT_JOINED', 'STARTUP_NEVER_READY')
   or w.code = w.prepare_code
@@ -62,16 +53,12 @@ order by f.name, w.id;
 -- Recently failed tasks by queue; the newest $2 of tasks_failed.
 select d.queue, count(*) as count
 from (
-  select t.queue, t.error_code
-  from windlass.tasks t
-  where t.status = 'failed'
-    and t.finished_at > windlass.now() - make_interval(secs => $1::double precision)
-  order by t.finished_at desc
-  limit $2
+  select t.queue, t.error_code from windlass.tasks t
+  where t.status = 'failed' and t.finished_at > windlass.now() - make_interval(secs => $1::double precision)
+  order by t.finished_at desc limit $2
 ) as d
 where d.error_code is distinct from 'CANCELLED'
-group by d.queue
-order by d.queue;
+group by d.queue order by d.queue;
 
 -- name: mark_message_failed
 -- Primary key. A message that was abandoned while it was being sent stays abandoned.

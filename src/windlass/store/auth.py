@@ -3,7 +3,7 @@
 store/memory/auth.py has the same contract; tests/conformance/test_auth_store.py runs over both.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.model.auth import (
     SERVER_TTL_S,
@@ -23,19 +23,15 @@ from windlass.model.worker import Registration, WorkerStatus
 from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 
-if TYPE_CHECKING:
-    from windlass.ports.auth import AuthStore
-
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 
 
 class PostgresAuthStore(DatabaseStore):
     async def authenticate(self, token_hash: bytes) -> Caller | None:
-        row = await self._database.fetchrow(
-            "checking a token", "select * from windlass_internal.authenticate($1)", token_hash
-        )
-        if row is None:
+        rows = await self._database.call_rows("checking a token", "windlass_internal.authenticate", token_hash)
+        if not rows:
             return None
+        (row,) = rows
         if row["kind"] == "token":
             return TokenCaller(row["name"], Role(row["role"]))
         queues = tuple(row["queues"])
@@ -44,43 +40,22 @@ class PostgresAuthStore(DatabaseStore):
         return WorkerCaller(row["name"], row["fleet"], queues, row["has_ended"])
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
-        verdict = await self._database.fetchval(
-            "activating a worker",
-            "select windlass_internal.exchange_join_token($1, $2, $3)",
-            worker_id,
-            join_token_hash,
-            token_hash,
+        function = "windlass_internal.exchange_join_token"
+        return Activation(
+            await self._database.call("activating a worker", function, worker_id, join_token_hash, token_hash)
         )
-        return Activation(verdict)
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
-        await self._database.execute(
-            "recording why a worker cannot start",
-            "select windlass_internal.report_start_failure($1, $2, $3)",
-            worker_id,
-            code,
-            storable(reason),
-        )
+        function = "windlass_internal.report_start_failure"
+        await self._database.call("recording a start failure", function, worker_id, code, storable(reason))
 
     async def self_register(
         self, api_token_hash: bytes, token_hash: bytes, registration: Registration
     ) -> WorkerStatus | None:
         r = registration
-        status = await self._database.fetchval(
-            "self-registering a worker",
-            "select windlass_internal.self_register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
-            api_token_hash,
-            token_hash,
-            r.worker_id,
-            r.fleet,
-            list(r.queues),
-            r.concurrency,
-            r.lease_s,
-            r.host,
-            r.pid,
-            r.version,
-            r.start_id,
-        )
+        about = (r.worker_id, r.fleet, list(r.queues), r.concurrency, r.lease_s, r.host, r.pid, r.version, r.start_id)
+        function = "windlass_internal.self_register_worker"
+        status = await self._database.call("self-registering a worker", function, api_token_hash, token_hash, *about)
         if status == "taken":
             raise BadInput(f"a worker {r.worker_id} exists already: choose another name.")
         return WorkerStatus(status) if status is not None else None
@@ -136,8 +111,3 @@ class PostgresAuthStore(DatabaseStore):
 
 def _token(row: Any) -> ApiToken:
     return ApiToken(**{**row, "role": Role(row["role"])})
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[AuthStore] = PostgresAuthStore

@@ -1,37 +1,38 @@
-"""One way to a PostgreSQL server, for all that speak to one, and one sentence for each way it can fail.
+"""Connects to PostgreSQL and turns its errors into messages that say what to do.
 
-Every connection has time limits and says who it is (`application_name`), unless the address says otherwise. No message
-holds the password.
+Every connection has time limits and sets `application_name`, unless the URL sets one. No message contains the password.
 """
 
+import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import asyncpg
 
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch, WindlassError
 
 CONNECT_TIMEOUT_S = 10.0
-# Far above any of our statements; a connection that is silent for this long is broken.
+# Far above the duration of any statement here: a connection without an answer for this long is broken.
 COMMAND_TIMEOUT_S = 30.0
-# As `pg_stat_activity` shows it.
+# Shown in pg_stat_activity.
 APPLICATION_NAME = "windlass"
 
-# No answer came: who knows what the connection is doing.
+# No answer came; the state of the connection is unknown.
 CUT_OFF = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.InternalClientError)
-# The database is there but full, met a deadlock or a lock, or has become a standby (a failover is under way): nothing
-# was done, and asking again is safe.
-_FOR_NOW = (
+# Out of resources, a deadlock, a lock timeout, or a server that became a standby (failover). Nothing was changed, and a
+# retry is safe.
+_TEMPORARY = (
     asyncpg.InsufficientResourcesError,
     asyncpg.TransactionRollbackError,
     asyncpg.LockNotAvailableError,
     asyncpg.ReadOnlySQLTransactionError,
 )
-# Tables or functions are not as this program knows them.
+# Tables, columns or functions that this program expects are missing.
 _OTHER_SCHEMA = (
     asyncpg.UndefinedFunctionError,
     asyncpg.UndefinedTableError,
@@ -43,7 +44,7 @@ CONNECTION_ERRORS = (
     asyncpg.PostgresConnectionError,
     # The server is starting, stopping or full.
     asyncpg.OperatorInterventionError,
-    *_FOR_NOW,
+    *_TEMPORARY,
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
     asyncpg.InsufficientPrivilegeError,
@@ -57,7 +58,7 @@ async def connect(
     command_timeout_s: float = COMMAND_TIMEOUT_S,
     is_caching: bool = False,
 ) -> Any:
-    """An asyncpg connection. `is_caching`: statements are prepared on the server, which no pooler may stand before."""
+    """An asyncpg connection. `is_caching` prepares statements on the server, which fails behind a pooler."""
     return await asyncpg.connect(
         dsn,
         timeout=timeout_s,
@@ -69,7 +70,7 @@ async def connect(
 
 @asynccontextmanager
 async def connected(dsn: str, doing: str, *, command_timeout_s: float = COMMAND_TIMEOUT_S) -> AsyncIterator[Any]:
-    """A connection for one piece of work. Whatever the database has against it is raised as a WindlassError."""
+    """A connection for one operation. Database errors are raised as WindlassError."""
     with explained(doing, dsn):
         connection = await connect(dsn, command_timeout_s=command_timeout_s)
         try:
@@ -88,57 +89,80 @@ def explained(doing: str, dsn: str) -> Iterator[None]:
         raise refused(doing, dsn, error) from None
 
 
+async def receives_notifications(connection: Any, timeout_s: float) -> bool:
+    """Whether a notification to ourselves arrives. A connection can be dead, or change behind a pooler, unnoticed."""
+    channel = f"windlass_test_{uuid4().hex}"
+    seen = asyncio.Event()
+
+    def on_notification(*_: object) -> None:
+        seen.set()
+
+    try:
+        await connection.add_listener(channel, on_notification)
+        await connection.execute(f"notify {channel}")
+        async with asyncio.timeout(timeout_s):
+            await seen.wait()
+        await connection.remove_listener(channel, on_notification)
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        return False
+    return True
+
+
 def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailable:
-    """One sentence for a connection that failed."""
+    """The error for a failed connection or a temporary failure."""
     where = _where(dsn)
     if isinstance(error, asyncpg.InvalidAuthorizationSpecificationError) and "no encryption" in str(error):
         return DatabaseUnavailable(
-            f"{doing}: the database at {where} takes only encrypted connections: add sslmode=require to DATABASE_URL."
+            f"{doing}: the database at {where} accepts only encrypted connections. Add sslmode=require to DATABASE_URL."
         )
     if isinstance(error, asyncpg.InvalidPasswordError | asyncpg.InvalidAuthorizationSpecificationError):
         return DatabaseUnavailable(
-            f"{doing}: the database at {where} refused the user or password: check DATABASE_URL."
+            f"{doing}: the database at {where} refused the user or password. Check DATABASE_URL."
         )
     if isinstance(error, asyncpg.InvalidCatalogNameError):
-        return DatabaseUnavailable(f"{doing}: {words(error)} at {where}: create it, or name another in DATABASE_URL.")
+        return DatabaseUnavailable(
+            f"{doing}: {words(error)} at {where}. Create it, or set DATABASE_URL to another one."
+        )
     if isinstance(error, TimeoutError):
         return DatabaseUnavailable(
-            f"{doing}: the database at {where} did not answer in time: is it reachable from here?"
+            f"{doing}: the database at {where} did not answer in time. Check that it is reachable from here."
         )
     if isinstance(error, socket.gaierror):
         return DatabaseUnavailable(
-            f"{doing}: the name of the database's host, {where}, is not known here: check DATABASE_URL."
+            f"{doing}: the host name of the database, {where}, cannot be resolved. Check DATABASE_URL."
         )
     what = words(error)
     if isinstance(error, ssl.SSLError) or "SSL" in what:
         return DatabaseUnavailable(
-            f"{doing}: the database at {where} and this program do not agree on TLS ({what}): "
-            "check sslmode (and sslrootcert) in DATABASE_URL."
+            f"{doing}: the TLS connection to the database at {where} failed ({what}). "
+            "Check sslmode (and sslrootcert) in DATABASE_URL."
         )
     if isinstance(error, asyncpg.InsufficientPrivilegeError):
         return DatabaseUnavailable(
-            f"{doing}: the database at {where} does not allow it ({what}): "
-            "grant it to this user, or name another in DATABASE_URL."
+            f"{doing}: the database at {where} denied permission ({what}). "
+            "Grant it to this user, or set DATABASE_URL to another user."
         )
-    if isinstance(error, _FOR_NOW):
-        return DatabaseUnavailable(f"{doing}: the database at {where} could not do it now ({what}): try again.")
-    return DatabaseUnavailable(f"{doing}: the database at {where} cannot be reached ({what}): is it running?")
+    if isinstance(error, _TEMPORARY):
+        return DatabaseUnavailable(f"{doing}: the database at {where} failed temporarily ({what}). Try again.")
+    return DatabaseUnavailable(
+        f"{doing}: the database at {where} cannot be reached ({what}). Check that it is running."
+    )
 
 
 def refused(doing: str, dsn: str, error: BaseException) -> WindlassError:
-    """One sentence for a database that answered, but not with what was asked for."""
+    """The error for a statement that the database refused."""
     where, what = _where(dsn), words(error)
     if isinstance(error, _OTHER_SCHEMA):
         return SchemaMismatch(
-            f"{doing}: the schema at {where} is not as this program knows it ({what}): see `windlass db status`."
+            f"{doing}: the schema at {where} does not match this program ({what}). Run `windlass db status`."
         )
     return DatabaseUnavailable(
-        f"{doing}: the database at {where} refused ({what}): `windlass doctor` looks for the cause."
+        f"{doing}: the database at {where} refused the statement ({what}). Run `windlass doctor`."
     )
 
 
 def words(error: BaseException) -> str:
-    """The sentence of an error, without the details and hints that PostgreSQL adds on further lines."""
+    """The message of an error, without PostgreSQL's further lines of detail and hints."""
     return str(getattr(error, "message", None) or error) or type(error).__name__
 
 

@@ -6,7 +6,7 @@ Implements ports/control.py. store/memory/control.py has the same contract; test
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -39,9 +39,6 @@ from windlass.store.database import Database
 from windlass.store.leases import PostgresLeaseStore, lease_required, standby_of
 from windlass.store.rows import bill_of, node_view, snapshot_adapter
 
-if TYPE_CHECKING:
-    from windlass.ports.control import ControlStore
-
 _PLANNER_STATE = TypeAdapter(PlannerState)
 _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
@@ -70,12 +67,12 @@ class PostgresControlStore(PostgresLeaseStore):
         self._decided: dict[str, str] = {}
 
     async def instance_id(self) -> str:
-        return str(await self._database.fetchval("reading the instance id", "select windlass_internal.instance_id()"))
+        return str(await self._database.call("reading the instance id", "windlass_internal.instance_id"))
 
     async def observe(self, candidate: Candidate, fleet: str, config: FleetConfig) -> tuple[int, Snapshot] | Standby:
-        header, *workers = await self._database.fetch(
+        header, *workers = await self._database.call_rows(
             "observing the fleet",
-            "select * from windlass_internal.observe($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)",
+            "windlass_internal.observe",
             candidate.lease,
             candidate.holder,
             candidate.ttl_s,
@@ -117,9 +114,9 @@ class PostgresControlStore(PostgresLeaseStore):
         is_stored: bool,
     ) -> dict[str, Any]:
         with lease_required():
-            text = await self._database.fetchval(
+            text = await self._database.call(
                 "committing the plan",
-                "select windlass_internal.commit_plan($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+                "windlass_internal.commit_plan",
                 candidate.lease,
                 candidate.holder,
                 term,
@@ -143,9 +140,9 @@ class PostgresControlStore(PostgresLeaseStore):
         intents: Sequence[Intent],
         summary: dict[str, Any] | None,
     ) -> frozenset[str]:
-        granted = await self._database.fetchval(
+        granted = await self._database.call(
             "recording the outcomes",
-            "select windlass_internal.commit_outcomes($1, $2, $3, $4, $5, $6, $7, $8)",
+            "windlass_internal.commit_outcomes",
             candidate.lease,
             candidate.holder,
             term,
@@ -164,9 +161,7 @@ class PostgresControlStore(PostgresLeaseStore):
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         plain = _PLAIN.dump_json([_settlement_to_plain(settlement) for settlement in settlements]).decode()
-        return int(
-            await self._database.fetchval("settling accounts", "select windlass_internal.settle_accounts($1)", plain)
-        )
+        return int(await self._database.call("settling accounts", "windlass_internal.settle_accounts", plain))
 
 
 def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
@@ -217,8 +212,3 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Created | OrphanDeleted):
         plain["machine"] = _MACHINE.dump_python(outcome.machine, mode="json")
     return {"kind": _OUTCOME_KINDS[type(outcome)], **plain}
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[ControlStore] = PostgresControlStore

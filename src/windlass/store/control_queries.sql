@@ -17,46 +17,39 @@ order by f.name collate "C";
 -- name: cycles
 -- `windlass explain`; scans cycles_fleet backwards up to the limit.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
-from windlass.cycles
-where fleet = $1
-order by id desc
-limit $2;
+from windlass.cycles where fleet = $1
+order by id desc limit $2;
 
 -- name: cycle
 -- `windlass replay`; primary key.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at, snapshot
-from windlass.cycles
-where id = $1;
+from windlass.cycles where id = $1;
 
 -- name: last_cycle_of_worker
--- `windlass explain WORKER`; scans cycles_started backwards from the worker's end, or from now. Every cycle observes all
--- live workers of its fleet, so the first cycle usually matches; at most five snapshots are opened.
-select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at, c.snapshot
+-- `windlass explain WORKER`; scans cycles_started backwards from the worker's end, or from now. Every cycle observes
+-- all live workers of its fleet, so the first cycle usually matches; at most five snapshots are opened.
+select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at,
+  c.snapshot
 from windlass.workers w
 cross join lateral (
-  select *
-  from windlass.cycles l
+  select * from windlass.cycles l
   where l.fleet = w.fleet
     and l.started_at <= coalesce(w.terminated_at, windlass.now())
-  order by l.started_at desc, l.id desc
-  limit 5
+  order by l.started_at desc, l.id desc limit 5
 ) as c
-where w.id = $2
-  and w.fleet = $1
+where w.id = $2 and w.fleet = $1
   and c.snapshot -> 'workers' @> jsonb_build_array(jsonb_build_object('id', w.id))
-order by c.started_at desc, c.id desc
-limit 1;
+order by c.started_at desc, c.id desc limit 1;
 
 -- name: running_tasks
 -- `windlass status`; tasks_running.
-select worker_id, array_agg(id order by id) as task_ids
-from windlass.tasks
+select worker_id, array_agg(id order by id) as task_ids from windlass.tasks
 where status = 'running'
 group by worker_id;
 
 -- name: queues_with_tasks
--- Wakes fleets without workers. Counts as observe_queues does, but only whether there is a task: one probe of tasks_ready
--- and one of tasks_scheduled per queue, and tasks_running of the few dispatchers.
+-- Wakes fleets without workers. Counts as observe_queues does, but only whether there is a task: one probe of
+-- tasks_ready and one of tasks_scheduled per queue, and tasks_running of the few dispatchers.
 select q.name
 from unnest($1::text[]) as q (name)
 where exists (
@@ -107,16 +100,13 @@ returning id, name, role, created_at, last_used_at, revoked_at;
 
 -- name: tokens
 -- `windlass tokens list`; a few rows.
-select id, name, role, created_at, last_used_at, revoked_at
-from windlass.tokens
+select id, name, role, created_at, last_used_at, revoked_at from windlass.tokens
 order by id desc;
 
 -- name: revoke_token
 -- `windlass tokens revoke`; tokens_name.
-update windlass.tokens
-set revoked_at = windlass.now()
-where name = $1
-  and revoked_at is null
+update windlass.tokens set revoked_at = windlass.now()
+where name = $1 and revoked_at is null
 returning true;
 
 -- name: has_tokens
@@ -132,9 +122,7 @@ values ($1, true, $2, windlass.now() + make_interval(secs => $3::double precisio
 -- Replaces a login link by a session: each link works once; primary key.
 with used as (
   delete from windlass.sessions
-  where hash = $1
-    and is_link
-    and expires_at > windlass.now()
+  where hash = $1 and is_link and expires_at > windlass.now()
   returning role
 )
 insert into windlass.sessions (hash, is_link, role, expires_at)
@@ -144,17 +132,13 @@ returning true;
 
 -- name: session_role
 -- Each request of a browser; primary key.
-select role
-from windlass.sessions
-where hash = $1
-  and not is_link
-  and expires_at > windlass.now();
+select role from windlass.sessions
+where hash = $1 and not is_link and expires_at > windlass.now();
 
 -- name: sessions
 -- `windlass tokens sessions`; a few rows.
 select left(encode(hash, 'hex'), 12) as id, role, is_link, created_at, expires_at
-from windlass.sessions
-where expires_at > windlass.now()
+from windlass.sessions where expires_at > windlass.now()
 order by created_at desc, hash;
 
 -- name: end_session
@@ -177,16 +161,14 @@ on conflict (url, host) do update
 
 -- name: http_servers
 -- `windlass tokens link`; a few rows.
-select url, host
-from windlass.http_servers
+select url, host from windlass.http_servers
 where seen_at > windlass.now() - make_interval(secs => $1::double precision)
 order by seen_at desc, url, host;
 
 -- name: remove_server
 -- `windlass up --port` stops; primary key.
 delete from windlass.http_servers
-where url = $1
-  and host = $2;
+where url = $1 and host = $2;
 
 -- name: costs_from_spending
 -- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. Charges without a queue have no key.
@@ -228,12 +210,10 @@ cross join lateral (
 where c.from_at >= $2
   and ($3::text is null or c.fleet = $3)
 group by k.key, c.currency
-order by sum(c.amount_micros) desc, k.key collate "C", c.currency collate "C"
-limit $4;
+order by sum(c.amount_micros) desc, k.key collate "C", c.currency collate "C" limit $4;
 
 -- name: charges_of_task
 -- `windlass tasks show`; charges_task.
 select worker_id, fleet, kind, from_at, until_at, amount_micros, currency, task_id, queue
-from windlass.charges
-where task_id = $1
+from windlass.charges where task_id = $1
 order by from_at, worker_id collate "C";

@@ -1,15 +1,12 @@
 """The ledger over PostgreSQL: what was settled, and the accounts that are open. Implements ports/costs.py."""
 
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, Span, Tariff
 from windlass.store.database import Database, DatabaseStore
 from windlass.store.queries import read_queries
 from windlass.store.rows import price_parts_of
-
-if TYPE_CHECKING:
-    from windlass.ports.costs import CostStore
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 # Accounts that can be open at the same time: one per existing worker, and those that ended a minute ago.
@@ -34,14 +31,8 @@ async def read_accounts(
     database: Database, fleet: str | None, worker_id: str | None, limit: int, *, is_due: bool
 ) -> list[BillingAccount]:
     """`is_due`: only accounts that are due for settlement, longest due first. Otherwise all, oldest first."""
-    rows = await database.fetch(
-        "reading open accounts",
-        "select * from windlass_internal.open_accounts($1, $2, $3, $4)",
-        fleet,
-        worker_id,
-        is_due,
-        limit,
-    )
+    function = "windlass_internal.open_accounts"
+    rows = await database.call_rows("reading open accounts", function, fleet, worker_id, is_due, limit)
     return [_account(row) for row in rows]
 
 
@@ -55,8 +46,3 @@ def _account(row: Any) -> BillingAccount:
         row["ready_at"],
         tuple(Span(*span) for span in spans),
     )
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[CostStore] = PostgresCostStore

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.model.cycle import Cycle
 from windlass.model.event import Event
@@ -26,9 +26,6 @@ from windlass.store.cursors import (
 )
 from windlass.store.overview import QUERIES, PostgresOverview, overview_queues
 from windlass.store.rows import bill_of, cycle_of, event_of, worker_fields
-
-if TYPE_CHECKING:
-    from windlass.ports.queries import QueryStore
 
 # Rows of `component_health`.
 MAX_COMPONENTS = 10_000
@@ -73,12 +70,10 @@ class PostgresQueryStore(PostgresOverview):
         return next(iter(await self._worker_rows([worker_id])), None)
 
     async def _ids(self, doing: str, query: str, *arguments: Any) -> list[Any]:
-        async with self._database.connection(doing) as connection:
-            return [row["id"] for row in await connection.fetch(QUERIES[query], *arguments)]
+        return [row["id"] for row in await self._database.fetch(doing, QUERIES[query], *arguments)]
 
     async def _worker_rows(self, ids: Sequence[str]) -> list[WorkerRow]:
-        async with self._database.connection("reading workers") as connection:
-            rows = await connection.fetch(QUERIES["worker_rows"], ids)
+        rows = await self._database.fetch("reading workers", QUERIES["worker_rows"], ids)
         return [_worker_row(row) for row in rows]
 
     async def running_tasks_of(self, worker_id: str, limit: int) -> list[TaskRow]:
@@ -97,22 +92,20 @@ class PostgresQueryStore(PostgresOverview):
         search = search.strip() or None if search is not None else None
         found: list[int] = []
         if search is not None and cursor is None:
-            found = await self._named(search, queue, which)
+            found = await self._exact_matches(search, queue, which)
         ids, following = await self._task_ids(queue, which, search, limit, cursor)
         return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), following)
 
     async def task_in_full(self, task_id: int) -> TaskDetail | None:
-        async with self._database.connection("reading a task") as connection:
-            row = await connection.fetchrow(QUERIES["task_with_payload"], task_id)
+        row = await self._database.fetchrow("reading a task", QUERIES["task_with_payload"], task_id)
         return TaskDetail(**{**row, "status": TaskStatus(row["status"])}) if row is not None else None
 
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
-        async with self._database.connection("listing tasks") as connection:
-            rows = await connection.fetch(QUERIES["task_rows"], ids)
+        rows = await self._database.fetch("listing tasks", QUERIES["task_rows"], ids)
         return [TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
 
-    async def _named(self, search: str, queue: str | None, which: TaskList | None) -> list[int]:
-        """Tasks that a search means exactly, if they are in the list that is looked at."""
+    async def _exact_matches(self, search: str, queue: str | None, which: TaskList | None) -> list[int]:
+        """Tasks of the list whose id or whole unique key is the search text."""
         task_id = int(search) if search.isascii() and search.isdigit() and int(search) <= MAX_TASK_ID else None
         async with self._database.connection("listing tasks") as connection:
             queues = [queue] if queue is not None else (await overview_queues(connection))[0]
@@ -156,13 +149,13 @@ class PostgresQueryStore(PostgresOverview):
             self._database.connection("listing tasks") as connection,
             connection.transaction(isolation="repeatable_read"),
         ):
-            # Of one moment: while workers claim, the end would lie beyond what was looked at.
+            # One snapshot for both queries: workers claim tasks meanwhile.
             queues = [queue] if queue is not None else (await overview_queues(connection))[0]
             while True:
                 found = await connection.fetch(QUERIES[query], queues, search, limit - len(rows), scan, *after, *status)
                 if search is not None:
                     end = await connection.fetchrow(QUERIES[f"{query}_end"], queues, scan, *after, *status)
-                # What lies beyond comes again: there a queue that was not looked through may have something before it.
+                # The next scan reads rows after `end` again: a queue that was not fully scanned may have earlier ones.
                 rows += found if end is None else [row for row in found if _claim_order(row) <= _claim_order(end)]
                 if len(rows) == limit or end is None or time.monotonic() >= until:
                     return [row["id"] for row in rows], next_cursor(rows, limit, end)
@@ -190,15 +183,13 @@ class PostgresQueryStore(PostgresOverview):
         return Page(tuple(map(event_of, rows)), next_cursor(rows, limit, end, key=("id",)))
 
     async def events_after(self, event_id: int, limit: int) -> list[Event]:
-        async with self._database.connection("reading events") as connection:
-            rows = await connection.fetch(QUERIES["events_after"], event_id, limit)
+        rows = await self._database.fetch("reading events", QUERIES["events_after"], event_id, limit)
         return [event_of(row) for row in rows]
 
     async def cycles_page(self, *, fleet: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Cycle]:
         limit = page_size(limit)
         (before,) = read_cursor(cursor, ID) or (None,)
-        async with self._database.connection("listing cycles") as connection:
-            rows = await connection.fetch(QUERIES["cycles_page"], fleet, before, limit)
+        rows = await self._database.fetch("listing cycles", QUERIES["cycles_page"], fleet, before, limit)
         return Page(tuple(map(cycle_of, rows)), next_cursor(rows, limit, key=("id",)))
 
     async def logs_page(
@@ -219,18 +210,15 @@ class PostgresQueryStore(PostgresOverview):
     ) -> Page[OpenAlert]:
         limit = page_size(limit)
         (before,) = read_cursor(cursor, ID) or (None,)
-        async with self._database.connection("listing alerts") as connection:
-            rows = await connection.fetch(QUERIES["alerts_page"], is_open, before, limit)
+        rows = await self._database.fetch("listing alerts", QUERIES["alerts_page"], is_open, before, limit)
         return Page(tuple(OpenAlert(**row) for row in rows), next_cursor(rows, limit, key=("id",)))
 
     async def ray_dashboards(self) -> Mapping[str, str]:
-        async with self._database.connection("looking for Ray's dashboards") as connection:
-            rows = await connection.fetch(QUERIES["ray_dashboards"])
+        rows = await self._database.fetch("looking for Ray's dashboards", QUERIES["ray_dashboards"])
         return {row["fleet"]: row["url"] for row in rows}
 
     async def component_health(self) -> Sequence[Mapping[str, Any]]:
-        async with self._database.connection("reading the workers' health") as connection:
-            rows = await connection.fetch(QUERIES["component_health"], MAX_COMPONENTS)
+        rows = await self._database.fetch("reading the workers' health", QUERIES["component_health"], MAX_COMPONENTS)
         return [dict(row) for row in rows]
 
 
@@ -252,9 +240,8 @@ def _list_of(row: Any) -> TaskList:
 async def _searched(
     connection: Any, query: str, queue: str | None, search: str | None, limit: int, after: tuple[Any, ...]
 ) -> tuple[list[int], str | None]:
-    """A page of what is looked for, piece by piece: what is rare is found among many, and nobody waits for long."""
+    """A page of ids. A search scans SCAN_LIMIT rows at a time until the page is full or SEARCH_S has passed."""
     is_search = queue is not None or search is not None
-    # Without anything to look for, what comes first is what is wanted.
     scan = SCAN_LIMIT if is_search else limit
     rows: list[Any] = []
     end = None
@@ -271,10 +258,5 @@ async def _searched(
 
 
 def _claim_order(row: Any) -> tuple[Any, ...]:
-    """Its place among tasks that wait: by priority, the highest first, or by the time that they wait for."""
+    """Sort key of a queued task: highest priority first. Of a scheduled one: its due time."""
     return (-row["priority"], row["id"]) if "priority" in row.keys() else (row["at"], row["id"])  # noqa: SIM118
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[QueryStore] = PostgresQueryStore

@@ -9,7 +9,7 @@ committed. The SQL functions are idempotent, so repeating a call is safe.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Self
@@ -155,20 +155,28 @@ class Database:
         async with self.connection(doing) as connection:
             return await connection.fetchval(query, *arguments)
 
+    async def call(self, doing: str, function: str, *arguments: Any) -> Any:
+        """The value that an SQL function returns."""
+        return await self.fetchval(doing, f"select {function}({_placeholders(arguments)})", *arguments)
+
+    async def call_rows(self, doing: str, function: str, *arguments: Any) -> list[Any]:
+        """The rows that an SQL function returns."""
+        return await self.fetch(doing, f"select * from {function}({_placeholders(arguments)})", *arguments)  # noqa: S608
+
     async def execute(self, doing: str, query: str, *arguments: Any) -> int:
         """Returns the number of rows that the statement affected; 0 for statements that affect none."""
         async with self.connection(doing) as connection:
             return row_count(await connection.execute(query, *arguments))
 
-    async def sweep(self, query: str, *kept_s: float) -> int:
+    async def sweep(self, function: str, *kept_s: float) -> int:
         """Call a retention function repeatedly until nothing is left or SWEEP_TIMEOUT_S has passed.
 
-        `query` deletes rows older than its arguments, at most SWEEP_BATCH (its last argument) of each kind, and returns
-        their number. Returns the total.
+        The function deletes rows older than its arguments, at most SWEEP_BATCH (its last argument) of each kind, and
+        returns their number. Returns the total.
         """
         deleted, give_up_at = 0, time.monotonic() + SWEEP_TIMEOUT_S
         while time.monotonic() < give_up_at:
-            count: int = await self.fetchval("applying retention", query, *kept_s, SWEEP_BATCH)
+            count: int = await self.call("applying retention", function, *kept_s, SWEEP_BATCH)
             deleted += count
             if count < SWEEP_BATCH:
                 break
@@ -203,6 +211,10 @@ class DatabaseStore:
     async def now(self) -> datetime:
         now: datetime = await self._database.fetchval("reading the time", "select windlass.now()")
         return now
+
+
+def _placeholders(arguments: Sequence[Any]) -> str:
+    return ", ".join(f"${position}" for position in range(1, len(arguments) + 1))
 
 
 def row_count(status: str) -> int:

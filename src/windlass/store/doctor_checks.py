@@ -1,15 +1,11 @@
 """Facts about the database and this user's privileges, for `windlass doctor` and `windlass up`. Changes nothing."""
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
-
-import asyncpg
 
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
-from windlass.store.connect import connected
+from windlass.store.connect import connected, receives_notifications
 from windlass.store.migrate import applied_migrations, check_contract
 from windlass.store.tasks import QUERIES
 
@@ -62,7 +58,7 @@ async def examine(dsn: str) -> DatabaseCheck:
             clock_difference_s=facts["now"].timestamp() - (asked_at + answered_at) / 2,
             clock_uncertainty_s=(answered_at - asked_at) / 2,
             # Behind a pooler it may succeed by chance, and would leave a LISTEN on a connection of other clients.
-            can_listen=not is_pooled and await _can_listen(connection),
+            can_listen=not is_pooled and await receives_notifications(connection, LISTEN_TIMEOUT_S),
         )
 
 
@@ -91,24 +87,5 @@ async def _supports_contract(connection: Any) -> bool:
     try:
         await check_contract(connection)
     except SchemaMismatch:
-        return False
-    return True
-
-
-async def _can_listen(connection: Any) -> bool:
-    """Whether a notification to ourselves arrives."""
-    channel = f"windlass_examine_{uuid4().hex}"
-    seen = asyncio.Event()
-
-    def on_notification(*_: object) -> None:
-        seen.set()
-
-    try:
-        await connection.add_listener(channel, on_notification)
-        await connection.execute(f"notify {channel}")
-        async with asyncio.timeout(LISTEN_TIMEOUT_S):
-            await seen.wait()
-        await connection.remove_listener(channel, on_notification)
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
         return False
     return True

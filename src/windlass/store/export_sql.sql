@@ -1,5 +1,5 @@
--- The schema of windlass {program_version}, from version {from_version} to {to_version}, to apply by hand (Supabase's SQL editor, a change
--- review). It applies completely or not at all. The result is that of `windlass db migrate`.
+-- The schema of windlass {program_version}, from version {from_version} to {to_version}, to apply by hand
+-- (Supabase's SQL editor, a change review). It applies completely or not at all, like `windlass db migrate`.
 begin;
 set local lock_timeout = '{lock_timeout_s}s';
 select pg_advisory_xact_lock({lock_key});

@@ -4,7 +4,6 @@ Implements ports/fleets.py.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
@@ -13,9 +12,6 @@ from windlass.ports.fleets import MAX_AHEAD
 from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 from windlass.store.rows import cycle_detail_of, cycle_of, event_of, fleet_of, worker_fields
-
-if TYPE_CHECKING:
-    from windlass.ports.fleets import FleetQueries, Operations
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
 WORKER_QUERIES = read_queries("windlass.store", "queries.sql")
@@ -65,43 +61,22 @@ class PostgresFleetQueries(DatabaseStore):
 
 class PostgresOperations(DatabaseStore):
     async def restart_slots(self, fleet: str, slot: int | None = None) -> int:
-        return int(
-            await self._database.fetchval(
-                "restarting slots", "select windlass_internal.restart_slots($1, $2)", fleet, slot
-            )
-        )
+        return int(await self._database.call("restarting slots", "windlass_internal.restart_slots", fleet, slot))
 
     async def request_workers(self, fleet: str, count: int) -> int:
-        return int(
-            await self._database.fetchval(
-                "requesting workers", "select windlass_internal.request_workers($1, $2)", fleet, count
-            )
-        )
+        return int(await self._database.call("requesting workers", "windlass_internal.request_workers", fleet, count))
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
-        return int(
-            await self._database.fetchval(
-                "pausing or resuming a fleet", "select windlass_internal.pause_fleet($1, $2)", fleet, is_paused
-            )
-        )
+        doing = "pausing or resuming a fleet"
+        return int(await self._database.call(doing, "windlass_internal.pause_fleet", fleet, is_paused))
 
     async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
-        return await self._database.execute(
-            "pausing or resuming workers", WORKER_QUERIES["set_paused"], worker_ids, is_paused
-        )
+        doing = "pausing or resuming workers"
+        return await self._database.execute(doing, WORKER_QUERIES["set_paused"], worker_ids, is_paused)
 
     async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
         return await self._database.execute("draining workers", WORKER_QUERIES["set_terminating"], worker_ids, reason)
 
     async def terminate_worker(self, worker_id: str, reason: str) -> bool:
-        return bool(
-            await self._database.fetchval(
-                "terminating a worker", "select windlass_internal.terminate_worker($1, $2)", worker_id, reason
-            )
-        )
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the ports'.
-    _: type[FleetQueries] = PostgresFleetQueries
-    __: type[Operations] = PostgresOperations
+        doing = "terminating a worker"
+        return bool(await self._database.call(doing, "windlass_internal.terminate_worker", worker_id, reason))

@@ -30,10 +30,12 @@ grant execute on function
 to windlass_producer, windlass_worker;
 
 grant select on windlass.tasks to windlass_producer;
-grant insert (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key) on windlass.tasks to windlass_producer;
+grant insert (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
+on windlass.tasks to windlass_producer;
 -- retry_task, retry_failed, cancel_task. Payloads and results cannot be changed.
 grant update (
-  status, run_after, ready_at, attempts, claim_token, worker_id, started_at, finished_at, progress, progress_note, error_code, error
+  status, run_after, ready_at, attempts, claim_token, worker_id, started_at, finished_at, progress, progress_note,
+  error_code, error
 ) on windlass.tasks to windlass_producer;
 grant insert (code, reason, fleet, worker_id, task_id, detail) on windlass.events to windlass_producer;
 -- cancel_task records the worker's time if it has a price.

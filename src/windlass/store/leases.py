@@ -4,33 +4,25 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import asyncpg
 
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.store.database import DatabaseStore
 
-if TYPE_CHECKING:
-    from windlass.ports.lease import LeaseStore
-
 
 class PostgresLeaseStore(DatabaseStore):
     async def acquire_lease(self, candidate: Candidate) -> int | Standby:
-        text = await self._database.fetchval(
-            "acquiring a lease",
-            "select windlass_internal.acquire_lease($1, $2, $3)",
-            candidate.lease,
-            candidate.holder,
-            candidate.ttl_s,
+        arguments = (candidate.lease, candidate.holder, candidate.ttl_s)
+        answer = json.loads(
+            await self._database.call("acquiring a lease", "windlass_internal.acquire_lease", *arguments)
         )
-        answer = json.loads(text)
         return standby_of(answer) if answer["term"] is None else int(answer["term"])
 
     async def release_lease(self, candidate: Candidate) -> None:
-        await self._database.execute(
-            "releasing a lease", "select windlass_internal.release_lease($1, $2)", candidate.lease, candidate.holder
-        )
+        function = "windlass_internal.release_lease"
+        await self._database.call("releasing a lease", function, candidate.lease, candidate.holder)
 
 
 def standby_of(answer: Mapping[str, Any]) -> Standby:
@@ -44,8 +36,3 @@ def lease_required() -> Iterator[None]:
         yield
     except asyncpg.ObjectNotInPrerequisiteStateError as error:
         raise LeaseLost(str(error)) from None
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[LeaseStore] = PostgresLeaseStore

@@ -11,11 +11,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
 import asyncpg
 
-from windlass.store.connect import connect
+from windlass.store.connect import connect, receives_notifications
 
 CHANNEL = "windlass_tasks"
 # Polling interval without notifications. A poll is one cheap index probe.
@@ -121,21 +120,9 @@ class Listener:
         return await self._test()
 
     async def _test(self) -> bool:
-        """Whether a notification to ourselves arrives."""
-        channel = f"windlass_test_{uuid4().hex}"
-        seen = asyncio.Event()
-
-        def on_notification(*_: object) -> None:
-            seen.set()
-
-        try:
-            await self._connection.add_listener(channel, on_notification)
-            await self._connection.execute(f"notify {channel}")
-            async with asyncio.timeout(TEST_TIMEOUT_S):
-                await seen.wait()
-            await self._connection.remove_listener(channel, on_notification)
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        is_alive = await receives_notifications(self._connection, TEST_TIMEOUT_S)
+        if is_alive:
+            self._tested_at = time.monotonic()
+        else:
             await self.close()
-            return False
-        self._tested_at = time.monotonic()
-        return True
+        return is_alive

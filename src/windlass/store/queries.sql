@@ -3,8 +3,7 @@
 
 -- name: inserted_by_this_transaction
 -- `windlass enqueue --unique-key`; primary key. Whether this transaction inserted the row, by its transaction id.
-select xmin::text::bigint = txid_current() % (2 ^ 32)::bigint
-from windlass.tasks
+select xmin::text::bigint = txid_current() % (2 ^ 32)::bigint from windlass.tasks
 where id = $1;
 
 -- name: insert_from_staging
@@ -20,8 +19,7 @@ on conflict (queue, unique_key) where unique_key is not null do nothing;
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, payload, result
-from windlass.tasks
-where id = $1;
+from windlass.tasks where id = $1;
 
 -- name: tasks
 -- Tasks with payload and result; scans the primary key backwards up to the limit.
@@ -32,8 +30,7 @@ from windlass.tasks
 where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
   and ($3::bigint is null or id < $3)
-order by id desc
-limit $4;
+order by id desc limit $4;
 
 -- name: task_summaries
 -- `windlass tasks list`; scans the primary key backwards up to the limit. Payloads and results are not read.
@@ -46,52 +43,41 @@ where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
   and ($3::bigint is null or id < $3)
   and (not $5::boolean or run_after > windlass.now())
-order by id desc
-limit $4;
+order by id desc limit $4;
 
 -- name: known_queues
 -- Queue names to compare a mistyped name with. Skips from queue to queue in tasks_ready and tasks_scheduled, and reads
--- tasks_running and the newest tasks: the cost grows with the number of queues, not of tasks. Producers choose the names,
--- so it skips at most 1,000 times.
+-- tasks_running and the newest tasks: the cost grows with the number of queues, not of tasks. Producers choose the
+-- names, so it skips at most 1,000 times.
 with recursive ready (queue, jumps) as (
   (
-    select t.queue::text, 1
-    from windlass.tasks t
+    select t.queue::text, 1 from windlass.tasks t
     where t.status = 'queued' and t.run_after is null
-    order by t.queue
-    limit 1
+    order by t.queue limit 1
   )
   union all
   select (
-    select t.queue::text
-    from windlass.tasks t
+    select t.queue::text from windlass.tasks t
     where t.status = 'queued' and t.run_after is null and t.queue > r.queue
-    order by t.queue
-    limit 1
+    order by t.queue limit 1
   ), r.jumps + 1
   from ready r
-  where r.queue is not null
-    and r.jumps < 1000
+  where r.queue is not null and r.jumps < 1000
 ),
 waiting (queue, jumps) as (
   (
-    select t.queue::text, 1
-    from windlass.tasks t
+    select t.queue::text, 1 from windlass.tasks t
     where t.run_after is not null
-    order by t.queue
-    limit 1
+    order by t.queue limit 1
   )
   union all
   select (
-    select t.queue::text
-    from windlass.tasks t
+    select t.queue::text from windlass.tasks t
     where t.run_after is not null and t.queue > w.queue
-    order by t.queue
-    limit 1
+    order by t.queue limit 1
   ), w.jumps + 1
   from waiting w
-  where w.queue is not null
-    and w.jumps < 1000
+  where w.queue is not null and w.jumps < 1000
 )
 select queue
 from (
@@ -126,8 +112,8 @@ select
 -- `windlass status` and worker(); workers_live or primary key.
 select
   id, fleet, slot, status, paused, queues, concurrency, lease_s, created_at, activated_at, last_heartbeat,
-  first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results, metadata,
-  kind, node, machine_id, instance_type, place
+  first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results,
+  metadata, kind, node, machine_id, instance_type, place
 from windlass.workers
 where ($1::text is null or id = $1)
   and ($2 or status <> 'terminated')
@@ -136,11 +122,8 @@ order by created_at, id;
 -- name: set_paused
 -- pause and resume; primary key.
 with changed as (
-  update windlass.workers
-  set paused = $2
-  where id = any ($1::text[])
-    and status in ('spawning', 'active', 'terminating')
-    and paused <> $2
+  update windlass.workers set paused = $2
+  where id = any ($1::text[]) and status in ('spawning', 'active', 'terminating') and paused <> $2
   returning id, fleet
 )
 insert into windlass.events (code, reason, fleet, worker_id)
@@ -152,8 +135,7 @@ from changed;
 with changed as (
   update windlass.workers
   set status = 'terminating', terminating_at = windlass.now(), code = 'MANUAL', reason = $2
-  where id = any ($1::text[])
-    and status in ('spawning', 'active')
+  where id = any ($1::text[]) and status in ('spawning', 'active')
   returning id, fleet
 )
 insert into windlass.events (code, reason, fleet, worker_id)
@@ -168,24 +150,18 @@ order by queue;
 
 -- name: finished_since
 -- `windlass status`; tasks_complete, tasks_failed.
-select 'complete' as status, count(*) as count
-from windlass.tasks
-where status = 'complete'
-  and finished_at > windlass.now() - make_interval(secs => $1::double precision)
+select 'complete' as status, count(*) as count from windlass.tasks
+where status = 'complete' and finished_at > windlass.now() - make_interval(secs => $1::double precision)
 union all
-select 'failed', count(*)
-from windlass.tasks
-where status = 'failed'
-  and finished_at > windlass.now() - make_interval(secs => $1::double precision);
+select 'failed', count(*) from windlass.tasks
+where status = 'failed' and finished_at > windlass.now() - make_interval(secs => $1::double precision);
 
 -- name: events
 -- Events of a task or a worker; events_task, events_worker.
-select id, at, code, reason, fleet, worker_id, task_id, detail
-from windlass.events
+select id, at, code, reason, fleet, worker_id, task_id, detail from windlass.events
 where ($1::bigint is null or task_id = $1)
   and ($2::text is null or worker_id = $2)
-order by id desc
-limit $3;
+order by id desc limit $3;
 
 -- name: purge
 -- `windlass tasks purge`, in bounded rounds, each starting where the previous one ended; tasks_complete, tasks_failed.
@@ -193,25 +169,17 @@ with deleted as (
   delete from windlass.tasks
   where id = any (
     array(
-      select id
-      from windlass.tasks
-      where status = 'complete'
-        and 'complete' = any ($2::text[])
+      select id from windlass.tasks
+      where status = 'complete' and 'complete' = any ($2::text[])
         and finished_at between coalesce($4::timestamptz, '-infinity') and $3::timestamptz
         and ($1::text is null or queue = $1)
-      order by finished_at
-      limit $6
-      for update skip locked
+      order by finished_at limit $6 for update skip locked
     ) || array(
-      select id
-      from windlass.tasks
-      where status = 'failed'
-        and 'failed' = any ($2::text[])
+      select id from windlass.tasks
+      where status = 'failed' and 'failed' = any ($2::text[])
         and finished_at between coalesce($5::timestamptz, '-infinity') and $3::timestamptz
         and ($1::text is null or queue = $1)
-      order by finished_at
-      limit $6
-      for update skip locked
+      order by finished_at limit $6 for update skip locked
     )
   )
   returning status, finished_at
@@ -247,10 +215,8 @@ union all
   select needed || ' on ' || class.relname
   from pg_class as class
   cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
-  where class.relnamespace = 'windlass'::regnamespace
-    and class.relkind = 'r'
-    and class.relname <> 'migrations'
-    and not has_table_privilege(class.oid, needed)
+  where class.relnamespace = 'windlass'::regnamespace and class.relkind = 'r'
+    and class.relname <> 'migrations' and not has_table_privilege(class.oid, needed)
   order by class.relname, needed
 )
 union all
@@ -263,8 +229,8 @@ union all
 );
 
 -- name: missing_privileges
--- `windlass doctor`: privileges that producers and workers need and this user lacks. Empty without a schema. A user with a
--- role of grants.sql is not asked for more than that role has.
+-- `windlass doctor`: privileges that producers and workers need and this user lacks. Empty without a schema. A user
+-- with a role of grants.sql is not asked for more than that role has.
 with schema as (
   select oid, nspname as name
   from pg_namespace

@@ -6,34 +6,23 @@ store/memory/ray.py has the same contract; tests/conformance/test_ray_store.py r
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 from uuid import UUID
 
 from windlass.model.lease import Candidate
 from windlass.model.node import AliveNode, DeadNode, NodeVerdict, Placement
 from windlass.store.leases import PostgresLeaseStore, lease_required
 
-if TYPE_CHECKING:
-    from windlass.ports.ray import RayStore
-
 
 class PostgresRayStore(PostgresLeaseStore):
     async def take_over_nodes(self, candidate: Candidate, term: int, fleet: str) -> int:
         with lease_required():
-            return int(
-                await self._database.fetchval(
-                    "taking over a fleet's nodes",
-                    "select windlass_internal.take_over_nodes($1, $2, $3)",
-                    candidate.holder,
-                    term,
-                    fleet,
-                )
-            )
+            function = "windlass_internal.take_over_nodes"
+            return int(await self._database.call("taking over nodes", function, candidate.holder, term, fleet))
 
     async def place(self, placements: Sequence[Placement]) -> dict[UUID, NodeVerdict]:
-        rows = await self._database.fetch(
+        rows = await self._database.call_rows(
             "placing tasks",
-            "select * from windlass_internal.place_tasks($1, $2, $3)",
+            "windlass_internal.place_tasks",
             [placement.task_id for placement in placements],
             [placement.token for placement in placements],
             [placement.worker_id for placement in placements],
@@ -51,19 +40,7 @@ class PostgresRayStore(PostgresLeaseStore):
         nodes: Sequence[AliveNode | DeadNode],
     ) -> dict[str, bool]:
         with lease_required():
-            rows = await self._database.fetch(
-                "reporting nodes",
-                "select * from windlass_internal.report_nodes($1, $2, $3, $4, $5, $6)",
-                candidate.holder,
-                term,
-                fleet,
-                list(queues),
-                lease_s,
-                json.dumps([asdict(node) for node in nodes]),
-            )
+            plain = json.dumps([asdict(node) for node in nodes])
+            arguments = (candidate.holder, term, fleet, list(queues), lease_s, plain)
+            rows = await self._database.call_rows("reporting nodes", "windlass_internal.report_nodes", *arguments)
         return {row["worker_id"]: row["is_ending"] for row in rows}
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[RayStore] = PostgresRayStore

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import asyncpg
 
@@ -12,9 +12,6 @@ from windlass.model.event import QueueDepth
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
 from windlass.store.database import BULK_TIMEOUT_S, DatabaseStore, row_count
 from windlass.store.queries import read_queries
-
-if TYPE_CHECKING:
-    from windlass.ports.tasks import TaskStore
 
 QUERIES = read_queries("windlass.store", "queries.sql")
 PURGE_BATCH = 5_000
@@ -76,7 +73,7 @@ class PostgresTaskStore(DatabaseStore):
             return await _insert_from_staging(connection)
 
     async def retry_task(self, task_id: int) -> bool:
-        return bool(await self._database.fetchval("retrying a task", "select windlass.retry_task($1)", task_id))
+        return bool(await self._database.call("retrying a task", "windlass.retry_task", task_id))
 
     async def retry_failed(
         self,
@@ -100,9 +97,7 @@ class PostgresTaskStore(DatabaseStore):
         return Retried([row["task_id"] for row in rows], max((row["failed_at"] for row in rows), default=None))
 
     async def cancel_task(self, task_id: int, reason: str) -> bool:
-        return bool(
-            await self._database.fetchval("cancelling a task", "select windlass.cancel_task($1, $2)", task_id, reason)
-        )
+        return bool(await self._database.call("cancelling a task", "windlass.cancel_task", task_id, reason))
 
     async def task(self, task_id: int) -> Task | None:
         row = await self._database.fetchrow("reading a task", QUERIES["task"], task_id)
@@ -215,8 +210,3 @@ async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, .
     async for task in tasks:
         yield position, *task
         position += 1
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[TaskStore] = PostgresTaskStore

@@ -7,36 +7,23 @@ import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 from windlass.model.task import Claim, ClaimResult, Finished, TaskStatus, storable
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.store.database import Database, DatabaseStore
 
-if TYPE_CHECKING:
-    from windlass.ports.tasks import MaintenanceStore
-    from windlass.ports.transport import WorkerTransport
-
 
 class PostgresMaintenance(DatabaseStore):
     async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
-        rows = await self._database.fetch(
-            "recovering lost workers", "select * from windlass.recover_lost_workers($1)", judge_id
-        )
+        rows = await self._database.call_rows("recovering lost workers", "windlass.recover_lost_workers", judge_id)
         return [RecoveredTasks(**dict(row)) for row in rows]
 
     async def sweep(self) -> int:
         kept = self._database.retention
-        return await self._database.sweep(
-            "select windlass.sweep($1, $2, $3, $4, $5, $6, $7)",
-            kept.complete_s,
-            kept.failed_s,
-            kept.events_s,
-            kept.cycles_s,
-            kept.logs_s,
-            kept.charges_s,
-        )
+        ages_s = (kept.complete_s, kept.failed_s, kept.events_s, kept.cycles_s, kept.logs_s, kept.charges_s)
+        return await self._database.sweep("windlass.sweep", *ages_s)
 
 
 class PostgresWorkSignal(DatabaseStore):
@@ -51,41 +38,20 @@ class PostgresTransport(PostgresWorkSignal):
 
     async def register(self, registration: Registration) -> WorkerStatus:
         r = registration
-        status = await self._database.fetchval(
-            "registering the worker",
-            "select windlass.register_worker($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
-            r.worker_id,
-            r.fleet,
-            list(r.queues),
-            r.concurrency,
-            r.lease_s,
-            r.host,
-            r.pid,
-            r.version,
-            r.kind,
-            r.start_id,
-        )
-        return WorkerStatus(status)
+        about = (r.worker_id, r.fleet, list(r.queues), r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind)
+        doing = "registering the worker"
+        return WorkerStatus(await self._database.call(doing, "windlass.register_worker", *about, r.start_id))
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
-        rows = await self._database.fetch(
-            "claiming tasks", "select * from windlass.claim_tasks($1, $2, $3)", worker_id, queues, limit
-        )
+        rows = await self._database.call_rows("claiming tasks", "windlass.claim_tasks", worker_id, queues, limit)
         return _claims(rows)
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
     ) -> ClaimResult:
-        rows = await self._database.fetch(
-            "finishing tasks",
-            "select * from windlass.finish_and_claim($1, $2, $3, $4, $5, $6)",
-            worker_id,
-            [f.task_id for f in finished],
-            [f.token for f in finished],
-            [f.result for f in finished],
-            queues,
-            limit,
-        )
+        results = ([f.task_id for f in finished], [f.token for f in finished], [f.result for f in finished])
+        arguments = (worker_id, *results, queues, limit)
+        rows = await self._database.call_rows("finishing tasks", "windlass.finish_and_claim", *arguments)
         return ClaimResult(claims=_claims(rows), lost=[row["token"] for row in rows if row["is_lost"]])
 
     async def fail(
@@ -113,35 +79,23 @@ class PostgresTransport(PostgresWorkSignal):
         return TaskStatus(status) if status is not None else None
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
-        return bool(
-            await self._database.fetchval(
-                "releasing a task",
-                "select windlass.release_task($1, $2, $3, $4, $5)",
-                worker_id,
-                task_id,
-                token,
-                reason,
-                delay_s,
-            )
-        )
+        arguments = (worker_id, task_id, token, reason, delay_s)
+        return bool(await self._database.call("releasing a task", "windlass.release_task", *arguments))
 
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
     ) -> HeartbeatReply:
-        row = await self._database.fetchrow(
-            "sending a heartbeat",
-            "select * from windlass.heartbeat($1, $2, $3)",
+        arguments = (
             worker_id,
             json.dumps([_claim_to_plain(claim) for claim in claims]),
             json.dumps(dict(vitals or {})),
         )
+        (row,) = await self._database.call_rows("sending a heartbeat", "windlass.heartbeat", *arguments)
         status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
         return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
 
     async def deregister(self, worker_id: str, reason: str) -> None:
-        await self._database.execute(
-            "deregistering the worker", "select windlass.deregister_worker($1, $2)", worker_id, reason
-        )
+        await self._database.call("deregistering the worker", "windlass.deregister_worker", worker_id, reason)
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self._maintenance.recover_lost_workers(worker_id)
@@ -149,9 +103,7 @@ class PostgresTransport(PostgresWorkSignal):
         return recovered
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
-        due: datetime | None = await self._database.fetchval(
-            "reading the next run_after", "select windlass.next_run_after($1)", queues
-        )
+        due: datetime | None = await self._database.call("reading the next due time", "windlass.next_run_after", queues)
         return due
 
 
@@ -175,9 +127,3 @@ def _claim_to_plain(claim: HeldClaim) -> dict[str, Any]:
     if claim.progress is not None:
         plain |= {"progress": claim.progress, "note": storable(claim.note) if claim.note is not None else None}
     return plain
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[WorkerTransport] = PostgresTransport
-    __: type[MaintenanceStore] = PostgresMaintenance

@@ -1,4 +1,8 @@
-"""What fleets whose tasks Ray places need beside their cycles."""
+"""Builds the parts of fleets with `engine = "ray"`: node programs, dispatchers, and the head they share.
+
+`windlass up` runs a RaySupervisor: it holds the lease of the head, runs a head if none is given by RAY_ADDRESS, and
+keeps one dispatcher process per fleet running.
+"""
 
 import asyncio
 import contextlib
@@ -6,73 +10,72 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import structlog
+
+from windlass.config_loader import environment_of
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.model.lease import LeaseLost
+from windlass.model.work_order import RayHead
+from windlass.ray.dispatcher import Dispatcher, DispatcherSettings
+from windlass.ray.head import run_head
+from windlass.ray.head_lease import hold_head_lease
+from windlass.ray.node import NodeProgram, NodeSettings
+from windlass.ray.node_watch import HeadLost
+from windlass.ray.probe import probe_head
+from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
+from windlass.ray.versions import MATCH_MINOR_ENV, check_node_image, check_versions, our_versions
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.database import Database
+from windlass.store.leases import PostgresLeaseStore
+from windlass.store.ray import PostgresRayStore
 from windlass.store.transport import open_postgres_transport
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.stores import data_dir, database
 from windlass.wiring.tracing import trace_attempts
+from windlass.worker.lifecycle import ExitReason
 
-if TYPE_CHECKING:
-    from windlass.model.work_order import RayHead
-    from windlass.ray.node import NodeSettings
-    from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
-    from windlass.worker.lifecycle import ExitReason
-
-# A cluster that is there answers at once.
-GREETING_LIMIT_S = 20.0
-# What lets a machine into a cluster, by Ray's own names.
+# A running head responds at once.
+PROBE_TIMEOUT_S = 20.0
+# Exit code of a dispatcher that should be started again.
+EXIT_RESTART = 3
+# Ray's environment variables that admit a machine to a cluster.
 _RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
-
-# What a dispatcher goes by of its fleet's settings (Dispatcher, and run_dispatcher below), and so is told. The rest, as
-# how many are hired, is not its business and may change under it.
-_OF_DISPATCHERS = (
+# The fleet settings that a dispatcher uses. The others, such as max_workers, may change without restarting it.
+_DISPATCHER_SETTINGS = {
     *("provider", "engine", "queues", "handler", "exec", "chdir", "ray", "concurrency"),
     *("heartbeat_interval_s", "heartbeat_timeout_s", "stop_timeout_s"),
-)
+}
+log = structlog.get_logger(__name__)
 
 
-async def run_node(config: Config, settings: "NodeSettings") -> "ExitReason":
-    """A node of the Ray cluster over the database, until it is told to end."""
-    from windlass.ray.node import Node
-
+async def run_node(config: Config, settings: NodeSettings) -> ExitReason:
+    """Run a node of the Ray cluster that connects to the database, until it is drained or stopped."""
     async with database(config) as dsn:
-        return await Node(
+        return await NodeProgram(
             settings, lambda: open_postgres_transport(dsn, retention=config.retention, max_connections=2)
         ).run()
 
 
-async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, version: str) -> int:
-    """A fleet's dispatcher, until told to stop. Returns the exit code: after 3 it is to be started again.
-
-    `chosen`: the fleet's settings.
-    """
-    import structlog
-
-    from windlass.model.lease import LeaseLost
-    from windlass.ray.dispatcher import Dispatch, Dispatcher, HeadLost
-    from windlass.ray.versions import MATCH_MINOR
-    from windlass.store.ray import PostgresRayStore
-
+async def run_dispatcher(config: Config, fleet: str, fleet_config: FleetConfig, version: str) -> int:
+    """Run a fleet's dispatcher until stopped. Returns the exit code."""
     if config.ray_address is None:
-        raise AssertionError("whoever dispatches has a cluster")
-    if chosen.chdir is not None:
-        os.chdir(chosen.chdir)
-    os.environ.update(MATCH_MINOR)  # where Ray, which we drive in this process, looks
+        raise AssertionError("the caller checks ray_address")
+    if fleet_config.chdir is not None:
+        os.chdir(fleet_config.chdir)
+    os.environ.update(MATCH_MINOR_ENV)  # for Ray in this process
     async with (
         database(config) as dsn,
         Database(dsn, retention=config.retention, max_connections=4) as opened,
-        trace_attempts(config, version) as traced,
+        trace_attempts(config, version) as trace,
     ):
         dispatcher = Dispatcher(
-            Dispatch(
+            DispatcherSettings(
                 fleet,
-                chosen,
+                fleet_config,
                 config.ray_address,
                 max_result_bytes=config.max_payload_bytes,
                 timeout_s=config.worker.timeout_s,
@@ -83,165 +86,149 @@ async def run_dispatcher(config: Config, fleet: str, chosen: FleetConfig, versio
                 dsn,
                 retention=config.retention,
                 max_connections=2,
-                command_timeout_s=min(COMMAND_TIMEOUT_S, chosen.heartbeat_timeout_s / 2),
+                command_timeout_s=min(COMMAND_TIMEOUT_S, fleet_config.heartbeat_timeout_s / 2),
             ),
-            traced,
+            trace,
         )
         await dispatcher.connect()
-        # Now, because Ray takes signals for itself when it connects.
+        # After connect(), in which Ray installs its own signal handlers.
         on_stop_signals(dispatcher.stop)
         try:
             await dispatcher.run()
         except (HeadLost, LeaseLost) as error:
-            structlog.get_logger(__name__).error("dispatching ended", fleet=fleet, error=str(error))
-            return 3
+            log.error("dispatcher ended", fleet=fleet, error=str(error))
+            return EXIT_RESTART
     return 0
 
 
-def placed_by_ray(config: Config) -> dict[str, FleetConfig]:
+def ray_fleets(config: Config) -> dict[str, FleetConfig]:
     return {name: fleet for name, fleet in config.fleets.items() if fleet.engine == "ray"}
 
 
 async def check_ray(config: Config) -> None:
-    """Raise ConfigError where nodes could not work with us, or with their cluster; WindlassError if it is not there."""
-    fleets = placed_by_ray(config)
+    """Raise ConfigError if nodes could not work with this host or the cluster, WindlassError if it is unavailable."""
+    fleets = ray_fleets(config)
     if not fleets:
         return
-    from windlass.ray.probe import greet
-    from windlass.ray.versions import check_node_image, check_versions, our_versions
-
     ours = our_versions()
     for name, fleet in fleets.items():
         if fleet.provider == "hetzner":
             check_node_image(ours, fleet.hetzner.image, name)
         if fleet.provider == "ray" and config.ray_address is None:
             raise ConfigError(
-                f"the tasks of fleet {name} run on a Ray cluster that is there already, but where is not known: "
-                "set RAY_ADDRESS to its head, as 10.0.0.5:6379."
+                f'fleet {name} has provider = "ray" and no cluster: set RAY_ADDRESS to the address of its head, for '
+                "example 10.0.0.5:6379."
             )
     if config.ray_address is not None:
-        where = f"the Ray head at {config.ray_address}"
-        check_versions(ours, await greet(config.ray_address, GREETING_LIMIT_S), where)
+        head_versions = await probe_head(config.ray_address, PROBE_TIMEOUT_S)
+        check_versions(ours, head_versions, f"the Ray head at {config.ray_address}")
 
 
 class RaySupervisor:
-    """What fleets with engine = "ray" need beside their cycles: a head, one for all who share the database, and a
-    dispatcher each."""
+    """The head and the dispatchers of all fleets with `engine = "ray"`, which change with the configuration."""
 
     def __init__(
         self,
-        programs: "ProgramSupervisor",
+        programs: ProgramSupervisor,
         use_head: Callable[[Config], AbstractAsyncContextManager[str]],
-        until_end: contextlib.AsyncExitStack,
+        resources: contextlib.AsyncExitStack,
     ) -> None:
-        """`use_head`: gives the address of the head that was given, or of our own, and the right to it. Entered for the
-        first fleet that needs one, not before: RAY_ADDRESS may be there for others. Left with `until_end`."""
+        """`use_head` gives the address of the external head or of our own, and holds its lease.
+
+        It is entered for the first fleet that needs a head, not before: RAY_ADDRESS may be set for other reasons. It is
+        left with `resources`.
+        """
         self._programs = programs
         self._use_head = use_head
-        self._until_end = until_end
-        self._arranged: dict[str, FleetConfig] = {}
+        self._resources = resources
+        self._fleets: dict[str, FleetConfig] = {}
         # Of the head in use.
         self.address: str | None = None
 
     async def check(self, config: Config) -> None:
-        """Before it is rearranged. Raises ConfigError, WindlassError."""
-        fleets = placed_by_ray(config)
+        """Call before reconfigured(). Raises ConfigError, WindlassError."""
+        fleets = ray_fleets(config)
         if fleets and (config.ray_address or self.address) is None:
             raise ConfigError(
-                f"fleet {next(iter(fleets))} is the first whose tasks Ray places, and there is no Ray head yet: start "
-                "`windlass up` again, which starts one."
+                f"fleet {next(iter(fleets))} needs a Ray head, and none is running: restart `windlass up` to start one."
             )
         if fleets and self.address is not None and config.ray_address not in (None, self.address):
             raise ConfigError(
-                f"nodes join the Ray head at {self.address}, and ray_address is now {config.ray_address}: start "
-                "`windlass up` again to change clusters."
+                f"ray_address changed from {self.address} to {config.ray_address}: restart `windlass up` to change the "
+                "cluster."
             )
-        if fleets != self._arranged:
+        if fleets != self._fleets:
             await check_ray(config.model_copy(update={"ray_address": self.address or config.ray_address}))
 
     @asynccontextmanager
-    async def rearranged(self, config: Config) -> AsyncIterator[str | None]:
-        """The address of the head for these fleets, if one is known. When this ends well each of them has a dispatcher:
-        those whose settings have changed, and those not wanted any more, end in good order. Otherwise nothing has
-        changed. Raises ConfigError if another orchestrator has a head of its own."""
+    async def reconfigured(self, config: Config) -> AsyncIterator[str | None]:
+        """Give the address of the head for these fleets, if there is one, and apply the configuration at the end.
+
+        Without an exception in the context, each fleet then has a dispatcher; those with changed settings restart, and
+        those of other fleets stop. After an exception nothing has changed. Raises ConfigError if another orchestrator
+        has a head of its own.
+        """
         address = self.address
-        async with contextlib.AsyncExitStack() as taken:
-            if address is None and placed_by_ray(config):
-                address = await taken.enter_async_context(self._use_head(config))
-            programs = dispatchers(config, address) if address is not None else {}
+        async with contextlib.AsyncExitStack() as acquired:
+            if address is None and ray_fleets(config):
+                address = await acquired.enter_async_context(self._use_head(config))
+            programs = dispatcher_programs(config, address) if address is not None else {}
             yield address or config.ray_address
-            self._until_end.push_async_exit(taken.pop_all())
-        self.address, self._arranged = address, placed_by_ray(config)
-        self._programs.arrange(programs)
+            self._resources.push_async_exit(acquired.pop_all())
+        self.address, self._fleets = address, ray_fleets(config)
+        self._programs.set_programs(programs)
 
-    def head(self) -> "RayHead | None":
-        """For machines that join it. Its versions are ours: that was checked."""
-        if self.address is None or not self._arranged:
+    def head(self) -> RayHead | None:
+        """The head that spawned machines join. Its versions were checked to be ours."""
+        if self.address is None or not self._fleets:
             return None
-        from windlass.model.work_order import RayHead
-        from windlass.ray.versions import our_versions
-
         ours = our_versions()
         env = {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
         return RayHead(self.address, ours.ray, ours.python, env)
 
 
 @asynccontextmanager
-async def ray_beside(config: Config, dsn: str) -> AsyncIterator[RaySupervisor]:
-    """For as long as this is open. Raises ConfigError if the cluster is not one we can work with, or if another
-    orchestrator has one of its own."""
-    from windlass.ray.supervisor import ProgramSupervisor
-
+async def run_ray_supervisor(config: Config, dsn: str) -> AsyncIterator[RaySupervisor]:
+    """Run head and dispatchers inside the context. Raises ConfigError if the cluster cannot be used."""
     owner, programs = asyncio.current_task(), ProgramSupervisor()
     await check_ray(config)
-    async with contextlib.AsyncExitStack() as until_end:
-        beside = RaySupervisor(programs, lambda needed: _one_head(needed, dsn, owner), until_end)
+    async with contextlib.AsyncExitStack() as resources:
+        supervisor = RaySupervisor(programs, lambda needed: _use_head(needed, dsn, owner), resources)
         try:
-            async with beside.rearranged(config):
+            async with supervisor.reconfigured(config):
                 pass
-            yield beside
+            yield supervisor
         finally:
-            # Before the head goes, and the right to it: they finish what runs.
+            # Before the head stops and its lease is released: dispatchers finish their running tasks.
             await programs.close()
 
 
 @asynccontextmanager
-async def _one_head(config: Config, dsn: str, owner: "asyncio.Task[Any] | None") -> AsyncIterator[str]:
-    """The address of the one that was given, or of our own. `owner`: as sole_head has it."""
-    from windlass.ray.head import kept_head
-    from windlass.ray.head_lease import given_head, sole_head
-    from windlass.store.leases import PostgresLeaseStore
-
-    async with Database(dsn, retention=config.retention, max_connections=1) as opened:
-        store = PostgresLeaseStore(opened)
+async def _use_head(config: Config, dsn: str, owner: "asyncio.Task[Any] | None") -> AsyncIterator[str]:
+    async with contextlib.AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(Database(dsn, retention=config.retention, max_connections=1))
+        is_shared = config.ray_address is not None
+        await stack.enter_async_context(hold_head_lease(PostgresLeaseStore(opened), is_shared=is_shared, owner=owner))
         if config.ray_address is not None:
-            async with given_head(store, owner=owner):
-                yield config.ray_address
+            yield config.ray_address
         else:
-            async with sole_head(store, owner=owner), kept_head(config.control_plane_ip) as head:
-                yield head.address
+            yield (await stack.enter_async_context(run_head(config.control_plane_ip))).address
 
 
-def dispatchers(config: Config, address: str) -> "dict[str, SupervisedProgram]":
-    """By the fleet's name. Each is told all that it goes by and reads no file, which might have changed since."""
-    from windlass.config_loader import environment_of
-    from windlass.ray.supervisor import SupervisedProgram
-
-    told = environment_of(config, "worker", "retention", "max_payload_bytes", "logs")
-    environment = {**os.environ, **told, "RAY_ADDRESS": address}
-    if config.database_url is not None:
-        # Not on the command line, which everybody on this host can read.
+def dispatcher_programs(config: Config, address: str) -> dict[str, SupervisedProgram]:
+    """The dispatchers by fleet. Command and environment have all their settings: the file may change later."""
+    settings = environment_of(config, "worker", "retention", "max_payload_bytes", "logs")
+    environment = {**os.environ, **settings, "RAY_ADDRESS": address}
+    options = ["--log-format", "json", "--config", os.devnull]
+    if config.database_url is None:
+        options += ["--data-dir", str(data_dir(config).absolute())]
+    else:
+        # In the environment, because every user of the host can read command lines.
         environment["DATABASE_URL"] = config.database_url.get_secret_value()
         environment.pop("WINDLASS_DATABASE_URL", None)
-    return {
-        name: SupervisedProgram(tuple(_dispatch_command(name, fleet, config)), environment, fleet.stop_timeout_s)
-        for name, fleet in placed_by_ray(config).items()
-    }
-
-
-def _dispatch_command(name: str, fleet: FleetConfig, config: Config) -> list[str]:
-    command = [sys.executable, "-P", "-m", "windlass", "ray", "dispatch", "--fleet", name, "--log-format", "json"]
-    command += ["--settings", fleet.model_dump_json(include=set(_OF_DISPATCHERS)), "--config", os.devnull]
-    if config.database_url is None:
-        command += ["--data-dir", str(data_dir(config).absolute())]
-    return command
+    programs = {}
+    for name, fleet in ray_fleets(config).items():
+        command = [sys.executable, "-P", "-m", "windlass", "ray", "dispatch", "--fleet", name]
+        command += ["--settings", fleet.model_dump_json(include=_DISPATCHER_SETTINGS), *options]
+        programs[name] = SupervisedProgram(tuple(command), environment, fleet.stop_timeout_s)
+    return programs

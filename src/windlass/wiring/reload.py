@@ -113,7 +113,7 @@ async def _reload(
     await check_fleets(config)
     await ray.check(loaded)
     has_new_accounts = any(getattr(config, name) != getattr(active.config, name) for name in ACCOUNTS)
-    async with ray.rearranged(config) as ray_address:
+    async with ray.reconfigured(config) as ray_address:
         with active.replaced_by(config, ray_address):
             orchestrator.reconfigure(
                 spawning_fleets(config), has_new_accounts=has_new_accounts, stops_when_empty=not config.fleets

@@ -3,6 +3,8 @@
 Each role has exactly the methods its caller may use: the dashboard cannot commit plans, and a command cannot claim.
 """
 
+from typing import TYPE_CHECKING
+
 from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.costs import PostgresCostStore
@@ -10,6 +12,19 @@ from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.transport import PostgresMaintenance, PostgresTransport, PostgresWorkSignal
+
+if TYPE_CHECKING:
+    from windlass.ports.alerts import AlertStore
+    from windlass.ports.auth import AuthStore
+    from windlass.ports.control import ControlStore
+    from windlass.ports.costs import CostStore
+    from windlass.ports.fleets import FleetQueries, Operations
+    from windlass.ports.queries import QueryStore
+    from windlass.ports.ray import RayStore
+    from windlass.ports.tasks import MaintenanceStore, TaskStore
+    from windlass.ports.transport import WorkerTransport
+    from windlass.store.alerts import PostgresAlertStore
+    from windlass.store.ray import PostgresRayStore
 
 
 class OrchestratorStores(PostgresControlStore, PostgresFleetQueries, PostgresMaintenance, PostgresWorkSignal):
@@ -29,3 +44,18 @@ class DashboardStores(
     PostgresAuthStore,
 ):
     """DashboardStore of server/context.py."""
+
+
+if TYPE_CHECKING:
+    # mypy checks every signature against the ports.
+    _TRANSPORT: type[WorkerTransport] = PostgresTransport
+    _MAINTENANCE: type[MaintenanceStore] = PostgresMaintenance
+    _TASKS: type[TaskStore] = PostgresTaskStore
+    _FLEETS: type[FleetQueries] = PostgresFleetQueries
+    _OPERATIONS: type[Operations] = PostgresOperations
+    _CONTROL: type[ControlStore] = PostgresControlStore
+    _COSTS: type[CostStore] = PostgresCostStore
+    _QUERIES: type[QueryStore] = PostgresQueryStore
+    _AUTH: type[AuthStore] = PostgresAuthStore
+    _RAY: type[RayStore] = PostgresRayStore
+    _ALERTS: type[AlertStore] = PostgresAlertStore

@@ -36,7 +36,7 @@ from windlass.wiring.background import background_task
 from windlass.wiring.http_server import open_listener, run_http_server
 from windlass.wiring.notifiers import make_notifiers
 from windlass.wiring.providers import check_keys, check_machine_url, make_provider, spawning_fleets
-from windlass.wiring.ray import check_ray, ray_beside
+from windlass.wiring.ray import check_ray, run_ray_supervisor
 from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.store_roles import OrchestratorStores
@@ -108,7 +108,7 @@ async def run_up(
     async with (
         database(config) as dsn,
         _migrated(dsn),
-        ray_beside(config, dsn) as ray,
+        run_ray_supervisor(config, dsn) as ray,
         Database(dsn, retention=config.retention) as opened,
     ):
         store = OrchestratorStores(opened)

@@ -135,7 +135,7 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
 async def _run_joined_node(
     order: "WorkOrder", ray: "RayOrder", open_transport: "OpenTransport", version: str
 ) -> "ExitReason":
-    from windlass.ray.node import Node, NodeSettings
+    from windlass.ray.node import NodeProgram, NodeSettings
     from windlass.ray.versions import Versions
 
     settings = NodeSettings(
@@ -151,7 +151,7 @@ async def _run_joined_node(
         version=version,
         head_versions=Versions(ray.ray_version, ray.python_version),
     )
-    return await Node(settings, open_transport).run()
+    return await NodeProgram(settings, open_transport).run()
 
 
 def _mark_sniffio_missing() -> None:

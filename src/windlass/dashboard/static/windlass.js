@@ -430,6 +430,8 @@
   // ------------------------------------------------------------------------------------------------------------- start
 
   for (const log of main.querySelectorAll("[data-tail]")) log.scrollTop = log.scrollHeight;
+  // On phones the cost chart is wider than the screen. Its end is today.
+  for (const { parentElement } of main.querySelectorAll(".bars")) parentElement.scrollLeft = parentElement.scrollWidth;
   for (const select of document.querySelectorAll("select[data-submit-on-change]")) {
     select.addEventListener("change", () => select.form.requestSubmit());
   }

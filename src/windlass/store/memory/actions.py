@@ -54,7 +54,7 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
             detail = {"code": code} | ({"about": about} if about else {})
             tables.event_log.add("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
         case Delete() | DeleteOrphan() | Spawn() | GrowVolume():
-            pass  # the provider's to do first
+            pass  # recorded with its outcome, after the provider call
         case _:
             assert_never(action)
     return 0

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from windlass.model.auth import (
     SERVER_TTL_S,
@@ -25,11 +24,8 @@ from windlass.store.memory.tables import Tables, TableStore
 from windlass.store.memory.transport import MemoryTransport
 from windlass.store.memory.workers import Credentials
 
-if TYPE_CHECKING:
-    from windlass.ports.auth import AuthStore
-
-# An API token's last use is recorded to the minute.
-USE_NOTED_EVERY = timedelta(minutes=1)
+# The last use of an API token is recorded at most once per minute.
+LAST_USE_INTERVAL = timedelta(minutes=1)
 
 
 class MemoryAuthStore(TableStore):
@@ -43,15 +39,15 @@ class MemoryAuthStore(TableStore):
             if credentials is None:
                 continue
             if credentials.token_hash == token_hash:
-                is_over = worker.status is WorkerStatus.TERMINATED or self._is_revoked(credentials.api_token_hash)
-                return WorkerCaller(worker.id, worker.fleet, worker.queues, is_over)
+                has_ended = worker.status is WorkerStatus.TERMINATED or self._is_revoked(credentials.api_token_hash)
+                return WorkerCaller(worker.id, worker.fleet, worker.queues, has_ended)
             if credentials.join_token_hash == token_hash:
                 is_expired = credentials.join_expires_at <= self._clock()
                 return JoinCaller(worker.id, worker.fleet, worker.queues, worker.status not in LIVE, is_expired)
         token, now = self._tables.api_tokens.get(token_hash), self._clock()
         if token is None or token.revoked_at is not None:
             return None
-        if token.last_used_at is None or token.last_used_at < now - USE_NOTED_EVERY:
+        if token.last_used_at is None or token.last_used_at < now - LAST_USE_INTERVAL:
             self._tables.api_tokens[token_hash] = replace(token, last_used_at=now)
         return TokenCaller(token.name, token.role)
 
@@ -143,9 +139,9 @@ class MemoryAuthStore(TableStore):
 
     async def sessions(self) -> list[Session]:
         now = self._clock()
-        lasting = [(hash_, session) for hash_, session in self._tables.sessions.items() if session.expires_at > now]
-        lasting.sort(key=lambda found: (-found[1].created_at.timestamp(), found[0]))
-        return [session for _, session in lasting]
+        unexpired = [(hash_, session) for hash_, session in self._tables.sessions.items() if session.expires_at > now]
+        unexpired.sort(key=lambda found: (-found[1].created_at.timestamp(), found[0]))
+        return [session for _, session in unexpired]
 
     async def end_session(self, session_hash: bytes) -> None:
         session = self._tables.sessions.get(session_hash)
@@ -169,8 +165,3 @@ class MemoryAuthStore(TableStore):
 
     async def remove_server(self, server: ServerAddress) -> None:
         self._tables.servers.pop(server, None)
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the contract's.
-    _: type[AuthStore] = MemoryAuthStore

@@ -1,4 +1,4 @@
-"""The checks of the tables' constraints: BadInput before anything is changed."""
+"""The constraints of the SQL tables. Checks raise BadInput before anything is changed."""
 
 import json
 import math
@@ -27,18 +27,18 @@ def check_new(doing: str, task: NewTask) -> None:
     if task.timeout_s is not None and not 0 < task.timeout_s < math.inf:
         raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0 and finite.")
     if task.run_after is not None and not FIRST_RUN_AFTER <= task.run_after < RUN_AFTER_BEFORE:
-        raise BadInput(f"{doing}: run_after is {task.run_after}, but only the years 2 to 9998 will do.")
+        raise BadInput(f"{doing}: run_after is {task.run_after}, but its year must be 2 to 9998.")
     if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
         raise BadInput(f"{doing}: the unique key is empty or has more than {MAX_UNIQUE_KEY_LENGTH} characters.")
     check_json(doing, task.payload)
 
 
 def check_json(doing: str, text: str | None) -> None:
-    """PostgreSQL's limits are its own: of nesting it takes some thousand levels, where this takes what Python reads."""
+    """Raise BadInput unless it is JSON. The limit on nesting is Python's; PostgreSQL allows some thousand levels."""
     if text is None:
         return
     try:
-        # A number may have more digits than Python makes an integer of.
+        # Integers as text: Python refuses to convert very long ones.
         json.loads(text, parse_constant=_refuse_constant, parse_int=str)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{doing}: {text[:80]!r} is not JSON ({error}).") from None
@@ -62,7 +62,7 @@ def check_limit(doing: str, limit: int) -> None:
 
 
 def real(progress: float | None) -> float | None:
-    """As PostgreSQL's `real` keeps it."""
+    """Rounded as PostgreSQL's type `real` rounds."""
     if progress is None:
         return None
     try:

@@ -6,7 +6,7 @@ passes through JSON.
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.model.action import Plan
 from windlass.model.cost import BillingAccount, Charge, Cost, Settlement
@@ -19,10 +19,6 @@ from windlass.store.memory.ledger import account, to_settle
 from windlass.store.memory.observe import observe
 from windlass.store.memory.outcomes import record_outcome
 from windlass.store.memory.tables import TableStore
-
-if TYPE_CHECKING:
-    from windlass.ports.control import ControlStore
-    from windlass.ports.costs import CostStore
 
 
 class MemoryLeaseStore(TableStore):
@@ -98,9 +94,3 @@ class MemoryCostStore(TableStore):
             for worker in workers
             if worker.spawned.settle_at is not None and fleet in (None, worker.fleet) and worker_id in (None, worker.id)
         ]
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[ControlStore] = MemoryControlStore
-    __: type[CostStore] = MemoryCostStore

@@ -13,7 +13,7 @@ from windlass.model.snapshot import Snapshot
 from windlass.store.memory.workers import MemoryWorker
 
 MAX_CYCLES_SEARCHED = 5
-# A cycle that repeats the last one is stored again after this time, so that there is a recent snapshot to explain from.
+# A cycle that repeats the last one is stored again after this time, so that `explain` has a recent snapshot.
 REPEAT_LIMIT = timedelta(minutes=5)
 
 
@@ -24,19 +24,19 @@ class Cycles:
         self._last_of: dict[str, int] = {}
 
     def record(self, term: int, snapshot: Snapshot, plan: Plan, now: datetime) -> int:
-        """As a cycle of its own, or as one more of the last if it did nothing new. The cycle's id."""
+        """Store a cycle, or count a repeat of the last one if it does nothing new. Returns the cycle's id."""
         repeated = self._repeated(snapshot.fleet, plan, now)
         if repeated is not None:
             self.amend(repeated.id, repeats=repeated.repeats + 1, repeated_at=now)
             return repeated.id
         self._last_id += 1
-        is_over = not any(isinstance(action, Delete | DeleteOrphan | Spawn | GrowVolume) for action in plan.actions)
+        is_finished = not any(isinstance(action, Delete | DeleteOrphan | Spawn | GrowVolume) for action in plan.actions)
         cycle = Cycle(
             id=self._last_id,
             fleet=snapshot.fleet,
             term=term,
             started_at=snapshot.now,
-            finished_at=now if is_over else None,
+            finished_at=now if is_finished else None,
             decision=plan.decision,
             actions=plan.actions,
             summary=None,

@@ -51,7 +51,7 @@ class EventLog:
         return self._of_worker.get(worker_id, deque())
 
     def since_retried(self, task_id: int) -> Iterator[Event]:
-        """Newest first, as far back as it was enqueued or a person retried it."""
+        """Events of a task since it was enqueued or last retried by hand, newest first."""
         return takewhile(lambda event: event.code != "TASK_RETRIED", reversed(self.of_task(task_id)))
 
     def latest(self, task_id: int | None, worker_id: str | None, limit: int) -> list[Event]:
@@ -77,7 +77,7 @@ class EventLog:
 def failed_attempts(
     event_log: EventLog, workers: WorkerTable, row: MemoryTask, last: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Every attempt that failed since the task was enqueued or retried, and the last one, which is not noted yet."""
+    """All failed attempts since the task was enqueued or retried. `last` has no event yet."""
     failed = [event for event in event_log.since_retried(row.id) if event.code in FAILED_ATTEMPTS]
     values = [
         {
@@ -102,7 +102,7 @@ def failed_attempts_text(attempts: list[dict[str, Any]]) -> str:
 
 
 def shortened(error: str) -> str:
-    """An error as an event tells it: its beginning says what happened, its end where."""
+    """Beginning and end of a long error: the kind is at the beginning, the place at the end."""
     if len(error) <= MAX_REASON_CHARACTERS:
         return error
     return f"{error.split(chr(10), 1)[0][:REASON_BEGINS]} ... {error[-REASON_ENDS:]}"

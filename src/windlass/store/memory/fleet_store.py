@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
@@ -13,9 +12,6 @@ from windlass.store.memory.constraints import check_limit
 from windlass.store.memory.fleets import SlotRow
 from windlass.store.memory.observe import queues_with_tasks
 from windlass.store.memory.tables import TableStore
-
-if TYPE_CHECKING:
-    from windlass.ports.fleets import FleetQueries, Operations
 
 
 class MemoryFleetQueries(TableStore):
@@ -83,8 +79,8 @@ class MemoryOperations(TableStore):
         return failed
 
     async def request_workers(self, fleet: str, count: int) -> int:
-        row = self._tables.known_fleet("asking for workers", fleet)
-        row.requested_workers = max(0, min(row.requested_workers + count, self._tables.room_for_requests(row)))
+        row = self._tables.known_fleet("requesting workers", fleet)
+        row.requested_workers = max(0, min(row.requested_workers + count, self._tables.free_slots_for_requests(row)))
         self._add_event("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
         return row.requested_workers
 
@@ -123,9 +119,3 @@ class MemoryOperations(TableStore):
         if worker.slot is None:
             self._tables.terminate(worker)
         return True
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[FleetQueries] = MemoryFleetQueries
-    __: type[Operations] = MemoryOperations

@@ -29,21 +29,21 @@ from windlass.store.memory.workers import MemoryWorker
 MAX_SPANS = 20_000
 FIRST_SETTLED_AFTER = timedelta(hours=1, minutes=1)
 SETTLED_AFTER_END = timedelta(minutes=1)
-# ISO 4217 for no currency: a price whose provider does not say in what it is paid is added to no other.
+# ISO 4217 code for no currency. Prices without a currency are summed separately.
 NO_CURRENCY = "XXX"
 
-# A fleet, an hour of the clock, a currency, and a queue or none.
+# Fleet, hour, currency, and queue or "".
 _Hour = tuple[str, datetime, str, str]
 
 
 class ChargeLedger:
     def __init__(self) -> None:
         self.charges: list[Charge] = []
-        # What each fleet spent in each hour of the clock, for each queue and for none.
+        # Cost by fleet, hour, currency and queue.
         self._spending: dict[_Hour, Cost] = {}
 
     def settle(self, worker: MemoryWorker | None, settlement: Settlement) -> bool:
-        """False if its account has changed since it was read."""
+        """Write a settlement. False if its account has changed since it was read."""
         spawned = worker.spawned if worker is not None else None
         if (
             spawned is None
@@ -66,7 +66,7 @@ class ChargeLedger:
         return True
 
     def spent_by(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
-        """In this hour, day and month, in each currency."""
+        """Spending in the current hour, day and month, by currency."""
         own = [(h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and h >= month_of(now)]
 
         def since(begins: datetime, currency: str) -> int:
@@ -103,7 +103,7 @@ class ChargeLedger:
         return ordered[:limit]
 
     def forget(self, before: datetime, limit: int) -> int:
-        """Charges, and as many of their sums."""
+        """Delete old charges and hourly sums, at most `limit` of each."""
         old = sorted((c for c in self.charges if c.from_at < before), key=lambda c: c.from_at)[:limit]
         gone = set(map(id, old))
         self.charges = [charge for charge in self.charges if id(charge) not in gone]
@@ -131,7 +131,7 @@ def close_bill(worker: MemoryWorker, ended_at: datetime, now: datetime) -> None:
 
 
 def record_span(worker: MemoryWorker | None, row: MemoryTask, now: datetime) -> None:
-    """An attempt has ended. Only workers that have a price, or may yet get one, are to account for their time."""
+    """Record the time of an ended attempt, if its worker has a price or may get one."""
     if worker is None or row.started_at is None or row.started_at >= now:
         return
     spawned = worker.spawned
@@ -140,7 +140,7 @@ def record_span(worker: MemoryWorker | None, row: MemoryTask, now: datetime) -> 
 
 
 def forget_spans(workers: Iterable[MemoryWorker], before: datetime, limit: int) -> int:
-    """Those that nobody will settle."""
+    """Delete old spans of workers without an open account."""
     found = [
         (span.until_at, key, worker.spawned.spans)
         for worker in workers
@@ -154,7 +154,7 @@ def forget_spans(workers: Iterable[MemoryWorker], before: datetime, limit: int) 
 
 
 def to_settle(workers: Iterable[MemoryWorker], fleet: str, now: datetime) -> list[MemoryWorker]:
-    """Longest due first."""
+    """Workers of the fleet whose settlement is due, longest due first."""
     due = [
         (worker.spawned.settle_at, worker.id, worker)
         for worker in workers
@@ -167,14 +167,14 @@ def account(worker: MemoryWorker, running: Sequence[MemoryTask]) -> BillingAccou
     bill = worker.spawned.bill
     assert bill is not None  # noqa: S101
     ended = sorted(worker.spawned.spans.values(), key=_length, reverse=True)[:MAX_SPANS]
-    going_on = [Span(row.id, row.queue, row.started_at, None) for row in running if row.started_at]
+    unfinished = [Span(row.id, row.queue, row.started_at, None) for row in running if row.started_at]
     ready = [moment for moment in (worker.activated_at, worker.first_claimed_at) if moment is not None]
     return BillingAccount(
         worker.id,
         worker.fleet,
         bill,
         min(ready, default=None),
-        tuple(sorted([*ended, *going_on], key=lambda span: (span.from_at, span.task_id))),
+        tuple(sorted([*ended, *unfinished], key=lambda span: (span.from_at, span.task_id))),
     )
 
 

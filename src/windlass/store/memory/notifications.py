@@ -24,7 +24,7 @@ class NotificationHub:
         self._arrived.difference_update(queues)
 
     async def wait(self, queues: Sequence[str], timeout_s: float) -> None:
-        """Time goes by the event loop's own clock here: a simulation's loop may run ahead of the world's."""
+        """Wait for an arrival. The timeout uses the event loop's clock, which a simulation may run ahead."""
         if not self._arrived.isdisjoint(queues):
             self.clear(queues)
             # Yield to other tasks, even if this caller only ever waits.

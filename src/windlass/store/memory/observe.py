@@ -35,9 +35,9 @@ MAX_BOOTS = 50
 MAX_DURATIONS = 500
 MAX_ANSWERS = 50
 MAX_STREAKS = 50
-MAX_TASKS_WEIGHED = 500
-MAX_EVENTS_WEIGHED = 1000
-MAX_LOOKED_AT = 20_000
+MAX_COMPLETED_COMPARED = 500
+MAX_FAILURES_COMPARED = 1000
+MAX_ROWS_SCANNED = 20_000
 MAX_ENDED_BILLS = 1000
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY", "PROVIDER_PAUSE"})
@@ -81,11 +81,11 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
     queues = [tasks.queues[name] for name in dict.fromkeys(names)]
     rows = [row for queue in queues for row in queue.unfinished.values()]
     running = [row for row in rows if row.status is TaskStatus.RUNNING]
-    # Claimed by a dispatcher whose engine has no place for them yet: they wait still.
+    # Claimed by a dispatcher and not placed on a node yet: counted as queued.
     held = [row for row in running if _is_dispatcher(workers.get(row.worker_id))]
     since = [row.could_be_claimed_since() for row in rows if row.is_ready()]
     since += [row.could_be_claimed_since() for row in held]
-    newest = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+    newest = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_ROWS_SCANNED)
     recent = islice((row for row in newest if row.queue in names), MAX_DURATIONS)
     return QueueView(
         queued=len(held) + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
@@ -164,28 +164,28 @@ def _launches(spawned: Sequence[MemoryWorker], since: datetime) -> tuple[LaunchR
 
 
 def _last_refusal(spawned: Sequence[MemoryWorker]) -> ProviderRefusal | None:
-    """Unless a machine was had since."""
-    had_at = [worker.spawned.machine_at for worker in spawned if worker.spawned.machine_at is not None]
-    # The newest first: of those refused at the same moment, the one hired last.
+    """The newest refusal, unless a machine was created since."""
+    created_at = [worker.spawned.machine_at for worker in spawned if worker.spawned.machine_at is not None]
+    # Newest first: of refusals at the same moment, the one of the worker spawned last.
     refusals = [
         ProviderRefusal(worker.code, worker.reason or "", worker.terminated_at)
         for worker in reversed(spawned)
         if worker.spawned.creation == "refused" and worker.code in FLEET_REFUSALS and worker.terminated_at
     ]
     last = max(refusals, key=lambda refusal: refusal.at, default=None)
-    return last if last is not None and not any(at > last.at for at in had_at) else None
+    return last if last is not None and not any(at > last.at for at in created_at) else None
 
 
 def _last_failure(spawned: Sequence[MemoryWorker]) -> RecentFailure | None:
-    broken = [(at, worker) for worker in spawned if (at := worker.spawned.failed_at) is not None]
-    at, worker = max(broken, key=lambda pair: (pair[0], pair[1].id), default=(None, None))
+    failed = [(at, worker) for worker in spawned if (at := worker.spawned.failed_at) is not None]
+    at, worker = max(failed, key=lambda pair: (pair[0], pair[1].id), default=(None, None))
     if at is None or worker is None:
         return None
     return RecentFailure(worker.id, worker.code or "", worker.reason or "", at)
 
 
 def _storage(workers: Sequence[MemoryWorker]) -> StorageUse | None:
-    """What the worker that was heard last tells of it."""
+    """The value of the live worker with the newest heartbeat."""
     values = [
         (worker.last_heartbeat, worker.id, worker.metadata.get("storage_used_bytes"))
         for worker in workers
@@ -204,7 +204,7 @@ def _ended_bills(workers: Sequence[MemoryWorker]) -> Iterator[Bill]:
 
 
 def _orphaned(tasks: TaskTable, workers: WorkerTable, fleet: str, queues: Sequence[str]) -> tuple[str, ...]:
-    """Who still has tasks of ours, though it has ended or was never known."""
+    """Ended or unknown workers that still hold tasks of this fleet or its queues."""
     orphaned = []
     for worker_id, held in tasks.running.items():
         worker = workers.get(worker_id)
@@ -227,22 +227,22 @@ def _failure_streaks(
     ]
     if not failing:
         return ()
-    completed = _completed_lately(tasks, config.queues, min(since for since, _, _ in failing))
+    completed = _recently_completed(tasks, config.queues, min(since for since, _, _ in failing))
     doers = {row.worker_id for row in completed}
-    events = islice(reversed(event_log.events), MAX_LOOKED_AT)
+    events = islice(reversed(event_log.events), MAX_ROWS_SCANNED)
     failed = [event for event in events if event.code in FAILURES and event.worker_id in doers]
     longest = sorted(failing, key=lambda each: each[:2])[:MAX_STREAKS]
     return tuple(
-        _failure_streak(tasks, event_log, worker, since, completed, failed[:MAX_EVENTS_WEIGHED])
+        _failure_streak(tasks, event_log, worker, since, completed, failed[:MAX_FAILURES_COMPARED])
         for since, _, worker in longest
     )
 
 
-def _completed_lately(tasks: TaskTable, queues: Sequence[str], since: datetime) -> list[MemoryTask]:
+def _recently_completed(tasks: TaskTable, queues: Sequence[str], since: datetime) -> list[MemoryTask]:
     """Newest first."""
-    finished = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_LOOKED_AT)
+    finished = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_ROWS_SCANNED)
     recent = (row for row in finished if row.finished_at is not None and row.finished_at >= since)
-    return list(islice((row for row in recent if row.queue in queues), MAX_TASKS_WEIGHED))
+    return list(islice((row for row in recent if row.queue in queues), MAX_COMPLETED_COMPARED))
 
 
 def _failure_streak(
@@ -250,12 +250,12 @@ def _failure_streak(
     event_log: EventLog,
     worker: MemoryWorker,
     since: datetime,
-    lately: Sequence[MemoryTask],
+    recent_completions: Sequence[MemoryTask],
     failed: Sequence[Event],
 ) -> FailureStreak:
     completed = [
         row.worker_id
-        for row in lately
+        for row in recent_completions
         if row.finished_at is not None and row.finished_at >= since and row.worker_id != worker.id
     ]
     others = set(completed)
@@ -282,7 +282,7 @@ def _failure_streak(
 
 
 def _median(values: Iterable[float]) -> float | None:
-    """As percentile_cont(0.5): between two neighbours, the middle."""
+    """As percentile_cont(0.5)."""
     ordered = sorted(values)
     if not ordered:
         return None

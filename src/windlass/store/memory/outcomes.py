@@ -1,4 +1,4 @@
-"""Records outcomes of provider calls. One that is late, or about another machine, changes nothing."""
+"""Records outcomes of provider calls. A late outcome, or one about another machine, changes nothing."""
 
 from typing import assert_never
 
@@ -46,7 +46,7 @@ def record_outcome(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noq
             if worker is not None and worker.spawned.machine_id == machine_id:
                 worker.spawned.host_key = worker.spawned.host_key or host_key
         case Prepared() | PreparationFailed():
-            _prepared_or_not(tables, fleet, outcome)
+            _preparation_ended(tables, fleet, outcome)
         case PreparationUnclear(worker_id, reason):
             add_event("PREPARATION_UNCLEAR", reason, fleet=fleet, worker_id=worker_id)
         case VolumeGrown(volume_id, size_gb, reason):
@@ -89,7 +89,7 @@ def _deleted(tables: Tables, fleet: str, outcome: Deleted) -> None:
 
 
 def _orphan_deleted(tables: Tables, fleet: str, outcome: OrphanDeleted) -> None:
-    """It was billed too: it gets a worker row, so that its bill is settled like any other."""
+    """Add a terminated worker row for the machine, so that its bill is settled like any other."""
     machine, now = outcome.machine, tables.now()
     tables.event_log.add("ORPHAN_DELETED", outcome.reason, fleet=fleet, worker_id=machine.name)
     worker_id = f"orphan-{machine.id}"
@@ -107,7 +107,7 @@ def _orphan_deleted(tables: Tables, fleet: str, outcome: OrphanDeleted) -> None:
     tables.terminate(row)
 
 
-def _prepared_or_not(tables: Tables, fleet: str, outcome: Prepared | PreparationFailed) -> None:
+def _preparation_ended(tables: Tables, fleet: str, outcome: Prepared | PreparationFailed) -> None:
     worker, add_event = tables.workers.get(outcome.worker_id), tables.event_log.add
     if worker is None or worker.spawned.machine_id != outcome.machine_id or worker.spawned.prepared_at is not None:
         return

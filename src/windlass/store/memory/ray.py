@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 from uuid import UUID
 
 from windlass.model.lease import Candidate
@@ -14,10 +13,7 @@ from windlass.store.memory.tables import Tables
 from windlass.store.memory.transport import MemoryTransport
 from windlass.store.memory.workers import MemoryWorker
 
-if TYPE_CHECKING:
-    from windlass.ports.ray import RayStore
-
-GONE = "no longer in the Ray cluster"
+MISSING_NOTE = "no longer in the Ray cluster"
 
 
 class MemoryRayStore(MemoryLeaseStore):
@@ -69,38 +65,40 @@ class MemoryRayStore(MemoryLeaseStore):
         self._tables.fleet(fleet)
         for node in alive.values():
             if not node.is_managed:
-                await self._register_foreign_node(node, fleet, queues, lease_s)
+                await self._register_unmanaged_node(node, fleet, queues, lease_s)
         for worker in self._live_nodes(fleet):
             if worker.slot is None and worker.id not in alive:
-                self._end_foreign(worker, deaths[worker.id].death if worker.id in deaths else GONE)
+                self._end_unmanaged(worker, deaths[worker.id].death if worker.id in deaths else MISSING_NOTE)
         for worker in self._live_nodes(fleet):
             self._record_node(worker, alive.get(worker.id), deaths.get(worker.id), timedelta(seconds=lease_s / 6))
-        over = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
+        ending = (WorkerStatus.TERMINATING, WorkerStatus.ERROR)
         return {
-            worker.id: worker.status in over
+            worker.id: worker.status in ending
             for worker in self._workers.nodes_of(fleet)
-            if worker.status in over or worker.is_paused
+            if worker.status in ending or worker.is_paused
         }
 
     def _record_node(
         self, worker: MemoryWorker, alive: AliveNode | None, dead: DeadNode | None, repeat: timedelta
     ) -> None:
-        before, said = worker.node, self._node_view(worker, alive, dead)
-        is_known = before is not None and replace(said, at=before.at) == before and said.at - before.at < repeat
-        if is_known and (alive is None or alive.places == worker.concurrency):
+        before, after = worker.node, self._node_view(worker, alive, dead)
+        is_unchanged = before is not None and replace(after, at=before.at) == before and after.at - before.at < repeat
+        if is_unchanged and (alive is None or alive.places == worker.concurrency):
             return
-        worker.node = said
+        worker.node = after
         if alive is not None:
             worker.concurrency = alive.places
             if not alive.is_managed:
-                worker.last_heartbeat = said.at
-                worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or said.at
+                worker.last_heartbeat = after.at
+                worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or after.at
 
     def _live_nodes(self, fleet: str) -> list[MemoryWorker]:
         nodes = sorted(self._workers.nodes_of(fleet), key=lambda worker: worker.id)
         return [node for node in nodes if node.status in LIVE]
 
-    async def _register_foreign_node(self, node: AliveNode, fleet: str, queues: Sequence[str], lease_s: float) -> None:
+    async def _register_unmanaged_node(
+        self, node: AliveNode, fleet: str, queues: Sequence[str], lease_s: float
+    ) -> None:
         ended = self._workers.terminated.get(node.worker_id)
         if ended is not None and ended.kind is WorkerKind.NODE and ended.slot is None:
             self._workers.forget(ended)
@@ -110,7 +108,7 @@ class MemoryRayStore(MemoryLeaseStore):
                 Registration(node.worker_id, queues, fleet, node.places, lease_s, node.host, kind=WorkerKind.NODE)
             )
 
-    def _end_foreign(self, worker: MemoryWorker, death: str) -> None:
+    def _end_unmanaged(self, worker: MemoryWorker, death: str) -> None:
         self._tables.requeue_tasks_of(worker.id, "NODE_DEAD", f"node {worker.id}: {death}")
         worker.code, worker.reason = "NODE_DEAD", death
         self._tables.terminate(worker)
@@ -124,14 +122,9 @@ class MemoryRayStore(MemoryLeaseStore):
 
         if alive is not None:
             return NodeView(*since(NodeState.ALIVE), alive.node_id, dict(alive.total), dict(alive.used))
-        was_there = before is not None and before.state is not NodeState.ABSENT
-        if dead is None and not was_there:
+        was_present = before is not None and before.state is not NodeState.ABSENT
+        if dead is None and not was_present:
             return NodeView(*since(NodeState.ABSENT))
         node_id = dead.node_id if dead is not None else before.node_id if before is not None else None
-        note = dead.death if dead is not None else (before.note if before is not None else None) or GONE
+        note = dead.death if dead is not None else (before.note if before is not None else None) or MISSING_NOTE
         return NodeView(*since(NodeState.DEAD), node_id, note=note)
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the contract's.
-    _: type[RayStore] = MemoryRayStore

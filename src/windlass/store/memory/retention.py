@@ -1,4 +1,4 @@
-"""Retention, as the SQL function sweep: a bounded number of rows of each kind at a time."""
+"""Retention as in the SQL function sweep: a bounded number of rows of each kind at a time."""
 
 from itertools import islice, takewhile
 
@@ -13,7 +13,7 @@ MAX_SWEPT_PER_KIND = 1000
 
 
 def sweep(tables: Tables, kept: Retention) -> int:
-    """How many rows were deleted."""
+    """Returns how many rows were deleted."""
     deleted = _sweep_ledger(tables, kept)
     while (count := _sweep_once(tables, kept)) >= MAX_SWEPT_PER_KIND:
         deleted += count
@@ -46,7 +46,7 @@ def _forget_workers(tables: Tables, kept: Retention) -> int:
         return worker.terminated_at is not None and worker.terminated_at < before
 
     ended = takewhile(is_old, tables.workers.terminated.values())
-    # One whose bill is not closed is remembered until it is.
+    # A worker is kept until its bill is settled.
     old = list(islice((worker for worker in ended if worker.spawned.settle_at is None), MAX_SWEPT_PER_KIND))
     for worker in old:
         tables.workers.forget(worker)

@@ -1,8 +1,9 @@
-"""All memory stores over one set of tables, for the simulator and for tests, which act in every role."""
+"""All memory stores over one set of tables, for the simulator and tests, which use every port."""
 
 from collections.abc import Callable
 from datetime import datetime
 from random import Random
+from typing import TYPE_CHECKING
 
 from windlass.model.config import Retention
 from windlass.store.memory.auth import MemoryAuthStore
@@ -12,6 +13,15 @@ from windlass.store.memory.ray import MemoryRayStore
 from windlass.store.memory.tables import Tables
 from windlass.store.memory.task_store import MemoryTaskStore
 from windlass.store.memory.transport import MemoryMaintenance, MemoryTransport
+
+if TYPE_CHECKING:
+    from windlass.ports.auth import AuthStore
+    from windlass.ports.control import ControlStore
+    from windlass.ports.costs import CostStore
+    from windlass.ports.fleets import FleetQueries, Operations
+    from windlass.ports.ray import RayStore
+    from windlass.ports.tasks import MaintenanceStore, TaskStore
+    from windlass.ports.transport import WorkerTransport
 
 
 class MemoryStores(
@@ -30,3 +40,16 @@ class MemoryStores(
     ) -> None:
         self.tables = Tables(clock, retention, chance)
         super().__init__(self.tables)
+
+
+if TYPE_CHECKING:
+    # mypy checks every signature against the ports.
+    _TRANSPORT: type[WorkerTransport] = MemoryTransport
+    _MAINTENANCE: type[MaintenanceStore] = MemoryMaintenance
+    _TASKS: type[TaskStore] = MemoryTaskStore
+    _FLEETS: type[FleetQueries] = MemoryFleetQueries
+    _OPERATIONS: type[Operations] = MemoryOperations
+    _CONTROL: type[ControlStore] = MemoryControlStore
+    _COSTS: type[CostStore] = MemoryCostStore
+    _AUTH: type[AuthStore] = MemoryAuthStore
+    _RAY: type[RayStore] = MemoryRayStore

@@ -32,7 +32,7 @@ from windlass.store.memory.workers import Credentials, MemoryWorker, WorkerTable
 
 MAX_REFUNDED_EVENTS = 10_000
 
-_SUSPECT = TypeAdapter(FailureStreak)
+_FAILURE_STREAK = TypeAdapter(FailureStreak)
 
 
 class Tables:
@@ -53,15 +53,15 @@ class Tables:
         self.ledger = ChargeLedger()
         self.cycles = Cycles()
         self.api_tokens: dict[bytes, ApiToken] = {}
-        # By hash; links too.
+        # Sessions and links by hash.
         self.sessions: dict[bytes, Session] = {}
-        # And when each was last heard of; the newest stands last.
+        # Time of the last report by address, newest last.
         self.servers: dict[ServerAddress, datetime] = {}
 
-    # -------------------------------------------------------------------------------------------------- a task
+    # --------------------------------------------------------------------------------------------------- tasks
 
     def stop(self, row: MemoryTask) -> None:
-        """It no longer runs; what becomes of it is the caller's to say."""
+        """Stop a running task and record its span. The caller sets its new status."""
         if self.tasks.stop(row):
             record_span(self.workers.get(row.worker_id), row, self.now())
 
@@ -77,7 +77,7 @@ class Tables:
         row.error_code, row.error = code, error
 
     def release(self, row: MemoryTask, worker_id: str, reason: str, delay_s: float = 0.0) -> None:
-        """Back into its queue, as if it had not been claimed."""
+        """Requeue a task without counting the attempt."""
         self.stop(row)
         row.attempts -= 1
         now = self.now()
@@ -92,7 +92,7 @@ class Tables:
         return len(held)
 
     def take_back(self, row: MemoryTask, code: str, reason: str) -> None:
-        """From a worker that will not finish it: the attempt counts."""
+        """Requeue a task whose worker will not finish it, or fail it without attempts left. The attempt counts."""
         worker_id = row.worker_id
         if row.attempts < row.max_attempts:
             self.stop(row)
@@ -106,7 +106,7 @@ class Tables:
         self.record_attempt(event, row, worker_id, code, reason)
 
     def take_back_all(self, worker_id: str, code: str, reason: str, node_ids: Sequence[str] = ()) -> RecoveredTasks:
-        """What a worker holds, and what was placed on nodes that go with it."""
+        """Take back the tasks of a worker and of the given nodes."""
         tasks = [row for id_ in (worker_id, *node_ids) for row in self.tasks.run_by(id_)]
         for row in tasks:
             self.take_back(row, code, reason)
@@ -123,7 +123,7 @@ class Tables:
             reason += failed_attempts_text(attempts)
         self.event_log.add(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
 
-    # ------------------------------------------------------------------------------------------------ a worker
+    # ------------------------------------------------------------------------------------------------- workers
 
     def terminate(self, worker: MemoryWorker) -> None:
         self.workers.terminate(worker, self.now())
@@ -138,14 +138,14 @@ class Tables:
         evidence: FailureStreak | None = None,
         attempt_refund: AttemptRefund | None = None,
     ) -> int:
-        """It is broken, and its tasks go to others: how many. One that counts is held against its slot."""
+        """Set a worker to error and requeue its tasks. Returns how many. `counts`: count a restart of its slot."""
         worker, now = self.workers.among(LIVE, worker_id), self.now()
         if worker is None:
             return 0
         worker.move(WorkerStatus.ERROR)
         worker.code, worker.reason = code, reason
         worker.spawned.failed_at = now if counts else None
-        values = {} if evidence is None else {"evidence": _SUSPECT.dump_python(evidence, mode="json")}
+        values = {} if evidence is None else {"evidence": _FAILURE_STREAK.dump_python(evidence, mode="json")}
         self.event_log.add(
             "WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **values}
         )
@@ -162,8 +162,8 @@ class Tables:
 
     def _refund_attempts(self, worker_id: str, attempt_refund: AttemptRefund) -> None:
         events = (e for e in reversed(self.event_log.of_worker(worker_id)) if e.code in ("TASK_ERROR", "TASK_FAILED"))
-        blamed = islice(takewhile(lambda event: event.at >= attempt_refund.since, events), MAX_REFUNDED_EVENTS)
-        counts = Counter(event.task_id for event in blamed if event.task_id is not None)
+        failures = islice(takewhile(lambda event: event.at >= attempt_refund.since, events), MAX_REFUNDED_EVENTS)
+        counts = Counter(event.task_id for event in failures if event.task_id is not None)
         for task_id, count in sorted(counts.items()):
             row = self.tasks.rows.get(task_id)
             if row is None or row.status is TaskStatus.COMPLETE or row.error_code == "CANCELLED":
@@ -171,27 +171,27 @@ class Tables:
             if attempt_refund.is_trial and self._was_refunded(task_id):
                 continue
             row.attempts = max(row.attempts - count, 1 if row.status is TaskStatus.RUNNING else 0)
-            has_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
-            if has_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
+            has_attempts_left = row.status is TaskStatus.FAILED and row.attempts < row.max_attempts
+            if has_attempts_left or (row.status is TaskStatus.ERROR and row.worker_id == worker_id):
                 self.tasks.put_back(row, self.now())
                 self.notifications.notify(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} refunded"
             self.event_log.add("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
 
     def _was_refunded(self, task_id: int) -> bool:
-        """Since it was enqueued, or a person retried it."""
+        """Whether an attempt was refunded since the task was enqueued or retried by hand."""
         return any(event.code == "ATTEMPTS_REFUNDED" for event in self.event_log.since_retried(task_id))
 
     def lost_with(self, worker: MemoryWorker) -> list[str]:
-        """The nodes whose tasks are lost with this dispatcher, unless another has taken its place."""
+        """Nodes whose tasks are lost with this dispatcher: none while another dispatcher holds the lease."""
         if worker.kind is not WorkerKind.DISPATCHER or self.leases.is_held(dispatcher_lease(worker.fleet)):
             return []
         return [node.id for node in self.workers.nodes_of(worker.fleet)]
 
-    # ------------------------------------------------------------------------------------------------- a fleet
+    # -------------------------------------------------------------------------------------------------- fleets
 
     def fleet(self, name: str) -> FleetRow:
-        """It is there from the first time that it is named."""
+        """The fleet's row, created on first use."""
         if name not in self.fleets:
             self.fleets[name] = FleetRow(name, self.now())
         return self.fleets[name]
@@ -202,29 +202,29 @@ class Tables:
         except KeyError:
             raise BadInput(f"{doing}: fleet {name} not found") from None
 
-    def room_for_requests(self, fleet: FleetRow) -> int:
-        """In how many slots a worker that is asked for could be hired."""
-        taken = {worker.slot for worker in self.workers.spawned_in(fleet.name) if worker.is_staying}
-        taken |= {number for number, slot in fleet.slots.items() if slot.is_failed and number < fleet.max_workers}
-        return fleet.max_workers - len(taken)
+    def free_slots_for_requests(self, fleet: FleetRow) -> int:
+        """How many slots could take a requested worker."""
+        occupied = {worker.slot for worker in self.workers.spawned_in(fleet.name) if worker.is_staying}
+        occupied |= {number for number, slot in fleet.slots.items() if slot.is_failed and number < fleet.max_workers}
+        return fleet.max_workers - len(occupied)
 
     def reserve_slots(self, fleet: FleetRow, intents: Sequence[Intent]) -> frozenset[str]:
-        """Hire for each intent whose slot is free, as long as there is room. The workers that were hired."""
+        """Spawn a worker for each intent with a free slot, up to max_workers. Returns the spawned workers."""
         own = self.workers.spawned_in(fleet.name)
-        taken = {worker.slot for worker in own}
-        room = fleet.max_workers - len(own)
+        occupied = {worker.slot for worker in own}
+        free = fleet.max_workers - len(own)
         for intent in intents:
             fleet.slots.setdefault(intent.slot, SlotRow())
         granted = []
         for intent in intents:
-            is_free = intent.slot not in taken and not fleet.slots[intent.slot].is_failed
-            if room > 0 and is_free and intent.slot < fleet.max_workers and intent.worker_id not in self.workers.rows:
-                room -= 1
-                taken.add(intent.slot)
+            is_free = intent.slot not in occupied and not fleet.slots[intent.slot].is_failed
+            if free > 0 and is_free and intent.slot < fleet.max_workers and intent.worker_id not in self.workers.rows:
+                free -= 1
+                occupied.add(intent.slot)
                 self._spawn(fleet, intent)
                 granted.append(intent.worker_id)
         fulfilled = sum(intent.is_requested and intent.worker_id in granted for intent in intents)
-        fleet.requested_workers = max(0, min(fleet.requested_workers - fulfilled, self.room_for_requests(fleet)))
+        fleet.requested_workers = max(0, min(fleet.requested_workers - fulfilled, self.free_slots_for_requests(fleet)))
         return frozenset(granted)
 
     def _spawn(self, fleet: FleetRow, intent: Intent) -> None:

@@ -3,16 +3,12 @@
 from collections.abc import AsyncIterable, Iterable, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from windlass.model.event import QueueDepth
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
 from windlass.store.memory.constraints import check_limit, check_new
 from windlass.store.memory.interval import interval
 from windlass.store.memory.tables import TableStore
-
-if TYPE_CHECKING:
-    from windlass.ports.tasks import TaskStore
 
 
 class MemoryTaskStore(TableStore):
@@ -110,8 +106,8 @@ class MemoryTaskStore(TableStore):
         before_id: int | None = None,
         is_scheduled: bool = False,
     ) -> list[TaskSummary]:
-        looked_at = self._tasks.last_id if is_scheduled else limit
-        tasks = await self.tasks(queue=queue, status=status, limit=looked_at, before_id=before_id)
+        scanned = self._tasks.last_id if is_scheduled else limit
+        tasks = await self.tasks(queue=queue, status=status, limit=scanned, before_id=before_id)
         now = await self.now()
         found = [task for task in tasks if not is_scheduled or (task.run_after is not None and task.run_after > now)]
         return [self._tasks.rows[task.id].as_summary() for task in found[:limit]]
@@ -130,7 +126,7 @@ class MemoryTaskStore(TableStore):
         return {status: self._tasks.count_ended_after(status, after) for status in self._tasks.finished}
 
     async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
-        # The end of what is old enough is the first that is newer; what is exactly as old is old enough.
+        # `ended_before` excludes its bound; a task of exactly this age is deleted too.
         before = self._clock() - interval(older_than_s) + timedelta.resolution
         finished = [status for status in self._tasks.finished if status in statuses]
         ended = [row for status in finished for row in self._tasks.ended_before(status, before)]
@@ -138,8 +134,3 @@ class MemoryTaskStore(TableStore):
         for row in old:
             self._tasks.delete(row)
         return len(old)
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[TaskStore] = MemoryTaskStore

@@ -1,6 +1,6 @@
 """Task rows, and the table with its indexes by queue, by worker and by finish time.
 
-The table knows nothing of workers, events or costs: tables.py does.
+Workers, events and costs are updated by tables.py.
 """
 
 import heapq
@@ -9,14 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from itertools import islice
+from operator import attrgetter
 from random import Random
 from uuid import UUID
 
 from windlass.model.event import QueueDepth
 from windlass.model.task import Claim, NewTask, Task, TaskStatus, TaskSummary
 
-# The bound of windlass.claim_task: one call never readies more than this.
+# The bound of windlass.claim_tasks: one call makes at most this many due tasks ready.
 MAX_DUE_PER_CLAIM = 1000
+
+
+_SUMMARY_VALUES = attrgetter(*(field.name for field in fields(TaskSummary)))
+_TASK_VALUES = attrgetter(*(field.name for field in fields(Task)))
 
 
 @dataclass(slots=True)
@@ -47,37 +52,17 @@ class MemoryTask:
         return self.status is TaskStatus.RUNNING and self.token == token
 
     def could_be_claimed_since(self) -> datetime:
-        """Of one that waits, and whose time has come."""
+        """Since when a ready or due task could be claimed."""
         return max(at for at in (self.created_at, self.ready_at, self.run_after) if at is not None)
 
     def is_ready(self) -> bool:
         return self.status is TaskStatus.QUEUED and self.run_after is None
 
     def as_summary(self) -> TaskSummary:
-        return TaskSummary(**{f.name: getattr(self, f.name) for f in fields(TaskSummary)})
+        return TaskSummary(*_SUMMARY_VALUES(self))
 
     def as_task(self) -> Task:
-        return Task(
-            id=self.id,
-            queue=self.queue,
-            status=self.status,
-            priority=self.priority,
-            attempts=self.attempts,
-            max_attempts=self.max_attempts,
-            timeout_s=self.timeout_s,
-            run_after=self.run_after,
-            created_at=self.created_at,
-            started_at=self.started_at,
-            finished_at=self.finished_at,
-            worker_id=self.worker_id,
-            unique_key=self.unique_key,
-            progress=self.progress,
-            progress_note=self.progress_note,
-            error_code=self.error_code,
-            error=self.error,
-            payload=self.payload,
-            result=self.result,
-        )
+        return Task(*_TASK_VALUES(self))
 
     def as_claim(self) -> Claim:
         assert self.token is not None  # noqa: S101
@@ -96,14 +81,14 @@ class MemoryTask:
 
 @dataclass(slots=True)
 class Queue:
-    """What is not finished in one queue. Heap entries may be out of date; the row they name decides."""
+    """The unfinished tasks of one queue. Heap entries may be outdated; the row decides."""
 
     unfinished: dict[int, MemoryTask] = field(default_factory=dict)
     ready: list[tuple[int, int]] = field(default_factory=list)  # (-priority, id)
     waiting: list[tuple[datetime, int]] = field(default_factory=list)  # (run_after, id)
 
     def place(self, row: MemoryTask) -> None:
-        """To where claims look for it: among the ready, or those that wait for their time."""
+        """Add a task to the ready heap, or to the heap of scheduled and retrying tasks."""
         self.unfinished[row.id] = row
         if row.run_after is None:
             heapq.heappush(self.ready, (-row.priority, row.id))
@@ -120,7 +105,7 @@ class Queue:
         return None
 
     def next_waiting(self) -> MemoryTask | None:
-        """The task that is due first, be it past or future."""
+        """The scheduled or retrying task with the earliest due time, past or future."""
         while self.waiting:
             run_after, task_id = self.waiting[0]
             row = self.unfinished.get(task_id)
@@ -149,9 +134,9 @@ class TaskTable:
         self.last_id = 0
         self.rows: dict[int, MemoryTask] = {}
         self.queues: defaultdict[str, Queue] = defaultdict(Queue)
-        # By the worker that runs them.
+        # Running tasks by worker.
         self.running: defaultdict[str, dict[int, MemoryTask]] = defaultdict(dict)
-        # In the order they finished, so oldest first: retention and statistics look at one end only.
+        # In order of finish time, oldest first: retention and statistics read one end only.
         self.finished: dict[TaskStatus, OrderedDict[int, MemoryTask]] = {
             TaskStatus.COMPLETE: OrderedDict(),
             TaskStatus.FAILED: OrderedDict(),
@@ -159,7 +144,7 @@ class TaskTable:
         self._unique: dict[tuple[str, str], int] = {}
 
     def known(self, task: NewTask) -> int | None:
-        """The task that has its unique key already."""
+        """The id of the task with the same unique key."""
         return self._unique.get((task.queue, task.unique_key)) if task.unique_key is not None else None
 
     def add(self, task: NewTask, now: datetime) -> int:
@@ -182,7 +167,7 @@ class TaskTable:
         return row.id
 
     def take(self, queues: Sequence[str], limit: int, now: datetime) -> list[MemoryTask]:
-        """The best that are ready, or have become due by now. They are running from here on; `start` says where."""
+        """Take ready and due tasks in claim order and mark them running. The caller starts each with `start`."""
         for row in islice(self._due(queues, now), MAX_DUE_PER_CLAIM):
             self.make_ready(row, row.could_be_claimed_since())
         heads = [(head, name) for name in dict.fromkeys(queues) if (head := self.queues[name].head()) is not None]
@@ -190,7 +175,7 @@ class TaskTable:
         return list(islice(self._take_in_turn(name for _, name in heads), limit))
 
     def _due(self, queues: Sequence[str], now: datetime) -> Iterator[MemoryTask]:
-        """Each is to be taken away before the next is asked for."""
+        """Due tasks. The caller must move each out of the heap before it takes the next."""
         for name in queues:
             queue = self.queues[name]
             while (row := queue.next_waiting()) is not None and row.run_after is not None and row.run_after <= now:
@@ -200,7 +185,7 @@ class TaskTable:
         for name in names:
             queue = self.queues[name]
             while (row := queue.head()) is not None:
-                # Running from here on, so that a second entry in the heap is not taken for a second task.
+                # Marked at once, so that a second heap entry of the same task is ignored.
                 row.status = TaskStatus.RUNNING
                 yield row
 
@@ -213,13 +198,13 @@ class TaskTable:
         self.running[worker_id][row.id] = row
 
     def hand_over(self, row: MemoryTask, worker_id: str, now: datetime) -> None:
-        """To the worker on which it begins anew, of the one that had claimed it."""
+        """Move a running task from its dispatcher to the node on which it starts."""
         del self.running[row.worker_id or ""][row.id]
         self.running[worker_id][row.id] = row
         row.worker_id, row.started_at = worker_id, now
 
     def stop(self, row: MemoryTask) -> bool:
-        """It no longer runs; what becomes of it is the caller's to say. False if it did not run."""
+        """Remove a task from the running ones. The caller sets its new status. False if it was not running."""
         return row.worker_id is not None and self.running[row.worker_id].pop(row.id, None) is not None
 
     def make_ready(self, row: MemoryTask, ready_at: datetime, run_after: datetime | None = None) -> None:
@@ -227,7 +212,6 @@ class TaskTable:
         self.queues[row.queue].place(row)
 
     def schedule_retry(self, row: MemoryTask, run_after: datetime, now: datetime) -> None:
-        """For its next attempt."""
         row.status, row.run_after, row.finished_at = TaskStatus.ERROR, run_after, now
         self.queues[row.queue].place(row)
 
@@ -237,7 +221,7 @@ class TaskTable:
         self.finished[status][row.id] = row
 
     def put_back(self, row: MemoryTask, now: datetime, run_after: datetime | None = None) -> None:
-        """One that was begun: nothing is left of that but what the caller says of its attempts."""
+        """Requeue a task and clear its last attempt. The caller adjusts the attempt count."""
         self.finished[TaskStatus.FAILED].pop(row.id, None)
         row.token = row.worker_id = row.started_at = row.finished_at = row.progress = row.progress_note = None
         self.make_ready(row, now, run_after)
@@ -248,7 +232,7 @@ class TaskTable:
             del self._unique[row.queue, row.unique_key]
 
     def held(self, task_id: int, token: UUID) -> MemoryTask | None:
-        """The task, if this claim of it is still good."""
+        """The task, if this claim is valid."""
         row = self.rows.get(task_id)
         return row if row is not None and row.is_held_by(token) else None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 from windlass.model.errors import UnknownWorker
@@ -31,10 +31,6 @@ from windlass.store.memory.retention import sweep
 from windlass.store.memory.tables import Tables, TableStore
 from windlass.store.memory.workers import MemoryWorker, lost
 
-if TYPE_CHECKING:
-    from windlass.ports.tasks import MaintenanceStore
-    from windlass.ports.transport import WorkerTransport
-
 # The bound of the SQL function recover_lost_workers.
 MAX_RECOVERED_PER_CALL = 100
 
@@ -48,7 +44,7 @@ class MemoryMaintenance(TableStore):
             else []
         )
         recovered = [self._recover(worker, judge_id) for worker in silent[:MAX_RECOVERED_PER_CALL]]
-        # Those that somebody ended without taking what they held.
+        # Workers that ended while they were claiming.
         ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._is_live(id_))
         return recovered + [
             self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has ended")
@@ -106,7 +102,7 @@ class MemoryTransport(MemoryWorkSignal):
         return row.status
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
-        return self._claim(self._living_worker(worker_id), queues, limit)
+        return self._claim(self._live_worker(worker_id), queues, limit)
 
     def _known_worker(self, worker_id: str) -> MemoryWorker:
         worker = self._workers.get(worker_id)
@@ -114,7 +110,7 @@ class MemoryTransport(MemoryWorkSignal):
             raise UnknownWorker(f"claiming tasks: worker {worker_id} is not registered: register it first.")
         return worker
 
-    def _living_worker(self, worker_id: str) -> MemoryWorker:
+    def _live_worker(self, worker_id: str) -> MemoryWorker:
         worker = self._known_worker(worker_id)
         if worker.status not in LIVE:
             raise UnknownWorker(f"claiming tasks: worker {worker_id} has ended ({worker.status}): register a new one.")
@@ -131,7 +127,7 @@ class MemoryTransport(MemoryWorkSignal):
             self._tasks.start(row, worker.id, self._tables.chance, now)
         if taken and worker.first_claimed_at is None:
             worker.first_claimed_at = now
-        # Queues are emptied one after the other, but whoever claims begins with the best of what it got.
+        # Queues are claimed one after the other; the reply is in claim order across queues.
         taken.sort(key=lambda row: (-row.priority, row.id))
         return [row.as_claim() for row in taken]
 
@@ -140,7 +136,7 @@ class MemoryTransport(MemoryWorkSignal):
     ) -> ClaimResult:
         worker = None
         if limit > 0:
-            worker = self._known_worker(worker_id) if finished else self._living_worker(worker_id)
+            worker = self._known_worker(worker_id) if finished else self._live_worker(worker_id)
         for done in finished:
             check_json("finishing tasks", done.result)
         accepted = {done.token for done in finished if self._complete(done)}
@@ -177,8 +173,8 @@ class MemoryTransport(MemoryWorkSignal):
     ) -> TaskStatus | None:
         row = self._tasks.rows.get(task_id)
         if row is None or not row.is_held_by(token):
-            is_duplicate_completion = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
-            return row.status if row is not None and is_duplicate_completion else None
+            is_repeat = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
+            return row.status if row is not None and is_repeat else None
         error = truncate_error(storable(error))
         jitter = self._tables.chance.random() if jitter is None else jitter
         if retry and row.attempts < row.max_attempts:
@@ -193,7 +189,7 @@ class MemoryTransport(MemoryWorkSignal):
         return row.status
 
     def _is_repeat(self, worker_id: str, task_id: int, token: UUID, statuses: tuple[TaskStatus, ...]) -> bool:
-        """Whether this only repeats what was accepted before; otherwise it is counted as a late result."""
+        """Whether the call repeats an accepted one. Otherwise it is counted as a late result."""
         row = self._tasks.rows.get(task_id)
         if row is not None and row.token == token and row.status in statuses:
             return True
@@ -235,7 +231,7 @@ class MemoryTransport(MemoryWorkSignal):
             elif progress is not None:
                 row.progress = progress
                 row.progress_note = storable(claim.note)[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
-        # What runs on a node is known to its dispatcher, who beats for it.
+        # The dispatcher sends heartbeats for tasks on its nodes.
         own = self._tasks.run_by(worker_id) if worker.kind is not WorkerKind.NODE else []
         for row in own:
             if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
@@ -250,7 +246,7 @@ class MemoryTransport(MemoryWorkSignal):
         if worker.slot is None:
             self._tables.terminate(worker)
         else:
-            # It still has a machine, which is the control loop's to end.
+            # The control loop deletes its machine.
             if worker.status is not WorkerStatus.TERMINATING:
                 worker.move(WorkerStatus.TERMINATING)
             worker.spawned.terminating_at = worker.spawned.terminating_at or self._clock()
@@ -265,9 +261,3 @@ class MemoryTransport(MemoryWorkSignal):
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         waiting = (self._tasks.queues[name].next_waiting() for name in queues)
         return min((row.run_after for row in waiting if row is not None and row.run_after is not None), default=None)
-
-
-if TYPE_CHECKING:
-    # mypy compares every signature with the port's.
-    _: type[MaintenanceStore] = MemoryMaintenance
-    __: type[WorkerTransport] = MemoryTransport

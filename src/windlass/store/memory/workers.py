@@ -3,8 +3,9 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
+from operator import attrgetter
 from typing import Any
 
 from windlass.model.cost import Bill, Span
@@ -14,7 +15,7 @@ from windlass.model.worker import Registration, Worker, WorkerKind, WorkerStatus
 from windlass.store.memory.interval import interval
 
 MAX_FAILED_TASKS = 100
-# As windlass_internal.max_heartbeat_gap_s: of a lease, the longest silence that says nothing.
+# As windlass_internal.max_heartbeat_gap_s: a longer silence, in leases, is a gap.
 MAX_HEARTBEAT_GAP = 0.4
 # Peers judge spawned workers once no orchestrator has held the lease for this many of their leases.
 LEADERLESS_LEASES = 2
@@ -62,6 +63,12 @@ class Credentials:
     token_hash: bytes | None = None
     # The API token with which it registered itself.
     api_token_hash: bytes | None = None
+
+
+_SPAWNED_FIELDS = {field.name for field in fields(SpawnedWorker)}
+_WORKER_VALUES = attrgetter(
+    *(f"spawned.{field.name}" if field.name in _SPAWNED_FIELDS else field.name for field in fields(Worker))
+)
 
 
 @dataclass(slots=True)
@@ -126,7 +133,7 @@ class MemoryWorker:
         self.status = status
 
     def set_end_reason(self, code: str, reason: str) -> None:
-        """Why it ends, unless somebody has said so before."""
+        """Set code and reason, unless they are set already."""
         self.code = self.code if self.code is not None else code
         self.reason = self.reason if self.reason is not None else reason
 
@@ -142,9 +149,9 @@ class MemoryWorker:
         self.last_heartbeat = now
 
     def apply_vitals(self, vitals: dict[str, Any], now: datetime) -> None:
-        tells_vram = "vram_total_mb" in vitals
+        has_vram = "vram_total_mb" in vitals
         try:
-            # Through JSON and back: nothing is shared with the caller, and nothing is kept that JSON cannot hold.
+            # Through JSON and back: a copy that holds only JSON values.
             vitals = json.loads(json.dumps(vitals, allow_nan=False))
             numbers = {
                 name: int(str(value)) for name in _NUMBERED_VITALS if (value := vitals.pop(name, None)) is not None
@@ -159,7 +166,7 @@ class MemoryWorker:
         for name, value in numbers.items():
             setattr(self, name, value)
         self.metadata.update(vitals)
-        if tells_vram:
+        if has_vram:
             self.spawned.vram_at = now
 
     def record_failure(self, task_id: int, now: datetime) -> None:
@@ -171,42 +178,14 @@ class MemoryWorker:
         self.failed_tasks, self.failing_since = [], None
 
     def as_worker(self) -> Worker:
-        return Worker(
-            id=self.id,
-            fleet=self.fleet,
-            slot=self.slot,
-            status=self.status,
-            is_paused=self.is_paused,
-            queues=self.queues,
-            concurrency=self.concurrency,
-            lease_s=self.lease_s,
-            created_at=self.created_at,
-            activated_at=self.activated_at,
-            last_heartbeat=self.last_heartbeat,
-            first_claimed_at=self.first_claimed_at,
-            terminated_at=self.terminated_at,
-            code=self.code,
-            reason=self.reason,
-            host=self.host,
-            pid=self.pid,
-            version=self.version,
-            vram_total_mb=self.vram_total_mb,
-            vram_used_mb=self.vram_used_mb,
-            late_results=self.late_results,
-            metadata=dict(self.metadata),
-            kind=self.kind,
-            node=self.node,
-            machine_id=self.spawned.machine_id,
-            instance_type=self.spawned.instance_type,
-            place=self.spawned.place,
-        )
+        return replace(Worker(*_WORKER_VALUES(self)), metadata=dict(self.metadata))
 
 
 class WorkerTable:
     def __init__(self) -> None:
         self.rows: dict[str, MemoryWorker] = {}
         self.not_terminated: dict[str, MemoryWorker] = {}
-        # In the order they ended.
+        # In order of termination.
         self.terminated: OrderedDict[str, MemoryWorker] = OrderedDict()
 
     def add(self, row: MemoryWorker) -> None:
@@ -219,7 +198,7 @@ class WorkerTable:
         self.terminated[row.id] = row
 
     def forget(self, row: MemoryWorker) -> None:
-        """One that has ended."""
+        """Delete a terminated worker."""
         del self.terminated[row.id], self.rows[row.id]
 
     def get(self, worker_id: str | None) -> MemoryWorker | None:
@@ -231,7 +210,7 @@ class WorkerTable:
         return row if row is not None and row.status in statuses else None
 
     def named(self, worker_ids: Sequence[str]) -> list[MemoryWorker]:
-        """Those of them that there are, each once."""
+        """The existing workers among these, each once."""
         return [self.rows[worker_id] for worker_id in dict.fromkeys(worker_ids) if worker_id in self.rows]
 
     def spawned_in(self, fleet: str) -> list[MemoryWorker]:

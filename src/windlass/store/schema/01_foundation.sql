@@ -34,7 +34,7 @@ as $$
 $$;
 
 -- Whether a text is a valid name of a queue, fleet or token: short enough for a label, safe in a channel, a path and a
--- metric. The length is checked apart: in the regular expression it would be five times as slow, for every enqueued row.
+-- metric. The length is not part of the regular expression: that would be five times as slow for every enqueued row.
 create function windlass_internal.is_name(p_name text) returns boolean
 language sql immutable parallel safe
 as $$ select length(p_name) <= 63 and p_name ~ '^[A-Za-z0-9][A-Za-z0-9_.:-]*$' $$;

@@ -59,8 +59,7 @@ create function windlass_internal.record_attempt_span(
 language sql
 as $$
   insert into windlass.attempt_spans (worker_id, task_id, queue, from_at, until_at)
-  select p_worker_id, p_task_id, p_queue, p_from_at, p_until_at
-  from windlass.workers w
+  select p_worker_id, p_task_id, p_queue, p_from_at, p_until_at from windlass.workers w
   where w.id = p_worker_id
     and (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
     and p_from_at < p_until_at
@@ -72,13 +71,10 @@ create function windlass_internal.record_attempt_spans(p_task_ids bigint[], p_un
 language sql
 as $$
   insert into windlass.attempt_spans (worker_id, task_id, queue, from_at, until_at)
-  select t.worker_id, t.id, t.queue, t.started_at, p_until_at
-  from windlass.tasks t
+  select t.worker_id, t.id, t.queue, t.started_at, p_until_at from windlass.tasks t
   join windlass.workers w on w.id = t.worker_id
   where (w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null))
-    and t.id = any (p_task_ids)
-    and t.status = 'complete'
-    and t.finished_at = p_until_at
+    and t.id = any (p_task_ids) and t.status = 'complete' and t.finished_at = p_until_at
     and t.started_at < p_until_at
   on conflict do nothing
 $$;
@@ -120,7 +116,8 @@ declare
   v_id bigint;
 begin
   if octet_length(p_payload::text) > p_max_payload_bytes then
-    raise exception 'the payload has % bytes and at most % are accepted: store large data elsewhere and put its address into the task',
+    raise exception 'the payload has % bytes and at most % are accepted: '
+      'store large data elsewhere and put its address into the task',
       octet_length(p_payload::text), p_max_payload_bytes
       using errcode = 'program_limit_exceeded';
   end if;
@@ -135,10 +132,8 @@ begin
       return v_id;
     end if;
 
-    select t.id into v_id
-    from windlass.tasks t
-    where t.queue = p_queue
-      and t.unique_key = p_unique_key;
+    select t.id into v_id from windlass.tasks t
+    where t.queue = p_queue and t.unique_key = p_unique_key;
     if v_id is not null then
       return v_id;
     end if;
@@ -156,10 +151,9 @@ declare
   v_queue text;
 begin
   update windlass.tasks
-  set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null, worker_id = null,
-      started_at = null, finished_at = null, progress = null, progress_note = null
-  where id = p_task_id
-    and status in ('error', 'failed')
+  set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null,
+      worker_id = null, started_at = null, finished_at = null, progress = null, progress_note = null
+  where id = p_task_id and status in ('error', 'failed')
   returning queue into v_queue;
   if not found then
     return false;
@@ -189,20 +183,17 @@ as $$
 begin
   return query
     with dead as (
-      select f.id, f.finished_at
-      from windlass.tasks f
+      select f.id, f.finished_at from windlass.tasks f
       where f.status = 'failed'
         and f.finished_at between coalesce(p_failed_from, '-infinity') and p_failed_before
         and f.queue = p_queue
         and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
-      order by f.finished_at
-      limit p_limit
-      for update skip locked
+      order by f.finished_at limit p_limit for update skip locked
     ),
     retried as (
       update windlass.tasks t
-      set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null, worker_id = null,
-          started_at = null, finished_at = null, progress = null, progress_note = null
+      set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null,
+          worker_id = null, started_at = null, finished_at = null, progress = null, progress_note = null
       where t.id = any (array(select d.id from dead d))
       returning t.id
     ),
@@ -225,10 +216,8 @@ as $$
 declare
   v_before windlass.tasks;
 begin
-  select t.* into v_before
-  from windlass.tasks t
-  where t.id = p_task_id
-    and t.status in ('queued', 'running', 'error')
+  select t.* into v_before from windlass.tasks t
+  where t.id = p_task_id and t.status in ('queued', 'running', 'error')
   for no key update;
   if not found then
     return false;
@@ -238,7 +227,8 @@ begin
       claim_token = null, finished_at = windlass.now()
   where id = p_task_id;
   if v_before.status = 'running' then
-    perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
+    perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at,
+      windlass.now());
   end if;
   perform windlass_internal.add_event('TASK_CANCELLED', p_reason, null, v_before.worker_id, p_task_id);
   return true;

@@ -16,14 +16,13 @@ as $$
 begin
   if exists (
     select from windlass.tasks t
-    where t.id = p_task_id
-      and t.claim_token = p_token
-      and t.status = any (p_statuses)
+    where t.id = p_task_id and t.claim_token = p_token and t.status = any (p_statuses)
   ) then
     return true;
   end if;
   update windlass.workers set late_results = late_results + 1 where id = p_worker_id;
-  perform windlass_internal.add_event('LATE_RESULT', 'result rejected: its claim is no longer valid', w.fleet, p_worker_id, p_task_id)
+  perform windlass_internal.add_event('LATE_RESULT', 'result rejected: its claim is no longer valid', w.fleet,
+    p_worker_id, p_task_id)
   from (select (select fleet from windlass.workers where id = p_worker_id) as fleet) w;
   return false;
 end
@@ -40,14 +39,13 @@ declare
 begin
   update windlass.tasks t
   set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
-  where t.id = p_task_id
-    and t.claim_token = p_token
-    and t.finished_at is null
+  where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
   returning t.* into v_task;
   if not found then
     return windlass_internal.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['complete']);
   end if;
-  perform windlass_internal.record_attempt_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_task.finished_at);
+  perform windlass_internal.record_attempt_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at,
+    v_task.finished_at);
   perform windlass_internal.record_successes(array[p_task_id], v_task.finished_at);
   return true;
 end
@@ -78,9 +76,7 @@ begin
       run_after = case when p_retry and t.attempts < t.max_attempts
         then v_now + make_interval(secs => windlass_internal.retry_delay_s(t.attempts, p_jitter)) end,
       finished_at = v_now, error_code = p_code, error = v_error
-  where t.id = p_task_id
-    and t.claim_token = p_token
-    and t.finished_at is null
+  where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
   returning t.* into v_task;
   if not found then
     if windlass_internal.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
@@ -115,11 +111,8 @@ as $$
 declare
   v_before windlass.tasks;
 begin
-  select t.* into v_before
-  from windlass.tasks t
-  where t.id = p_task_id
-    and t.claim_token = p_token
-    and t.finished_at is null
+  select t.* into v_before from windlass.tasks t
+  where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
   for no key update;
   if not found then
     return false;
@@ -131,7 +124,8 @@ begin
       progress = null, progress_note = null
   where id = p_task_id;
   -- It does not count as an attempt, but it used the worker's time.
-  perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at, windlass.now());
+  perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at,
+    windlass.now());
   perform windlass_internal.add_event('TASK_RELEASED', p_reason, null, p_worker_id, p_task_id);
   perform pg_notify('windlass_tasks', v_before.queue);
   return true;
@@ -172,16 +166,12 @@ begin
   if v_count = 1 then
     update windlass.tasks t
     set status = 'complete', result = p_results[1], finished_at = v_now, error = null, error_code = null
-    where t.id = p_task_ids[1]
-      and t.claim_token = p_tokens[1]
-      and t.finished_at is null;
+    where t.id = p_task_ids[1] and t.claim_token = p_tokens[1] and t.finished_at is null;
   elsif v_count > 1 then
     update windlass.tasks t
     set status = 'complete', result = f.result, finished_at = v_now, error = null, error_code = null
     from unnest(p_task_ids, p_tokens, p_results) as f (task_id, token, result)
-    where t.id = f.task_id
-      and t.claim_token = f.token
-      and t.finished_at is null;
+    where t.id = f.task_id and t.claim_token = f.token and t.finished_at is null;
   end if;
   if v_count > 0 then
     get diagnostics v_count = row_count;
@@ -201,19 +191,18 @@ begin
     return;
   end if;
 
-  select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred, w.first_claimed_at is null as is_first,
+  select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred,
+    w.first_claimed_at is null as is_first,
     -- Spans are recorded only for workers with a price. A dispatcher completes tasks of nodes, which may have one.
     w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null) or w.kind = 'dispatcher'
       as has_price,
     w.failing_since is not null or w.kind = 'dispatcher' as is_failing,
     exists (
       select from windlass.tasks t
-      where t.queue = any (p_queues)
-        and t.run_after <= v_now
+      where t.queue = any (p_queues) and t.run_after <= v_now
     ) as is_due
   into v_worker
-  from windlass.workers w
-  where w.id = p_worker_id;
+  from windlass.workers w where w.id = p_worker_id;
   if not found then
     raise exception 'worker % is not registered: call windlass.register_worker first', p_worker_id
       using errcode = 'no_data_found';
@@ -237,12 +226,9 @@ begin
     update windlass.tasks t
     set status = 'queued', run_after = null, ready_at = greatest(t.run_after, t.created_at)
     where t.id = any (array(
-      select d.id
-      from windlass.tasks d
-      where d.queue = any (p_queues)
-        and d.run_after <= v_now
-      limit 1000
-      for update skip locked
+      select d.id from windlass.tasks d
+      where d.queue = any (p_queues) and d.run_after <= v_now
+      limit 1000 for update skip locked
     ));
   end if;
 
@@ -251,13 +237,9 @@ begin
       select q.name
       from unnest(p_queues) as q (name)
       cross join lateral (
-        select t.priority, t.id
-        from windlass.tasks t
-        where t.queue = q.name
-          and t.status = 'queued'
-          and t.run_after is null
-        order by t.priority desc, t.id
-        limit 1
+        select t.priority, t.id from windlass.tasks t
+        where t.queue = q.name and t.status = 'queued' and t.run_after is null
+        order by t.priority desc, t.id limit 1
       ) as head
       order by head.priority desc, head.id
     );
@@ -266,17 +248,13 @@ begin
   foreach v_queue in array v_queues loop
     return query
       update windlass.tasks t
-      set status = 'running', worker_id = p_worker_id, attempts = t.attempts + 1, started_at = v_now, finished_at = null,
-          claim_token = (v_random || lpad(to_hex(t.id), 16, '0'))::uuid, progress = null, progress_note = null
+      set status = 'running', worker_id = p_worker_id, attempts = t.attempts + 1, started_at = v_now,
+          finished_at = null, progress = null, progress_note = null,
+          claim_token = (v_random || lpad(to_hex(t.id), 16, '0'))::uuid
       where t.id = any (array(
-        select c.id
-        from windlass.tasks c
-        where c.queue = v_queue
-          and c.status = 'queued'
-          and c.run_after is null
-        order by c.priority desc, c.id
-        limit v_left
-        for update skip locked
+        select c.id from windlass.tasks c
+        where c.queue = v_queue and c.status = 'queued' and c.run_after is null
+        order by c.priority desc, c.id limit v_left for update skip locked
       ))
       returning t.id, t.claim_token, t.queue::text, t.payload, t.attempts, t.max_attempts::integer,
         t.timeout_s::double precision, t.priority, t.created_at, false;
@@ -310,11 +288,8 @@ as $$
   select min(due.run_after)
   from unnest(p_queues) as q (name)
   cross join lateral (
-    select t.run_after
-    from windlass.tasks t
-    where t.queue = q.name
-      and t.run_after is not null
-    order by t.run_after
-    limit 1
+    select t.run_after from windlass.tasks t
+    where t.queue = q.name and t.run_after is not null
+    order by t.run_after limit 1
   ) as due
 $$;

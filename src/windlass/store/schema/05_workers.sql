@@ -49,8 +49,7 @@ declare
   -- Null for an unknown id: then there are no tasks to requeue.
   v_is_new_start boolean;
 begin
-  select (w.start_id = p_start_id) is not true into v_is_new_start
-  from windlass.workers w
+  select (w.start_id = p_start_id) is not true into v_is_new_start from windlass.workers w
   where w.id = p_worker_id
   for no key update;
 
@@ -59,10 +58,9 @@ begin
   insert into windlass.workers as w (
     id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version, start_id
   )
-  select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_kind, p_concurrency, p_lease_s, windlass.now(), p_host, p_pid,
-    p_version, p_start_id
-  from windlass.fleets f
-  where f.name = p_fleet
+  select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_kind, p_concurrency, p_lease_s, windlass.now(), p_host,
+    p_pid, p_version, p_start_id
+  from windlass.fleets f where f.name = p_fleet
   on conflict (id) do update
     set queues = excluded.queues, kind = excluded.kind, concurrency = excluded.concurrency, lease_s = excluded.lease_s,
         host = excluded.host, pid = excluded.pid, version = excluded.version, start_id = excluded.start_id
@@ -72,8 +70,10 @@ begin
   if v_status is null then
     select w.status into v_status from windlass.workers w where w.id = p_worker_id;
   else
-    perform windlass_internal.add_event('WORKER_REGISTERED', format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'),
-      array_to_string(p_queues, ', ')), v_fleet, p_worker_id, null);
+    perform windlass_internal.add_event(
+      'WORKER_REGISTERED',
+      format('registered on %s, serving %s', coalesce(p_host, 'an unknown host'), array_to_string(p_queues, ', ')),
+      v_fleet, p_worker_id, null);
     -- Tasks on nodes outlive a restart of the dispatcher or of the node's own program.
     if p_kind = 'worker' and v_is_new_start then
       perform windlass_internal.requeue_tasks_of(array[p_worker_id], 'WORKER_LOST', 'its worker restarted');
@@ -90,10 +90,8 @@ as $$
 declare
   v_worker windlass.workers;
 begin
-  update windlass.workers
-  set status = 'active', activated_at = windlass.now()
-  where id = p_worker_id
-    and status = 'spawning'
+  update windlass.workers set status = 'active', activated_at = windlass.now()
+  where id = p_worker_id and status = 'spawning'
   returning * into v_worker;
   if found then
     perform windlass_internal.add_event('WORKER_ACTIVATED', 'worker reported ready', v_worker.fleet, p_worker_id, null);
@@ -158,8 +156,7 @@ begin
         else w.vram_lost_at
       end,
       metadata = w.metadata || (p_vitals - 'pid' - 'vram_total_mb' - 'vram_used_mb')
-  where w.id = p_worker_id
-    and w.status in ('spawning', 'active', 'terminating')
+  where w.id = p_worker_id and w.status in ('spawning', 'active', 'terminating')
   returning w.status, w.paused, make_interval(secs => w.lease_s), w.kind
   into status, paused, v_lease, v_kind;
 
@@ -175,22 +172,18 @@ begin
     from unnest(v_ids, v_tokens) as h (task_id, token)
     where not exists (
       select from windlass.tasks t
-      where t.id = h.task_id
-        and t.claim_token = h.token
-        and t.finished_at is null
+      where t.id = h.task_id and t.claim_token = h.token and t.finished_at is null
     )
   );
 
   -- A locked task is being finished or requeued right now. Waiting for it would delay this heartbeat, and could
   -- deadlock: the holder of the task may need the worker's row, which this call holds.
-  update windlass.tasks t
-  set progress = changed.progress, progress_note = changed.note
+  update windlass.tasks t set progress = changed.progress, progress_note = changed.note
   from (
     select r.id, h.progress, h.note
     from unnest(v_ids, v_tokens, v_progress, v_notes) as h (task_id, token, progress, note)
     join windlass.tasks r on r.id = h.task_id and r.claim_token = h.token and r.finished_at is null
-    where h.progress is not null
-      and (r.progress, r.progress_note) is distinct from (h.progress, h.note)
+    where h.progress is not null and (r.progress, r.progress_note) is distinct from (h.progress, h.note)
     for no key update of r skip locked
   ) as changed
   where t.id = changed.id;
@@ -204,25 +197,19 @@ begin
   -- for that answer, and without this the task would stay running forever.
   perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'the claim did not reach its worker')
   from (
-    select r.id, r.claim_token
-    from windlass.tasks r
+    select r.id, r.claim_token from windlass.tasks r
     where r.id = any (array(
         select u.id
         from (
-          select o.id, o.claim_token
-          from windlass.tasks o
-          where o.worker_id = p_worker_id
-            and o.status = 'running'
-            and o.started_at < v_now - v_lease
+          select o.id, o.claim_token from windlass.tasks o
+          where o.worker_id = p_worker_id and o.status = 'running' and o.started_at < v_now - v_lease
           except
           select h.task_id, h.token
           from unnest(v_ids, v_tokens) as h (task_id, token)
         ) as u
       ))
       -- Checked again on the locked row: it may have been released and claimed again meanwhile.
-      and r.worker_id = p_worker_id
-      and r.finished_at is null
-      and r.started_at < v_now - v_lease
+      and r.worker_id = p_worker_id and r.finished_at is null and r.started_at < v_now - v_lease
     for no key update of r skip locked
   ) as t;
 end
@@ -245,19 +232,15 @@ begin
       terminated_at = case when slot is null then v_now end,
       terminating_at = coalesce(terminating_at, v_now),
       code = coalesce(code, 'DEREGISTERED'), reason = coalesce(reason, p_reason)
-  where id = p_worker_id
-    and status in ('spawning', 'active', 'terminating')
+  where id = p_worker_id and status in ('spawning', 'active', 'terminating')
   returning * into v_worker;
   if found then
     perform windlass_internal.add_event('WORKER_DEREGISTERED', p_reason, v_worker.fleet, p_worker_id, null);
     perform windlass.release_task(p_worker_id, t.id, t.claim_token, 'its worker deregistered')
     from (
-      select r.id, r.claim_token
-      from windlass.tasks r
-      where r.worker_id = p_worker_id
-        and r.status = 'running'
-      order by r.id
-      for no key update skip locked
+      select r.id, r.claim_token from windlass.tasks r
+      where r.worker_id = p_worker_id and r.status = 'running'
+      order by r.id for no key update skip locked
     ) as t;
   end if;
 end

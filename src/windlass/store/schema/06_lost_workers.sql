@@ -14,12 +14,9 @@ declare
   v_now timestamptz := windlass.now();
 begin
   with taken as (
-    select t.id, t.worker_id as from_worker_id, t.queue, t.started_at
-    from windlass.tasks t
-    where t.worker_id = any (p_worker_ids)
-      and t.status = 'running'
-    order by t.id
-    for update skip locked
+    select t.id, t.worker_id as from_worker_id, t.queue, t.started_at from windlass.tasks t
+    where t.worker_id = any (p_worker_ids) and t.status = 'running'
+    order by t.id for update skip locked
   ),
   moved as (
     update windlass.tasks t
@@ -44,7 +41,9 @@ begin
       jsonb_strip_nulls(jsonb_build_object(
         'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_attempts', m.failed_attempts))
     from (
-      select *, case status when 'failed' then windlass_internal.failed_attempts(id, from_worker_id, attempts, p_code) end as failed_attempts
+      select *,
+        case status when 'failed' then windlass_internal.failed_attempts(id, from_worker_id, attempts, p_code) end
+          as failed_attempts
       from moved
     ) as m
   ),
@@ -73,11 +72,8 @@ create function windlass_internal.dispatcher_and_nodes(p_dispatcher_id text, p_f
 language sql stable
 as $$
   select array[p_dispatcher_id] || array(
-    select w.id
-    from windlass.workers w
-    where w.fleet = p_fleet
-      and w.kind = 'node'
-      and w.status <> 'terminated'
+    select w.id from windlass.workers w
+    where w.fleet = p_fleet and w.kind = 'node' and w.status <> 'terminated'
       and not exists (
         select from windlass.leases l where l.name = 'ray:' || p_fleet and l.expires_at > windlass.now()
       )
@@ -102,8 +98,7 @@ declare
 begin
   update windlass.workers
   set status = 'error', code = p_code, reason = p_reason, failed_at = case when p_counts then v_now end
-  where id = p_worker_id
-    and status in ('spawning', 'active', 'terminating')
+  where id = p_worker_id and status in ('spawning', 'active', 'terminating')
   returning * into v_worker;
   if not found then
     return 0;
@@ -116,26 +111,23 @@ begin
     set restart_count = restart_count + 1, last_restart_at = v_now,
         -- The newest 100: no restart limit is higher.
         restarts = (restarts || v_now)[greatest(1, cardinality(restarts) - 98):]
-    where fleet = v_worker.fleet
-      and slot = v_worker.slot;
+    where fleet = v_worker.fleet and slot = v_worker.slot;
   end if;
   if p_refund is not null then
     perform windlass_internal.refund_attempts(
       p_worker_id, (p_refund ->> 'since')::timestamptz, (p_refund ->> 'is_trial')::boolean);
     with held as materialized (
-      select t.id, t.claim_token
-      from windlass.tasks t
-      where t.worker_id = p_worker_id
-        and t.status = 'running'
-      order by t.id
-      for no key update skip locked
+      select t.id, t.claim_token from windlass.tasks t
+      where t.worker_id = p_worker_id and t.status = 'running'
+      order by t.id for no key update skip locked
     )
     select count(*) into v_released
     from held
     where windlass.release_task(p_worker_id, held.id, held.claim_token, 'its worker was quarantined');
   end if;
   select r.requeued + r.failed + v_released into v_requeued
-  from windlass_internal.requeue_tasks_of(array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
+  from windlass_internal.requeue_tasks_of(
+    array[p_worker_id], p_code, format('worker %s: %s', p_worker_id, p_reason)) as r;
   return v_requeued;
 end
 $$;
@@ -178,7 +170,8 @@ begin
   where l.name not like 'ray:%'; -- dispatchers hold those
 
   for v_lost in
-    select w.id, w.fleet, w.slot, w.kind, extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
+    select w.id, w.fleet, w.slot, w.kind,
+      extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
     from windlass.workers w
     cross join lateral (
       select w.lease_s + windlass_internal.max_heartbeat_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
@@ -188,32 +181,27 @@ begin
       and (w.slot is null or coalesce(v_leaderless_s > 2 * w.lease_s, true))
       and silence.allowed_s <= v_gapless_s
       and coalesce(w.last_heartbeat, w.created_at) < v_now - make_interval(secs => silence.allowed_s)
-    order by w.id
-    limit p_limit
-    for update of w skip locked
+    order by w.id limit p_limit for update of w skip locked
   loop
     v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
     v_holder_ids := case
-      when v_lost.kind = 'dispatcher' then windlass_internal.dispatcher_and_nodes(v_lost.id, v_lost.fleet) else array[v_lost.id]
+      when v_lost.kind = 'dispatcher' then windlass_internal.dispatcher_and_nodes(v_lost.id, v_lost.fleet)
+      else array[v_lost.id]
     end;
     -- Only the dispatcher's row leads to the tasks on its nodes. While one of them is locked, the dispatcher is not
     -- ended, so that the next call finds the rest.
     v_can_end := v_lost.kind <> 'dispatcher' or not exists (
       select from windlass.tasks t
-      where t.worker_id = any (v_holder_ids)
-        and t.worker_id <> v_lost.id
-        and t.status = 'running'
+      where t.worker_id = any (v_holder_ids) and t.worker_id <> v_lost.id and t.status = 'running'
         and t.id <> all (array(
-          select f.id
-          from windlass.tasks f
-          where f.worker_id = any (v_holder_ids)
-            and f.status = 'running'
-          order by f.id
-          for update skip locked
+          select f.id from windlass.tasks f
+          where f.worker_id = any (v_holder_ids) and f.status = 'running'
+          order by f.id for update skip locked
         ))
     );
     if v_can_end then
-      perform windlass_internal.add_event('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null, jsonb_build_object('judge', p_judge_id));
+      perform windlass_internal.add_event('WORKER_LOST', v_reason, v_lost.fleet, v_lost.id, null,
+        jsonb_build_object('judge', p_judge_id));
     end if;
     worker_id := v_lost.id;
     select r.requeued, r.failed
@@ -237,19 +225,18 @@ begin
   end loop;
 
   for v_lost in
-    select distinct t.worker_id as id
-    from windlass.tasks t
+    select distinct t.worker_id as id from windlass.tasks t
     where t.status = 'running'
       and not exists (
         select from windlass.workers w where w.id = t.worker_id and w.status in ('spawning', 'active', 'terminating')
       )
-    order by t.worker_id
-    limit p_limit
+    order by t.worker_id limit p_limit
   loop
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
-    from windlass_internal.requeue_tasks_of(array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
+    from windlass_internal.requeue_tasks_of(
+      array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
     -- Nothing taken: its tasks are locked, or were finished meanwhile.
     if tasks_requeued + tasks_failed > 0 then
       return next;

@@ -17,21 +17,18 @@ $$;
 create function windlass_internal.record_successes(p_task_ids bigint[], p_at timestamptz) returns void
 language sql
 as $$
-  update windlass.workers w
-  set failed_tasks = '{}', failing_since = null
+  update windlass.workers w set failed_tasks = '{}', failing_since = null
   where w.failing_since is not null
     and w.id in (
-      select t.worker_id
-      from windlass.tasks t
-      where t.id = any (p_task_ids)
-        and t.status = 'complete'
-        and t.finished_at = p_at
+      select t.worker_id from windlass.tasks t
+      where t.id = any (p_task_ids) and t.status = 'complete' and t.finished_at = p_at
     )
 $$;
 
 -- All failed attempts of a task, including this last one, since it was enqueued or retried by hand; at most 20:
 -- {"attempt", "worker_id", "error_code", "has_worked_since"}. Index events_task.
-create function windlass_internal.failed_attempts(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text) returns jsonb
+create function windlass_internal.failed_attempts(p_task_id bigint, p_worker_id text, p_attempt integer, p_code text)
+returns jsonb
 language sql stable
 as $$
   with earlier as (
@@ -41,8 +38,7 @@ as $$
       and e.code in ('TASK_ERROR', 'TASK_REQUEUED', 'TASK_FAILED')
       and e.id > coalesce(
         (select max(r.id) from windlass.events r where r.task_id = p_task_id and r.code = 'TASK_RETRIED'), 0)
-    order by e.id desc
-    limit 19
+    order by e.id desc limit 19
   ),
   failed as (
     select * from earlier
@@ -82,42 +78,31 @@ create function windlass_internal.observe_failure_streaks(p_fleet text, p_queues
 language sql stable
 as $$
   with suspects as materialized (
-    select w.id, w.failing_since, w.failed_tasks
-    from windlass.workers w
-    where w.fleet = p_fleet
-      and w.failing_since is not null
-      and w.status in ('spawning', 'active')
+    select w.id, w.failing_since, w.failed_tasks from windlass.workers w
+    where w.fleet = p_fleet and w.failing_since is not null and w.status in ('spawning', 'active')
       and cardinality(w.failed_tasks) >= p_min
-    order by w.failing_since, w.id collate "C"
-    limit 50
+    order by w.failing_since, w.id collate "C" limit 50
   ),
   completed as materialized (
     select c.worker_id, c.finished_at
     from (
-      select t.worker_id, t.queue, t.finished_at
-      from windlass.tasks t
+      select t.worker_id, t.queue, t.finished_at from windlass.tasks t
       where t.status = 'complete'
         and t.finished_at >= (select min(s.failing_since) from suspects s)
-      order by t.finished_at desc
-      limit 20000
+      order by t.finished_at desc limit 20000
     ) as c
     where c.queue = any (p_queues)
-    order by c.finished_at desc
-    limit 500
+    order by c.finished_at desc limit 500
   ),
   failed as materialized (
     select f.worker_id, f.at
     from (
-      select e.id, e.worker_id, e.at, e.code
-      from windlass.events e
+      select e.id, e.worker_id, e.at, e.code from windlass.events e
       where e.at >= (select min(s.failing_since) from suspects s)
-      order by e.at desc, e.id desc
-      limit 20000
+      order by e.at desc, e.id desc limit 20000
     ) as f
-    where f.code in ('TASK_ERROR', 'TASK_FAILED')
-      and f.worker_id in (select c.worker_id from completed c)
-    order by f.at desc, f.id desc
-    limit 1000
+    where f.code in ('TASK_ERROR', 'TASK_FAILED') and f.worker_id in (select c.worker_id from completed c)
+    order by f.at desc, f.id desc limit 1000
   )
   select coalesce(json_agg(json_build_object(
     'worker_id', s.id,
@@ -127,14 +112,11 @@ as $$
       select coalesce(json_object_agg(t.id, t.worker_id order by t.id), '{}')
       from windlass.tasks t
       where t.id = any (s.failed_tasks)
-        and t.status = 'complete'
-        and t.worker_id <> s.id
+        and t.status = 'complete' and t.worker_id <> s.id
     ),
     'failed_elsewhere', array(
-      select distinct e.task_id
-      from windlass.events e
-      where e.task_id = any (s.failed_tasks)
-        and e.code in ('TASK_ERROR', 'TASK_FAILED')
+      select distinct e.task_id from windlass.events e
+      where e.task_id = any (s.failed_tasks) and e.code in ('TASK_ERROR', 'TASK_FAILED')
         and e.worker_id = any (others.ids)
       order by e.task_id
     ),
@@ -148,8 +130,7 @@ as $$
   cross join lateral (
     select coalesce(array_agg(distinct c.worker_id), '{}') as ids, count(*) as completed
     from completed c
-    where c.finished_at >= s.failing_since
-      and c.worker_id <> s.id
+    where c.finished_at >= s.failing_since and c.worker_id <> s.id
   ) as others
 $$;
 
@@ -158,7 +139,8 @@ $$;
 -- most 10,000 failures, newest first. Locked tasks keep their count. p_is_trial: no other worker has done better yet;
 -- then a task is refunded only once since it was enqueued or retried by hand, because a task that fails everywhere
 -- would be retried without end. Index events_task.
-create function windlass_internal.refund_attempts(p_worker_id text, p_since timestamptz, p_is_trial boolean) returns void
+create function windlass_internal.refund_attempts(p_worker_id text, p_since timestamptz, p_is_trial boolean)
+returns void
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -166,13 +148,9 @@ begin
   with failures as (
     select f.task_id, count(*)::integer as attempts
     from (
-      select e.task_id
-      from windlass.events e
-      where e.worker_id = p_worker_id
-        and e.at >= p_since
-        and e.code in ('TASK_ERROR', 'TASK_FAILED')
-      order by e.id desc
-      limit 10000
+      select e.task_id from windlass.events e
+      where e.worker_id = p_worker_id and e.at >= p_since and e.code in ('TASK_ERROR', 'TASK_FAILED')
+      order by e.id desc limit 10000
     ) as f
     group by f.task_id
   ),
@@ -182,8 +160,7 @@ begin
       greatest(t.attempts - f.attempts, case when t.status = 'running' then 1 else 0 end) as attempts_left
     from windlass.tasks t
     join failures f on f.task_id = t.id
-    where t.status <> 'complete'
-      and t.error_code is distinct from 'CANCELLED'
+    where t.status <> 'complete' and t.error_code is distinct from 'CANCELLED'
       and not (p_is_trial and exists (
         select
         from windlass.events a
@@ -192,8 +169,7 @@ begin
           and a.id > coalesce(
             (select max(r.id) from windlass.events r where r.task_id = t.id and r.code = 'TASK_RETRIED'), 0)
       ))
-    order by t.id
-    for no key update of t skip locked
+    order by t.id for no key update of t skip locked
   ),
   freed as (
     select h.id, h.mine, h.attempts_left,

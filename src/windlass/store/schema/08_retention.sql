@@ -24,37 +24,31 @@ begin
   end if;
 
   delete from windlass.tasks where id = any (array(
-    select t.id
-    from windlass.tasks t
-    where t.status = 'complete'
-      and t.finished_at < v_now - make_interval(secs => p_complete_s)
-    order by t.finished_at
-    limit p_limit
-    for update skip locked
+    select t.id from windlass.tasks t
+    where t.status = 'complete' and t.finished_at < v_now - make_interval(secs => p_complete_s)
+    order by t.finished_at limit p_limit for update skip locked
   ));
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
   delete from windlass.tasks where id = any (array(
-    select t.id
-    from windlass.tasks t
-    where t.status = 'failed'
-      and t.finished_at < v_now - make_interval(secs => p_failed_s)
-    order by t.finished_at
-    limit p_limit
-    for update skip locked
+    select t.id from windlass.tasks t
+    where t.status = 'failed' and t.finished_at < v_now - make_interval(secs => p_failed_s)
+    order by t.finished_at limit p_limit for update skip locked
   ));
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
   delete from windlass.events where id = any (array(
-    select e.id from windlass.events e where e.at < v_now - make_interval(secs => p_events_s) order by e.at limit p_limit
+    select e.id from windlass.events e where e.at < v_now - make_interval(secs => p_events_s)
+    order by e.at limit p_limit
   ));
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
   delete from windlass.cycles where id = any (array(
-    select c.id from windlass.cycles c where c.started_at < v_now - make_interval(secs => p_cycles_s) order by c.started_at limit p_limit
+    select c.id from windlass.cycles c where c.started_at < v_now - make_interval(secs => p_cycles_s)
+    order by c.started_at limit p_limit
   ));
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
@@ -66,43 +60,38 @@ begin
   v_deleted := v_deleted + v_count;
 
   delete from windlass.charges where id = any (array(
-    select c.id from windlass.charges c where c.from_at < v_now - make_interval(secs => p_charges_s) order by c.from_at limit p_limit
+    select c.id from windlass.charges c where c.from_at < v_now - make_interval(secs => p_charges_s)
+    order by c.from_at limit p_limit
   ));
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
   delete from windlass.spending where (fleet, hour, currency, queue) in (
-    select s.fleet, s.hour, s.currency, s.queue
-    from windlass.spending s
+    select s.fleet, s.hour, s.currency, s.queue from windlass.spending s
     where s.hour < v_now - make_interval(secs => p_charges_s)
-    order by s.hour
-    limit p_limit
+    order by s.hour limit p_limit
   );
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
   -- Settling deletes spans. The rest belongs to workers that turned out to have no price.
   delete from windlass.attempt_spans where (worker_id, from_at, task_id) in (
-    select s.worker_id, s.from_at, s.task_id
-    from windlass.attempt_spans s
+    select s.worker_id, s.from_at, s.task_id from windlass.attempt_spans s
     where s.until_at < v_now - make_interval(secs => greatest(p_complete_s, p_failed_s))
       and not exists (select from windlass.workers w where w.id = s.worker_id and w.settle_at is not null)
-    order by s.until_at
-    limit p_limit
+    order by s.until_at limit p_limit
   );
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
   -- Terminated workers are kept as long as the tasks and events that name them.
   delete from windlass.workers where id = any (array(
-    select w.id
-    from windlass.workers w
+    select w.id from windlass.workers w
     where w.status = 'terminated'
       and w.terminated_at < v_now - make_interval(secs => greatest(p_complete_s, p_failed_s, p_events_s))
       -- A worker is kept until its bill is closed.
       and w.settle_at is null
-    order by w.terminated_at
-    limit p_limit
+    order by w.terminated_at limit p_limit
   ));
   get diagnostics v_count = row_count;
   return v_deleted + v_count;
@@ -110,7 +99,8 @@ end
 $$;
 
 -- Delete resolved alerts and their messages. Returns the number of deleted alerts, at most p_limit.
-create function windlass_internal.sweep_alerts(p_alerts_s double precision, p_limit integer default 1000) returns integer
+create function windlass_internal.sweep_alerts(p_alerts_s double precision, p_limit integer default 1000)
+returns integer
 language sql
 set enable_seqscan = off
 as $$
@@ -118,8 +108,7 @@ as $$
     delete from windlass.alerts where id = any (array(
       select a.id from windlass.alerts a
       where a.resolved_at < windlass.now() - make_interval(secs => p_alerts_s)
-      order by a.resolved_at
-      limit p_limit
+      order by a.resolved_at limit p_limit
     ))
     returning id
   )
@@ -128,7 +117,8 @@ $$;
 
 -- Delete samples, expired sessions and servers that stopped without removing their row. Returns the number of deleted
 -- rows.
-create function windlass_internal.sweep_dashboard(p_samples_s double precision, p_limit integer default 1000) returns integer
+create function windlass_internal.sweep_dashboard(p_samples_s double precision, p_limit integer default 1000)
+returns integer
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -140,8 +130,7 @@ begin
   delete from windlass.samples s using (
     select o.fleet, o.at from windlass.samples o
     where o.at < v_now - make_interval(secs => p_samples_s)
-    order by o.at
-    limit p_limit
+    order by o.at limit p_limit
   ) as old
   where s.fleet = old.fleet and s.at = old.at;
   get diagnostics v_count = row_count;

@@ -4,7 +4,8 @@
 -- late can write nothing.
 
 -- Acquire or renew the lease. Returns the term, or null while another holder has it. A new holder gets a new term.
-create function windlass_internal.acquire_lease_term(p_name text, p_holder text, p_ttl_s double precision) returns bigint
+create function windlass_internal.acquire_lease_term(p_name text, p_holder text, p_ttl_s double precision)
+returns bigint
 language sql
 as $$
   insert into windlass.leases as l (name, holder, term, expires_at)
@@ -34,7 +35,8 @@ begin
   if v_term is not null then
     return json_build_object('term', v_term);
   end if;
-  return json_build_object('term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_name), 'now', windlass.now());
+  return json_build_object(
+    'term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_name), 'now', windlass.now());
 end
 $$;
 
@@ -51,10 +53,7 @@ as $$
 begin
   -- Locked until the caller's transaction ends: the leader cannot change between this check and the write it protects.
   perform from windlass.leases l
-  where l.name = p_name
-    and l.holder = p_holder
-    and l.term = p_term
-    and l.expires_at > windlass.now()
+  where l.name = p_name and l.holder = p_holder and l.term = p_term and l.expires_at > windlass.now()
   for update;
   if not found then
     raise exception 'lease % with term % is no longer held by %', p_name, p_term, p_holder

@@ -66,7 +66,8 @@ declare
   v_term bigint := windlass_internal.acquire_lease_term(p_lease, p_holder, p_ttl_s);
 begin
   if v_term is null then
-    header := json_build_object('term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_lease), 'now', v_now);
+    header := json_build_object(
+      'term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_lease), 'now', v_now);
     return next;
     return;
   end if;
@@ -97,7 +98,8 @@ begin
             'slot', s.slot,
             'is_failed', s.status = 'failed',
             'restarts', array(
-              select r from unnest(s.restarts) as r where r > v_now - make_interval(secs => p_restart_window_s) order by r
+              select r from unnest(s.restarts) as r where r > v_now - make_interval(secs => p_restart_window_s)
+              order by r
             )
           ) order by s.slot)
           from windlass.slots s
@@ -108,39 +110,32 @@ begin
           -- Spawned in the window, or failed in it: a machine may take longer to fail than the window. Bounded: the
           -- failure rate of a fleet that spawns 1,000 workers within minutes is known from fewer.
           select json_agg(
-            json_build_object('at', h.created_at, 'has_failed', h.failed_at is not null) order by h.created_at, h.id collate "C"
+            json_build_object('at', h.created_at, 'has_failed', h.failed_at is not null)
+            order by h.created_at, h.id collate "C"
           )
           from (
-            select w.id, w.created_at, w.failed_at
-            from windlass.workers w
-            where w.fleet = p_fleet
-              and w.slot is not null
+            select w.id, w.created_at, w.failed_at from windlass.workers w
+            where w.fleet = p_fleet and w.slot is not null
               and (
                 w.created_at > v_now - make_interval(secs => p_failure_window_s)
                 or w.failed_at > v_now - make_interval(secs => p_failure_window_s)
               )
-            order by w.created_at desc, w.id collate "C" desc
-            limit 1000
+            order by w.created_at desc, w.id collate "C" desc limit 1000
           ) as h
         ), '[]'),
         'last_failure', (
           select json_build_object('worker_id', w.id, 'code', w.code, 'reason', w.reason, 'at', w.failed_at)
           from windlass.workers w
           where w.fleet = p_fleet
-            and w.slot is not null
-            and w.failed_at is not null
-          order by w.failed_at desc, w.id collate "C" desc
-          limit 1
+            and w.slot is not null and w.failed_at is not null
+          order by w.failed_at desc, w.id collate "C" desc limit 1
         ),
         'boot_p50_s', (
           select percentile_cont(0.5) within group (order by extract(epoch from b.activated_at - b.created_at))
           from (
-            select w.activated_at, w.created_at
-            from windlass.workers w
-            where w.fleet = p_fleet
-              and w.slot is not null
-            order by w.created_at desc, w.id collate "C" desc
-            limit 50
+            select w.activated_at, w.created_at from windlass.workers w
+            where w.fleet = p_fleet and w.slot is not null
+            order by w.created_at desc, w.id collate "C" desc limit 50
           ) as b
           where b.activated_at is not null
         ),
@@ -159,13 +154,9 @@ begin
             'settled_until', e.settled_until
           ) order by e.created_at, e.id collate "C")
           from (
-            select w.*
-            from windlass.workers w
-            where w.fleet = p_fleet
-              and w.settle_at is not null
-              and w.status = 'terminated'
-            order by w.settle_at
-            limit 1000
+            select w.* from windlass.workers w
+            where w.fleet = p_fleet and w.settle_at is not null and w.status = 'terminated'
+            order by w.settle_at limit 1000
           ) as e
         ), '[]'),
         'is_settlement_due', exists (
@@ -174,19 +165,16 @@ begin
         'storage', windlass_internal.observe_storage(p_fleet),
         'failure_streaks', windlass_internal.observe_failure_streaks(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
-          select t.worker_id
-          from windlass.tasks t
+          select t.worker_id from windlass.tasks t
           left join windlass.workers w on w.id = t.worker_id
           where t.status = 'running'
             and (w.fleet = p_fleet or (w.id is null and t.queue = any (p_queues)))
             and (w.id is null or w.status in ('error', 'terminated'))
-          group by t.worker_id
-          order by t.worker_id collate "C"
+          group by t.worker_id order by t.worker_id collate "C"
         )
       )
     )
-    from windlass.fleets f
-    where f.name = p_fleet
+    from windlass.fleets f where f.name = p_fleet
   );
   return next;
 
@@ -196,12 +184,11 @@ begin
       w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.vram_lost_at, w.code, w.reason,
       w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
-      w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since, w.provider,
-      t.id, t.started_at, t.timeout_s::double precision
+      w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
+      w.provider, t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
-    where w.fleet = p_fleet
-      and w.status <> 'terminated'
+    where w.fleet = p_fleet and w.status <> 'terminated'
     order by w.created_at, w.id collate "C", t.id;
 end
 $$;
@@ -221,8 +208,7 @@ as $$
       sum(t.micros) as month_micros
     from windlass.spending s
     cross join lateral (select s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros as micros) as t
-    where s.fleet = p_fleet
-      and s.hour >= date_trunc('month', p_now, 'UTC')
+    where s.fleet = p_fleet and s.hour >= date_trunc('month', p_now, 'UTC')
     group by s.currency
   ) as m
 $$;
@@ -243,15 +229,12 @@ as $$
         -- the cost of a rarely used queue next to a busy one.
         select n.started_at, n.finished_at
         from (
-          select t.queue, t.started_at, t.finished_at
-          from windlass.tasks t
+          select t.queue, t.started_at, t.finished_at from windlass.tasks t
           where t.status = 'complete'
-          order by t.finished_at desc
-          limit 20000
+          order by t.finished_at desc limit 20000
         ) as n
         where n.queue = any (p_queues)
-        order by n.finished_at desc
-        limit 500
+        order by n.finished_at desc limit 500
       ) as d
     )
   )
@@ -280,8 +263,7 @@ as $$
     cross join lateral (
       select coalesce(t.ready_at, t.created_at) as ready_at from windlass.tasks t
       where t.queue = q.name and t.status = 'queued' and t.run_after is null
-      order by t.priority desc, t.id
-      limit 100
+      order by t.priority desc, t.id limit 100
     ) as head
   ) as oldest on true
 $$;
@@ -296,16 +278,14 @@ as $$
     from windlass.workers w
     where w.fleet = p_fleet
       and w.slot is not null
-    order by w.created_at desc, w.id collate "C" desc
-    limit 50
+    order by w.created_at desc, w.id collate "C" desc limit 50
   )
   select json_build_object('code', r.code, 'reason', r.reason, 'at', r.terminated_at)
   from recent r
   where r.creation = 'refused'
     and r.code in ('LIMIT_REACHED', 'DENIED', 'INVALID_REQUEST', 'NO_CAPACITY', 'PROVIDER_PAUSE')
     and not exists (select from recent n where n.machine_at > r.terminated_at)
-  order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc
-  limit 1
+  order by r.terminated_at desc, r.created_at desc, r.id collate "C" desc limit 1
 $$;
 
 -- The newest report of a fleet's workers about the used space of their shared storage; null if there is none. It came
@@ -316,9 +296,7 @@ as $$
   select json_build_object('worker_id', w.id, 'used_bytes', w.metadata -> 'storage_used_bytes', 'at', w.last_heartbeat)
   from windlass.workers w
   where w.fleet = p_fleet
-    and w.status in ('spawning', 'active', 'terminating')
-    and w.last_heartbeat is not null
+    and w.status in ('spawning', 'active', 'terminating') and w.last_heartbeat is not null
     and (w.metadata -> 'storage_used_bytes')::text ~ '^-?[0-9]+$'
-  order by w.last_heartbeat desc, w.id collate "C" desc
-  limit 1
+  order by w.last_heartbeat desc, w.id collate "C" desc limit 1
 $$;

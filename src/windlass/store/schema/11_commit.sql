@@ -17,8 +17,7 @@ as $$
       where s.fleet = p_fleet and s.status = 'failed' and s.slot < f.max_workers
     ) as taken
   )
-  from windlass.fleets f
-  where f.name = p_fleet
+  from windlass.fleets f where f.name = p_fleet
 $$;
 
 -- Reserve free slots for new workers before any provider is called. Returns the ids that got a slot. A slot that was
@@ -35,8 +34,7 @@ begin
     select count(*) from windlass.workers w where w.fleet = p_fleet and w.status <> 'terminated' and w.slot is not null
   )
   into v_room
-  from windlass.fleets f
-  where f.name = p_fleet;
+  from windlass.fleets f where f.name = p_fleet;
 
   insert into windlass.slots (fleet, slot)
   select p_fleet, (i ->> 'slot')::integer
@@ -58,8 +56,7 @@ begin
       and not exists (
         select from windlass.workers w where w.fleet = p_fleet and w.slot = s.slot and w.status <> 'terminated'
       )
-    order by e.position
-    limit greatest(v_room, 0)
+    order by e.position limit greatest(v_room, 0)
     on conflict do nothing
     returning id, slot
   ),
@@ -74,15 +71,14 @@ begin
   -- Subtract only workers spawned for a request: later requests stay open. Requests that no slot can take are dropped:
   -- otherwise they would spawn a worker later, when an idle worker is drained.
   update windlass.fleets
-  set requested_workers = greatest(0, least(requested_workers - requests.granted, windlass_internal.requestable_workers(p_fleet)))
+  set requested_workers = greatest(
+    0, least(requested_workers - requests.granted, windlass_internal.requestable_workers(p_fleet)))
   from (
     select count(*)::integer as granted
     from jsonb_array_elements(p_intents) as i
-    where (i ->> 'is_requested')::boolean
-      and i ->> 'worker_id' = any (v_granted)
+    where (i ->> 'is_requested')::boolean and i ->> 'worker_id' = any (v_granted)
   ) as requests
-  where name = p_fleet
-    and requested_workers > 0;
+  where name = p_fleet and requested_workers > 0;
   return v_granted;
 end
 $$;
@@ -102,9 +98,7 @@ as $$
       -- The first hour can be settled then. cost/ledger.py computes later times exactly.
       settle_at = b.since + interval '1 hour 1 minute'
   from (select coalesce((p_machine ->> 'created_at')::timestamptz, windlass.now()) as since) as b
-  where w.id = p_worker_id
-    and w.status <> 'terminated'
-    and w.billed_since is null
+  where w.id = p_worker_id and w.status <> 'terminated' and w.billed_since is null
     and p_machine ->> 'price_micros_per_hour' is not null
 $$;
 
@@ -136,12 +130,9 @@ begin
   -- A cycle without actions and with the decision of the previous one is counted, not stored. One in five minutes is
   -- stored, so that `windlass explain` has a recent snapshot.
   if p_actions = '[]' then
-    update windlass.cycles c
-    set repeats = c.repeats + 1, repeated_at = v_now
+    update windlass.cycles c set repeats = c.repeats + 1, repeated_at = v_now
     where c.id = (select max(l.id) from windlass.cycles l where l.fleet = p_fleet)
-      and c.decision = p_decision
-      and c.plan = '[]'
-      and c.started_at > v_now - interval '5 minutes'
+      and c.decision = p_decision and c.plan = '[]' and c.started_at > v_now - interval '5 minutes'
     returning c.id into v_cycle_id;
   end if;
   if v_cycle_id is null and p_snapshot is null then
@@ -153,10 +144,10 @@ begin
     values (p_fleet, p_term, (p_snapshot ->> 'now')::timestamptz, p_snapshot, p_actions, p_decision)
     returning id into v_cycle_id;
     -- A cycle without provider calls is finished with this call.
-    update windlass.cycles
-    set finished_at = v_now
+    update windlass.cycles set finished_at = v_now
     where id = v_cycle_id
-      and not p_actions @? '$[*] ? (@.kind == "delete" || @.kind == "delete_orphan" || @.kind == "spawn" || @.kind == "grow_volume")';
+      and not p_actions @? '$[*] ? (@.kind == "delete" || @.kind == "delete_orphan" || @.kind == "spawn" '
+        '|| @.kind == "grow_volume")';
   end if;
 
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
@@ -165,7 +156,8 @@ begin
         update windlass.workers set status = 'active', activated_at = v_now
         where id = v_action ->> 'worker_id' and status = 'spawning';
         if found then
-          perform windlass_internal.add_event('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet,
+            v_action ->> 'worker_id', null);
         end if;
       when 'fail' then
         v_requeued := v_requeued + windlass_internal.fail_worker(
@@ -173,14 +165,16 @@ begin
           nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'attempt_refund', 'null'));
       when 'requeue' then
         select r.requeued + r.failed into v_count
-        from windlass_internal.requeue_tasks_of(array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
+        from windlass_internal.requeue_tasks_of(
+          array[v_action ->> 'worker_id'], 'WORKER_LOST', v_action ->> 'reason') as r;
         v_requeued := v_requeued + v_count;
       when 'drain' then
         update windlass.workers
         set status = 'terminating', terminating_at = v_now, code = v_action ->> 'code', reason = v_action ->> 'reason'
         where id = v_action ->> 'worker_id' and status in ('spawning', 'active');
         if found then
-          perform windlass_internal.add_event('WORKER_TERMINATING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('WORKER_TERMINATING', v_action ->> 'reason', p_fleet,
+            v_action ->> 'worker_id', null);
         end if;
       when 'adopt' then
         -- The machine list of the snapshot has its type and price.
@@ -188,13 +182,15 @@ begin
           p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
-            prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
+            prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now)
+              else prepared_at end,
             instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place'
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
           perform windlass_internal.open_bill(
             v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
-          perform windlass_internal.add_event('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet,
+            v_action ->> 'worker_id', null);
         end if;
       when 'record_price' then
         perform windlass_internal.open_bill(
@@ -207,7 +203,8 @@ begin
         update windlass.workers set preparing_at = v_now
         where id = v_action ->> 'worker_id' and status = 'spawning' and preparing_at is null;
         if found then
-          perform windlass_internal.add_event('MACHINE_PREPARING', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null);
+          perform windlass_internal.add_event('MACHINE_PREPARING', v_action ->> 'reason', p_fleet,
+            v_action ->> 'worker_id', null);
         end if;
       when 'fail_slot' then
         update windlass.slots
@@ -217,7 +214,8 @@ begin
           jsonb_build_object('slot', (v_action ->> 'slot')::integer));
       when 'alert' then
         perform windlass_internal.add_event('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
-          jsonb_strip_nulls(jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
+          jsonb_strip_nulls(
+            jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
       when 'delete', 'delete_orphan', 'spawn', 'grow_volume' then
         null;  -- Provider calls: executed after this commit.
       else
@@ -225,8 +223,7 @@ begin
     end case;
   end loop;
 
-  update windlass.fleets
-  set planner_state = p_planner_state
+  update windlass.fleets set planner_state = p_planner_state
   where name = p_fleet;
 
   return jsonb_build_object(
@@ -273,7 +270,8 @@ $$;
 -- undo the outcomes.
 --   {"kind": "created", "worker_id", "machine": {...} in the form of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
---   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}    {"kind": "not_deleted", "worker_id", "reason"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}
+--   {"kind": "not_deleted", "worker_id", "reason"}
 --   {"kind": "orphan_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
 --   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
 --   {"kind": "prepared", "worker_id", "machine_id", "host_key"}
@@ -300,8 +298,10 @@ begin
     case v_outcome ->> 'kind'
       when 'created' then
         update windlass.workers
-        set machine_id = v_outcome -> 'machine' ->> 'id', machine_at = coalesce(machine_at, v_now), creation = 'created',
-            prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now) else prepared_at end,
+        set machine_id = v_outcome -> 'machine' ->> 'id', machine_at = coalesce(machine_at, v_now),
+            creation = 'created',
+            prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now)
+              else prepared_at end,
             instance_type = v_outcome -> 'machine' ->> 'instance_type', place = v_outcome -> 'machine' ->> 'place'
         where id = v_outcome ->> 'worker_id'
           and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
@@ -312,7 +312,8 @@ begin
       when 'ambiguous' then
         update windlass.workers set creation = 'ambiguous'
         where id = v_outcome ->> 'worker_id' and creation is null;
-        perform windlass_internal.add_event('MACHINE_AMBIGUOUS', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        perform windlass_internal.add_event('MACHINE_AMBIGUOUS', v_outcome ->> 'reason', p_fleet,
+          v_outcome ->> 'worker_id', null);
       when 'refused' then
         update windlass.workers
         set status = 'terminated', terminated_at = v_now, creation = 'refused',
@@ -321,8 +322,8 @@ begin
             code = v_outcome ->> 'code', reason = v_outcome ->> 'reason'
         where id = v_outcome ->> 'worker_id' and status <> 'terminated' and machine_id is null;
         if found then
-          perform windlass_internal.add_event('MACHINE_REFUSED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
-            jsonb_build_object('code', v_outcome ->> 'code'));
+          perform windlass_internal.add_event('MACHINE_REFUSED', v_outcome ->> 'reason', p_fleet,
+            v_outcome ->> 'worker_id', null, jsonb_build_object('code', v_outcome ->> 'code'));
         end if;
       when 'deleted' then
         update windlass.workers
@@ -337,11 +338,14 @@ begin
           -- The reporter may have lost the lease, and the worker may have got another machine since.
           and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
         if found then
-          perform windlass_internal.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code', v_outcome ->> 'reason');
-          perform windlass_internal.add_event('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+          perform windlass_internal.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code',
+            v_outcome ->> 'reason');
+          perform windlass_internal.add_event('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet,
+            v_outcome ->> 'worker_id', null);
         end if;
       when 'not_deleted' then
-        perform windlass_internal.add_event('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        perform windlass_internal.add_event('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet,
+          v_outcome ->> 'worker_id', null);
       when 'host_key_seen' then
         update windlass.workers set host_key = v_outcome ->> 'host_key'
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and host_key is null;
@@ -350,7 +354,8 @@ begin
         set prepared_at = v_now, host_key = coalesce(host_key, v_outcome ->> 'host_key')
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and prepared_at is null;
         if found then
-          perform windlass_internal.add_event('MACHINE_PREPARED', 'worker program started', p_fleet, v_outcome ->> 'worker_id', null);
+          perform windlass_internal.add_event('MACHINE_PREPARED', 'worker program started', p_fleet,
+            v_outcome ->> 'worker_id', null);
         end if;
       when 'preparation_failed' then
         -- A worker with a heartbeat, or that was started otherwise, works: the failed preparation does not matter.
@@ -360,11 +365,13 @@ begin
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and status = 'spawning'
           and prepared_at is null and prepare_code is null and last_heartbeat is null;
         if found then
-          perform windlass_internal.add_event('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null,
+          perform windlass_internal.add_event('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet,
+            v_outcome ->> 'worker_id', null,
             jsonb_build_object('code', v_outcome ->> 'code', 'output', v_outcome ->> 'output'));
         end if;
       when 'preparation_unclear' then
-        perform windlass_internal.add_event('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet, v_outcome ->> 'worker_id', null);
+        perform windlass_internal.add_event('PREPARATION_UNCLEAR', v_outcome ->> 'reason', p_fleet,
+          v_outcome ->> 'worker_id', null);
       when 'volume_grown', 'volume_not_grown' then
         perform windlass_internal.add_event(upper(v_outcome ->> 'kind'), v_outcome ->> 'reason', p_fleet, null, null,
           jsonb_build_object('volume_id', v_outcome ->> 'volume_id', 'size_gb', (v_outcome ->> 'size_gb')::integer));

@@ -27,8 +27,7 @@ begin
       using errcode = 'invalid_parameter_value';
   end if;
   with failed as (
-    select s.slot
-    from windlass.slots s
+    select s.slot from windlass.slots s
     where s.fleet = p_fleet and (p_slot is null or s.slot = p_slot) and s.status = 'failed'
     for update
   )
@@ -58,10 +57,12 @@ declare
 begin
   perform windlass_internal.require_fleet(p_fleet);
   update windlass.fleets
-  set requested_workers = greatest(0, least(requested_workers + p_count, windlass_internal.requestable_workers(p_fleet)))
+  set requested_workers = greatest(
+    0, least(requested_workers + p_count, windlass_internal.requestable_workers(p_fleet)))
   where name = p_fleet
   returning requested_workers into v_requested;
-  perform windlass_internal.add_event('WORKERS_REQUESTED', 'by hand', p_fleet, null, null, jsonb_build_object('count', p_count));
+  perform windlass_internal.add_event('WORKERS_REQUESTED', 'by hand', p_fleet, null, null,
+    jsonb_build_object('count', p_count));
   return v_requested;
 end
 $$;
@@ -78,7 +79,8 @@ begin
   update windlass.workers set paused = p_paused
   where fleet = p_fleet and status in ('spawning', 'active', 'terminating') and paused <> p_paused;
   get diagnostics v_count = row_count;
-  perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand', p_fleet, null, null);
+  perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand',
+    p_fleet, null, null);
   return v_count;
 end
 $$;
@@ -97,8 +99,7 @@ begin
   v_is_live := found;
   if v_is_live then
     perform windlass_internal.fail_worker(p_worker_id, 'MANUAL', p_reason, false);
-    update windlass.workers
-    set status = 'terminated', terminated_at = windlass.now()
+    update windlass.workers set status = 'terminated', terminated_at = windlass.now()
     where id = p_worker_id and slot is null;
   end if;
   return v_is_live;

@@ -32,14 +32,12 @@ as $$
     w.id, w.fleet, w.currency, w.price_micros_per_hour, w.price_parts, w.billing_unit_s, w.billed_since,
     w.billed_until, w.settled_until, least(w.activated_at, w.first_claimed_at), s.task_ids, s.queues, s.begun, s.ended
   from (
-    select d.*
-    from windlass.workers d
+    select d.* from windlass.workers d
     where d.settle_at is not null
       and (p_fleet is null or d.fleet = p_fleet)
       and (p_worker_id is null or d.id = p_worker_id)
       and (not p_is_due or d.settle_at <= windlass.now())
-    order by case when p_is_due then d.settle_at else d.created_at end, d.id collate "C"
-    limit p_limit
+    order by case when p_is_due then d.settle_at else d.created_at end, d.id collate "C" limit p_limit
   ) as w
   cross join lateral (
     select
@@ -50,17 +48,13 @@ as $$
     from (
       select e.task_id, e.queue, e.from_at, e.until_at
       from (
-        select p.task_id, p.queue, p.from_at, p.until_at
-        from windlass.attempt_spans p
+        select p.task_id, p.queue, p.from_at, p.until_at from windlass.attempt_spans p
         where p.worker_id = w.id
-        order by p.until_at - p.from_at desc
-        limit 20000
+        order by p.until_at - p.from_at desc limit 20000
       ) as e
       union all
-      select r.id, r.queue, r.started_at, null
-      from windlass.tasks r
-      where r.worker_id = w.id
-        and r.status = 'running'
+      select r.id, r.queue, r.started_at, null from windlass.tasks r
+      where r.worker_id = w.id and r.status = 'running'
     ) as a
   ) as s
   order by case when p_is_due then w.settle_at else w.created_at end, w.id collate "C"
@@ -82,8 +76,7 @@ begin
     update windlass.workers w
     set settled_until = (v_settlement ->> 'settled_until')::timestamptz,
         settle_at = (v_settlement ->> 'settle_at')::timestamptz
-    where w.id = v_settlement ->> 'worker_id'
-      and w.settle_at is not null
+    where w.id = v_settlement ->> 'worker_id' and w.settle_at is not null
       and w.settled_until is not distinct from (v_settlement ->> 'was_settled_until')::timestamptz
       and w.billed_until is not distinct from (v_settlement ->> 'billed_until')::timestamptz
     returning w.* into v_worker;
@@ -92,13 +85,16 @@ begin
 
     with charged as (
       insert into windlass.charges (worker_id, fleet, task_id, queue, kind, from_at, until_at, amount_micros, currency)
-      select v_worker.id, v_worker.fleet, c.task_id, c.queue, c.kind, c.from_at, c.until_at, c.amount_micros, v_worker.currency
+      select v_worker.id, v_worker.fleet, c.task_id, c.queue, c.kind, c.from_at, c.until_at, c.amount_micros,
+        v_worker.currency
       from jsonb_to_recordset(v_settlement -> 'charges') as c (
         task_id bigint, queue text, kind text, from_at timestamptz, until_at timestamptz, amount_micros bigint
       )
       returning queue, kind, from_at, amount_micros
     )
-    insert into windlass.spending as s (fleet, hour, currency, queue, task_micros, boot_micros, idle_micros, tail_micros)
+    insert into windlass.spending as s (
+      fleet, hour, currency, queue, task_micros, boot_micros, idle_micros, tail_micros
+    )
     select
       v_worker.fleet,
       date_trunc('hour', c.from_at, 'UTC') as hour,

@@ -30,8 +30,7 @@ begin
   return query
     select 'join', w.id, w.fleet, w.queues, w.status not in ('spawning', 'active', 'terminating'),
       w.join_expires_at <= v_now, null::text
-    from windlass.workers w
-    where w.join_token_hash = p_token_hash;
+    from windlass.workers w where w.join_token_hash = p_token_hash;
   if found then
     return;
   end if;
@@ -43,8 +42,7 @@ begin
       and t.revoked_at is null;
   if found then
     -- At most one write per minute: authentication should stay a read.
-    update windlass.tokens
-    set last_used_at = v_now
+    update windlass.tokens set last_used_at = v_now
     where hash = p_token_hash
       and (last_used_at is null or last_used_at < v_now - interval '1 minute');
   end if;
@@ -55,16 +53,15 @@ $$;
 -- repeated call with the same two tokens: the first answer may have been lost. Otherwise nothing has changed, and it
 -- returns 'unknown' (no such worker, or not its join token), 'ended', 'used' (for another worker token) or 'expired'.
 -- The worker's status stays: its first heartbeat proves that it runs.
-create function windlass_internal.exchange_join_token(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea) returns text
+create function windlass_internal.exchange_join_token(p_worker_id text, p_join_token_hash bytea, p_token_hash bytea)
+returns text
 language plpgsql
 as $$
 declare
   v_worker windlass.workers;
 begin
-  select * into v_worker
-  from windlass.workers w
-  where w.id = p_worker_id
-    and w.join_token_hash = p_join_token_hash
+  select * into v_worker from windlass.workers w
+  where w.id = p_worker_id and w.join_token_hash = p_join_token_hash
   for no key update;
   if not found then
     return 'unknown';
@@ -79,7 +76,8 @@ begin
     return 'expired';
   end if;
   update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
-  perform windlass_internal.add_event('WORKER_JOINED', 'machine exchanged its join token', v_worker.fleet, p_worker_id, null);
+  perform windlass_internal.add_event('WORKER_JOINED', 'machine exchanged its join token', v_worker.fleet, p_worker_id,
+    null);
   return 'activated';
 end
 $$;
@@ -92,16 +90,13 @@ as $$
 declare
   v_fleet text;
 begin
-  update windlass.workers
-  set prepare_code = p_code, prepare_reason = p_reason
-  where id = p_worker_id
-    and status = 'spawning'
-    and slot is not null
-    and prepare_code is null
+  update windlass.workers set prepare_code = p_code, prepare_reason = p_reason
+  where id = p_worker_id and status = 'spawning' and slot is not null and prepare_code is null
     and last_heartbeat is null
   returning fleet into v_fleet;
   if found then
-    perform windlass_internal.add_event('WORKER_NOT_STARTED', p_reason, v_fleet, p_worker_id, null, jsonb_build_object('code', p_code));
+    perform windlass_internal.add_event('WORKER_NOT_STARTED', p_reason, v_fleet, p_worker_id, null,
+      jsonb_build_object('code', p_code));
   end if;
 end
 $$;
@@ -129,16 +124,15 @@ declare
   v_status text;
 begin
   -- A concurrent revocation waits for this transaction, and then applies to this worker too.
-  select t.id into v_token_id
-  from windlass.tokens t
-  where t.hash = p_api_token_hash
-    and t.role = 'worker'
-    and t.revoked_at is null
+  select t.id into v_token_id from windlass.tokens t
+  where t.hash = p_api_token_hash and t.role = 'worker' and t.revoked_at is null
   for share;
   if not found then
     return null;
   end if;
-  if exists (select from windlass.workers w where w.id = p_worker_id and w.token_hash is distinct from p_token_hash) then
+  if exists (
+    select from windlass.workers w where w.id = p_worker_id and w.token_hash is distinct from p_token_hash
+  ) then
     return 'taken';
   end if;
   v_status := windlass.register_worker(
@@ -146,8 +140,7 @@ begin
   );
   update windlass.workers
   set token_hash = p_token_hash, joined_at = windlass.now(), registered_by = v_token_id
-  where id = p_worker_id
-    and token_hash is null;
+  where id = p_worker_id and token_hash is null;
   return v_status;
 end
 $$;

@@ -26,14 +26,10 @@ begin
   -- Locked, so that a node that another transaction is draining gets no task. In the order of their ids, like
   -- report_nodes: different orders would deadlock.
   v_open := array(
-    select n.id
-    from windlass.workers n
-    where n.id = any (p_worker_ids)
-      and n.kind = 'node'
-      and n.status in ('spawning', 'active')
+    select n.id from windlass.workers n
+    where n.id = any (p_worker_ids) and n.kind = 'node' and n.status in ('spawning', 'active')
       and not n.paused
-    order by n.id
-    for no key update
+    order by n.id for no key update
   );
   return query
     with asked as (
@@ -46,17 +42,12 @@ begin
           -- The attempt starts on the node: until now the task only waited for capacity.
           started_at = case when t.worker_id = a.worker_id then t.started_at else v_now end
       from asked a
-      where a.is_open
-        and t.id = a.task_id
-        and t.claim_token = a.token
-        and t.finished_at is null
+      where a.is_open and t.id = a.task_id and t.claim_token = a.token and t.finished_at is null
       returning t.claim_token, t.worker_id
     ),
     begun as (
-      update windlass.workers w
-      set first_claimed_at = v_now
-      where w.first_claimed_at is null
-        and w.id in (select p.worker_id from placed p)
+      update windlass.workers w set first_claimed_at = v_now
+      where w.first_claimed_at is null and w.id in (select p.worker_id from placed p)
     )
     select a.token,
       case
@@ -96,25 +87,19 @@ begin
   -- All of them, also locked ones: a task that is skipped here would stay with its node, which lives on. After
   -- lock_timeout the caller retries. Earlier dispatchers can place nothing from here on.
   perform from windlass.tasks t
-  where t.worker_id = any (v_node_ids || v_dispatcher_ids)
-    and t.status = 'running'
-  order by t.id
-  for update;
+  where t.worker_id = any (v_node_ids || v_dispatcher_ids) and t.status = 'running'
+  order by t.id for update;
 
   select r.requeued + r.failed into v_taken
   from windlass_internal.requeue_tasks_of(v_node_ids, 'DISPATCHER_LOST', 'its dispatcher was lost') as r;
 
-  select count(*) into v_given_back
-  from windlass.tasks t
+  select count(*) into v_given_back from windlass.tasks t
   join windlass.workers w on w.id = t.worker_id
-  where t.status = 'running'
-    and w.fleet = p_fleet
-    and w.kind = 'dispatcher';
+  where t.status = 'running' and w.fleet = p_fleet and w.kind = 'dispatcher';
   perform windlass.deregister_worker(w.id, 'replaced by another dispatcher')
   from windlass.workers w
   where w.fleet = p_fleet
-    and w.kind = 'dispatcher'
-    and w.status in ('spawning', 'active', 'terminating');
+    and w.kind = 'dispatcher' and w.status in ('spawning', 'active', 'terminating');
   return v_taken + v_given_back;
 end
 $$;
@@ -139,7 +124,9 @@ create type windlass_internal.node_change as (
 
 -- Changes of a fleet's nodes according to this report: nodes whose row differs, or was written more than p_repeat_s
 -- ago.
-create function windlass_internal.changed_nodes(p_fleet text, p_nodes windlass_internal.node_report[], p_repeat_s double precision)
+create function windlass_internal.changed_nodes(
+  p_fleet text, p_nodes windlass_internal.node_report[], p_repeat_s double precision
+)
 returns setof windlass_internal.node_change
 language sql stable
 as $$
@@ -158,9 +145,7 @@ as $$
     end as node
   ) as said
   cross join lateral (select coalesce(not alive.is_managed, false) as is_heartbeat) as beat
-  where w.fleet = p_fleet
-    and w.kind = 'node'
-    and w.status in ('spawning', 'active', 'terminating')
+  where w.fleet = p_fleet and w.kind = 'node' and w.status in ('spawning', 'active', 'terminating')
     and (
       (w.node - 'at' - 'since') is distinct from said.node
       or w.concurrency <> alive.places
@@ -184,7 +169,8 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := windlass.now();
-  v_nodes windlass_internal.node_report[] := array(select n from jsonb_populate_recordset(null::windlass_internal.node_report, p_nodes) as n);
+  v_nodes windlass_internal.node_report[] := array(
+    select n from jsonb_populate_recordset(null::windlass_internal.node_report, p_nodes) as n);
   v_changes windlass_internal.node_change[];
   v_gone record;
 begin
@@ -193,33 +179,28 @@ begin
   -- Delete the row of its earlier incarnation. Its events stay.
   delete from windlass.workers w
   using unnest(v_nodes) as n
-  where w.id = n.worker_id
-    and not n.is_managed
-    and w.kind = 'node'
-    and w.slot is null
+  where w.id = n.worker_id and not n.is_managed and w.kind = 'node' and w.slot is null
     and w.status = 'terminated';
   perform windlass.register_worker(
     n.worker_id, p_fleet, p_queues, n.places, p_lease_s, n.host, p_kind => 'node')
   from unnest(v_nodes) as n
-  where not n.is_managed
-    and not exists (select from windlass.workers w where w.id = n.worker_id);
+  where not n.is_managed and not exists (select from windlass.workers w where w.id = n.worker_id);
 
   v_changes := array(select n from windlass_internal.changed_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
   -- Locked in the order of their ids, like place_tasks.
   perform from windlass.workers w
   where w.id = any (array(select n.worker_id from unnest(v_changes) as n))
-  order by w.id
-  for no key update;
+  order by w.id for no key update;
 
   for v_gone in
     select w.id, coalesce(n.node ->> 'note', 'no longer in the Ray cluster') as death
     from unnest(v_changes) as n
     join windlass.workers w on w.id = n.worker_id
-    where n.is_gone
-      and w.status in ('spawning', 'active', 'terminating')
+    where n.is_gone and w.status in ('spawning', 'active', 'terminating')
     order by w.id
   loop
-    perform windlass_internal.requeue_tasks_of(array[v_gone.id], 'NODE_DEAD', format('node %s: %s', v_gone.id, v_gone.death));
+    perform windlass_internal.requeue_tasks_of(array[v_gone.id], 'NODE_DEAD',
+      format('node %s: %s', v_gone.id, v_gone.death));
     update windlass.workers
     set status = 'terminated', terminated_at = v_now, code = 'NODE_DEAD', reason = v_gone.death
     where id = v_gone.id;
@@ -237,14 +218,11 @@ begin
         'since', case when w.node ->> 'state' = n.node ->> 'state' then w.node -> 'since' else to_jsonb(v_now) end
       )
   from unnest(v_changes) as n
-  where w.id = n.worker_id
-    and w.status in ('spawning', 'active', 'terminating');
+  where w.id = n.worker_id and w.status in ('spawning', 'active', 'terminating');
 
   return query
-    select w.id, w.status in ('terminating', 'error')
-    from windlass.workers w
-    where w.fleet = p_fleet
-      and w.kind = 'node'
+    select w.id, w.status in ('terminating', 'error') from windlass.workers w
+    where w.fleet = p_fleet and w.kind = 'node'
       and (w.status in ('terminating', 'error') or w.paused)
       and w.status <> 'terminated';
 end

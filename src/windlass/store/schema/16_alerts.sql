@@ -35,10 +35,8 @@ begin
     select 'firing', n.fleet, n.code, n.reason from recorded n where n.is_new;
 
   with resolved as (
-    update windlass.alerts a
-    set resolved_at = v_now
-    where a.resolved_at is null
-      and a.seen_at <= v_now - make_interval(secs => p_resolve_after_s)
+    update windlass.alerts a set resolved_at = v_now
+    where a.resolved_at is null and a.seen_at <= v_now - make_interval(secs => p_resolve_after_s)
     returning a.id
   )
   select array_agg(o.id) into v_resolved from resolved o;
@@ -49,25 +47,22 @@ begin
 
   -- A separate statement: it sees messages that were delivered while the one above waited for their locks.
   insert into windlass.messages (alert_id, notifier, kind)
-  select m.alert_id, m.notifier, 'resolved'
-  from windlass.messages m
-  where m.alert_id = any (v_resolved)
-    and m.kind = 'firing'
-    and m.delivered_at is not null
+  select m.alert_id, m.notifier, 'resolved' from windlass.messages m
+  where m.alert_id = any (v_resolved) and m.kind = 'firing' and m.delivered_at is not null
     and m.notifier = any (p_notifiers);
 
   return query
-    select 'resolved', a.fleet, a.code, a.reason
-    from windlass.alerts a
+    select 'resolved', a.fleet, a.code, a.reason from windlass.alerts a
     where a.id = any (v_resolved)
     order by a.id;
 end
 $$;
 
 -- Claim due messages for p_lease_s. The sender reports the outcome; otherwise they are due again.
-create function windlass_internal.claim_messages(p_notifiers text[], p_lease_s double precision, p_limit integer) returns table (
-  id bigint, notifier text, kind text, attempts integer, alert_id bigint, fleet text, code text, severity text, reason text,
-  since timestamptz, resolved_at timestamptz
+create function windlass_internal.claim_messages(p_notifiers text[], p_lease_s double precision, p_limit integer)
+returns table (
+  id bigint, notifier text, kind text, attempts integer, alert_id bigint, fleet text, code text, severity text,
+  reason text, since timestamptz, resolved_at timestamptz
 )
 language sql
 as $$
@@ -75,15 +70,10 @@ as $$
   set attempts = m.attempts + 1, due_at = windlass.now() + make_interval(secs => p_lease_s)
   from windlass.alerts a
   where m.id = any (array(
-      select d.id
-      from windlass.messages d
-      where d.delivered_at is null
-        and d.abandoned_at is null
-        and d.due_at <= windlass.now()
+      select d.id from windlass.messages d
+      where d.delivered_at is null and d.abandoned_at is null and d.due_at <= windlass.now()
         and d.notifier = any (p_notifiers)
-      order by d.due_at, d.id
-      limit p_limit
-      for update skip locked
+      order by d.due_at, d.id limit p_limit for update skip locked
     ))
     and a.id = m.alert_id
   returning m.id, m.notifier, m.kind, m.attempts, a.id, a.fleet, a.code, a.severity, a.reason, a.since, a.resolved_at
@@ -97,12 +87,9 @@ begin
   update windlass.messages set delivered_at = windlass.now(), abandoned_at = null, error = null where id = p_id;
   -- A separate statement: it sees an alert that resolved while the one above waited for its lock.
   insert into windlass.messages (alert_id, notifier, kind)
-  select m.alert_id, m.notifier, 'resolved'
-  from windlass.messages m
+  select m.alert_id, m.notifier, 'resolved' from windlass.messages m
   join windlass.alerts a on a.id = m.alert_id
-  where m.id = p_id
-    and m.kind = 'firing'
-    and a.resolved_at is not null
+  where m.id = p_id and m.kind = 'firing' and a.resolved_at is not null
   on conflict do nothing;
 end
 $$;

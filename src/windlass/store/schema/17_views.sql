@@ -25,9 +25,7 @@ select
   q.queued as queued_tasks,
   q.running as running_tasks,
   q.retrying as delayed_tasks,
-  q.oldest_queued_age_s,
-  f.completed_last_hour,
-  f.failed_last_hour,
+  q.oldest_queued_age_s, f.completed_last_hour, f.failed_last_hour,
   w.spawning as spawning_workers,
   w.active as active_workers,
   w.terminating as terminating_workers,
@@ -45,10 +43,12 @@ from (
 cross join (
   select
     (
-      select count(*) from windlass.tasks t where t.status = 'complete' and t.finished_at > windlass.now() - interval '1 hour'
+      select count(*) from windlass.tasks t
+      where t.status = 'complete' and t.finished_at > windlass.now() - interval '1 hour'
     ) as completed_last_hour,
     (
-      select count(*) from windlass.tasks t where t.status = 'failed' and t.finished_at > windlass.now() - interval '1 hour'
+      select count(*) from windlass.tasks t
+      where t.status = 'failed' and t.finished_at > windlass.now() - interval '1 hour'
     ) as failed_last_hour
 ) as f
 cross join (
@@ -61,29 +61,20 @@ cross join (
     count(*) filter (
       where v.status = 'active' and v.last_heartbeat < windlass.now() - make_interval(secs => v.lease_s)
     ) as stale
-  from windlass.workers v
-  where v.status <> 'terminated'
+  from windlass.workers v where v.status <> 'terminated'
 ) as w;
 
 -- Per worker that is not terminated: age of its heartbeat, running tasks, GPU memory.
 create view windlass.active_workers_health as
 select
   w.id as worker_id,
-  w.fleet,
-  w.slot,
-  w.status,
-  w.paused,
-  w.created_at,
-  w.last_heartbeat,
+  w.fleet, w.slot, w.status, w.paused, w.created_at, w.last_heartbeat,
   extract(epoch from windlass.now() - w.last_heartbeat) as heartbeat_age_s,
   coalesce(w.last_heartbeat < windlass.now() - make_interval(secs => w.lease_s), false) as is_stale,
-  w.vram_total_mb,
-  w.vram_used_mb,
+  w.vram_total_mb, w.vram_used_mb,
   round(100.0 * w.vram_used_mb / nullif(w.vram_total_mb, 0), 1) as vram_used_percent,
   extract(epoch from windlass.now() - w.vram_at) as vram_age_s,
-  t.running_tasks,
-  t.oldest_task_id,
-  t.oldest_task_age_s
+  t.running_tasks, t.oldest_task_id, t.oldest_task_age_s
 from windlass.workers w
 cross join lateral (
   select
@@ -101,14 +92,11 @@ where w.status <> 'terminated';
 create view windlass.worker_performance as
 select
   w.id as worker_id,
-  w.fleet,
-  w.status,
+  w.fleet, w.status,
   coalesce(t.completed, 0) as completed_tasks,
   coalesce(e.failed, 0) as failed_attempts,
   round(100.0 * t.completed / nullif(t.completed + coalesce(e.failed, 0), 0), 1) as success_percent,
-  t.duration_p50_s,
-  t.duration_mean_s,
-  w.late_results,
+  t.duration_p50_s, t.duration_mean_s, w.late_results,
   extract(epoch from coalesce(w.terminated_at, windlass.now()) - w.created_at) as uptime_s
 from windlass.workers w
 left join (
@@ -117,13 +105,11 @@ left join (
     count(*) as completed,
     percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at)) as duration_p50_s,
     avg(extract(epoch from d.finished_at - d.started_at)) as duration_mean_s
-  from windlass.tasks d
-  where d.status = 'complete'
+  from windlass.tasks d where d.status = 'complete'
   group by d.worker_id
 ) as t on t.worker_id = w.id
 left join (
-  select v.worker_id, count(*) as failed
-  from windlass.events v
+  select v.worker_id, count(*) as failed from windlass.events v
   where v.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
   group by v.worker_id
 ) as e on e.worker_id = w.id;
@@ -140,10 +126,7 @@ order by e.id desc;
 create view windlass.cost_estimates as
 select
   w.id as worker_id,
-  w.fleet,
-  w.instance_type,
-  w.currency,
-  w.price_micros_per_hour,
+  w.fleet, w.instance_type, w.currency, w.price_micros_per_hour,
   extract(epoch from r.until_at - r.from_at) as runtime_s,
   (w.price_micros_per_hour * extract(epoch from r.until_at - r.from_at) / 3600)::bigint as cost_micros
 from windlass.workers w
@@ -158,8 +141,7 @@ where w.price_micros_per_hour is not null;
 create view windlass.daily_costs as
 select
   (s.hour at time zone 'UTC')::date as day,
-  s.fleet,
-  s.currency,
+  s.fleet, s.currency,
   sum(s.task_micros)::bigint as task_micros,
   sum(s.boot_micros)::bigint as boot_micros,
   sum(s.idle_micros)::bigint as idle_micros,
@@ -171,8 +153,7 @@ group by 1, 2, 3;
 -- Settled costs by task: all its attempts on all workers.
 create view windlass.task_costs as
 select c.task_id, c.queue, c.currency, sum(c.amount_micros)::bigint as cost_micros
-from windlass.charges c
-where c.task_id is not null
+from windlass.charges c where c.task_id is not null
 group by c.task_id, c.queue, c.currency;
 
 -- The component name of a slot in the view health. A fleet's row outlives the fleet, so the name includes the fleet
@@ -186,8 +167,7 @@ as $$
     || case
       when exists (
         select from windlass.fleets o
-        where o.name <> p_fleet
-          and coalesce(o.queues[1], o.name) = coalesce(p_queues[1], p_fleet)
+        where o.name <> p_fleet and coalesce(o.queues[1], o.name) = coalesce(p_queues[1], p_fleet)
           and (
             exists (
               select from windlass.workers w
@@ -207,7 +187,8 @@ $$;
 create view windlass.health as
 select
   coalesce(
-    windlass_internal.component_name(w.fleet, w.queues, w.slot), 'worker:' || coalesce(w.queues[1], w.fleet) || ':' || w.id
+    windlass_internal.component_name(w.fleet, w.queues, w.slot),
+    'worker:' || coalesce(w.queues[1], w.fleet) || ':' || w.id
   ) as component,
   extract(epoch from coalesce(w.last_heartbeat, w.created_at))::bigint as last_seen,
   case
@@ -239,10 +220,10 @@ select
   windlass_internal.component_name(s.fleet, f.queues, s.slot),
   extract(epoch from coalesce(s.failed_at, s.last_restart_at, s.created_at))::bigint,
   'failed',
-  null,
-  null,
+  null, null,
   jsonb_build_object(
-    'queue_type', coalesce(f.queues[1], s.fleet), 'batch_size', null, 'paused', f.paused, 'error_message', s.failed_reason
+    'queue_type', coalesce(f.queues[1], s.fleet), 'batch_size', null, 'paused', f.paused,
+    'error_message', s.failed_reason
   ),
   s.restart_count,
   extract(epoch from s.last_restart_at)::bigint,
@@ -255,8 +236,9 @@ where s.status = 'failed'
   );
 
 -- Whether a task matches a search: its id, the beginning of its unique key, its error code or a part of its error.
-create function windlass_internal.matches_search(p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text)
-returns boolean
+create function windlass_internal.matches_search(
+  p_id bigint, p_unique_key text, p_error_code text, p_error text, p_search text
+) returns boolean
 language sql immutable parallel safe
 as $$
   select p_id::text = p_search
