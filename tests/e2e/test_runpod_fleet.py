@@ -160,7 +160,7 @@ async def end(site: Site, up: "subprocess.Popen[str]") -> None:
     assert await site.pods_gone(), site.log()
 
 
-async def test_an_image_that_starts_the_worker_works(site: Site, processes: "list[subprocess.Popen[str]]") -> None:
+async def test_image_starts_the_worker(site: Site, processes: "list[subprocess.Popen[str]]") -> None:
     site.configure(is_ssh=False)
     site.emulator.faults.no_capacity(GPU)
     site.emulator.fill_volume(site.volume_id, 90.0)
@@ -198,7 +198,7 @@ async def test_an_image_that_starts_the_worker_works(site: Site, processes: "lis
     assert "run cycle failed" not in site.log()
 
 
-async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_attempt(
+async def test_pods_without_a_working_gpu_consume_no_attempts(
     site: Site, processes: "list[subprocess.Popen[str]]"
 ) -> None:
     site.configure(is_ssh=False)
@@ -214,7 +214,7 @@ async def test_a_pod_without_a_driver_and_one_whose_gpu_is_dead_cost_no_task_an_
 
 
 @pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")
-async def test_workers_are_started_over_ssh_and_a_pod_without_a_gpu_is_replaced(
+async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
     site: Site, processes: "list[subprocess.Popen[str]]"
 ) -> None:
     site.configure(is_ssh=True)
@@ -261,7 +261,7 @@ def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 
 
-async def test_the_doctor_asks_for_everything_a_runpod_fleet_needs(site: Site) -> None:
+async def test_doctor_checks_everything_a_runpod_fleet_needs(site: Site) -> None:
     site.configure(is_ssh=True)
     found = findings(site.windlass("doctor", "--json"))
     assert found["runpod"] == ("ok", "key valid, windlass pods: 0")
@@ -271,7 +271,7 @@ async def test_the_doctor_asks_for_everything_a_runpod_fleet_needs(site: Site) -
     assert {method for _, method, path in site.emulator.requests if path != "/v2/network-volumes"} == {"GET"}
 
 
-async def test_the_doctor_names_pods_of_the_last_fleet_that_left_the_file(site: Site) -> None:
+async def test_doctor_reports_pods_of_a_removed_fleet(site: Site) -> None:
     tag = f"{fleet_tag(await site.store.instance_id(), 'pods')}pods-0-aa"
     pod = {"name": "pods-0-aa", "image": "i", "gpu": {"id": GPU}, "env": {"WINDLASS_POD": tag}}
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -290,7 +290,7 @@ async def test_the_doctor_names_pods_of_the_last_fleet_that_left_the_file(site: 
         ({"RUNPOD_SSH_PRIVATE_KEY_PATH": "/none"}, "the SSH key /none cannot be read"),
     ],
 )
-async def test_the_doctor_says_what_stands_in_the_way(site: Site, env: dict[str, Any], words: str) -> None:
+async def test_doctor_reports_each_problem(site: Site, env: dict[str, Any], words: str) -> None:
     site.configure(is_ssh=True)
     done = site.windlass.with_env(**env)("doctor", "--json")
     assert done.code == 1

@@ -121,7 +121,7 @@ async def has_port(provider: RunpodProvider, machine: Machine) -> None:
             await provider.list_machines()
 
 
-async def test_a_good_pod_is_looked_over_and_its_worker_started_with_what_it_needs(place: Place) -> None:
+async def test_healthy_pod_is_checked_and_its_worker_started(place: Place) -> None:
     async with place.provider(checks=("python3 -c 'import json'", "command -v windlass")) as provider:
         machine = await hire(provider)
         met: list[str] = []
@@ -143,7 +143,7 @@ async def test_a_good_pod_is_looked_over_and_its_worker_started_with_what_it_nee
         assert "/workspace" in said
 
 
-async def test_it_is_started_once_however_often_and_by_however_many_it_is_asked_for(place: Place) -> None:
+async def test_worker_starts_once_despite_concurrent_preparations(place: Place) -> None:
     async with place.provider() as provider, place.provider() as other:
         machine = await hire(provider)
         first = await provider.prepare(machine, None, unheard)
@@ -157,9 +157,7 @@ async def test_it_is_started_once_however_often_and_by_however_many_it_is_asked_
 
 
 @pytest.mark.parametrize("dies_after", range(5))
-async def test_an_orchestrator_that_dies_anywhere_leaves_a_pod_that_the_next_one_finishes(
-    place: Place, dies_after: int
-) -> None:
+async def test_next_orchestrator_finishes_an_interrupted_preparation(place: Place, dies_after: int) -> None:
     """By then the commands up to there have run, the last of them unheard."""
 
     class Dying:
@@ -213,7 +211,7 @@ async def test_an_orchestrator_that_dies_anywhere_leaves_a_pod_that_the_next_one
         ({"has_no_ssh": True}, {"timeout_s": 1.0}, "SSH_UNREACHABLE", "not done within 1 s .*refused"),
     ],
 )  # fmt: skip
-async def test_each_failure_has_its_own_code_and_says_what_was_said(
+async def test_each_failed_check_has_its_own_code_and_output(
     place: Place, luck: dict[str, Any], ssh: dict[str, Any], code: str, words: str
 ) -> None:
     place.emulator.faults.next_pod(**luck)
@@ -227,7 +225,7 @@ async def test_each_failure_has_its_own_code_and_says_what_was_said(
     assert not (place.volume / "runs").exists()
 
 
-async def test_a_script_that_fails_at_once_is_quoted_without_its_secrets(place: Place) -> None:
+async def test_failed_start_script_is_quoted_without_secrets(place: Place) -> None:
     (place.volume / "start.sh").write_text(f"for n in $(seq 40); do echo line $n; done; echo have {TOKEN}; exit 3\n")
     async with place.provider() as provider:
         machine = await hire(provider)
@@ -241,14 +239,14 @@ async def test_a_script_that_fails_at_once_is_quoted_without_its_secrets(place: 
             await provider.prepare(machine, caught.value.host_key, unheard)
 
 
-async def test_ssh_that_answers_late_is_waited_for(place: Place) -> None:
+async def test_late_sshd_is_waited_for(place: Place) -> None:
     place.emulator.faults.next_pod(ssh_after_s=1.5)
     async with place.provider() as provider:
         await provider.prepare(await hire(provider), None, unheard)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
-async def test_the_same_pod_on_another_port_is_recognised_and_another_host_is_not(place: Place) -> None:
+async def test_changed_host_key_is_rejected(place: Place) -> None:
     async with place.provider() as provider:
         machine = await hire(provider)
         known = await provider.prepare(machine, None, unheard)
@@ -262,7 +260,7 @@ async def test_the_same_pod_on_another_port_is_recognised_and_another_host_is_no
         assert caught.value.code == "SSH_HOST_KEY_CHANGED"
 
 
-async def test_a_connection_that_breaks_is_made_again(place: Place) -> None:
+async def test_broken_connection_is_retried(place: Place) -> None:
     breaks = iter([True, False, True, False])
 
     class Breaking:
@@ -286,7 +284,7 @@ async def test_a_connection_that_breaks_is_made_again(place: Place) -> None:
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
-async def test_a_pod_of_somebody_elses_key_does_not_let_us_in(place: Place, tmp_path: Path) -> None:
+async def test_pod_with_another_key_is_unreachable(place: Place, tmp_path: Path) -> None:
     other = Identity(asyncssh.generate_private_key("ssh-ed25519"))
     async with place.provider() as provider:
         machine = await hire(provider)
@@ -298,7 +296,7 @@ async def test_a_pod_of_somebody_elses_key_does_not_let_us_in(place: Place, tmp_
     assert caught.value.code == "SSH_UNREACHABLE"
 
 
-def test_a_key_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_unusable_key_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="cannot read SSH key .*No such file or directory.: check runpod_ssh_key_file"
     ):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.queue_sql import eventually, is_blocked
 from support.stores import PostgresStores
 from windlass.cost.ledger import settle
 from windlass.model.action import Adopt, Plan, Spawn
@@ -29,16 +29,6 @@ MACHINE = Machine(
     price_micros_per_hour=1_500_000,
     currency="EUR",
 )
-POLL_S = 0.01
-
-
-@pytest.fixture
-async def connection(each_dsn: str) -> AsyncIterator[Any]:
-    connection = await asyncpg.connect(each_dsn)
-    try:
-        yield connection
-    finally:
-        await connection.close()
 
 
 async def observed(store: PostgresStores, candidate: Candidate) -> tuple[int, Snapshot]:
@@ -71,7 +61,9 @@ async def test_concurrent_plans_for_the_same_slots_get_each_slot_once(each_dsn: 
         assert len(await store.workers()) == FLEET.max_workers
 
 
-async def test_lease_is_not_taken_while_a_plan_is_committed(each_dsn: str, connection: Any) -> None:
+async def test_lease_is_not_taken_while_a_plan_is_committed(
+    each_dsn: str, connection: Any, second_connection: Any
+) -> None:
     now = [datetime(2030, 1, 1, tzinfo=UTC)]
     ann, bob = Candidate("ann", 30.0), Candidate("bob", 30.0)
     async with PostgresStores(each_dsn, virtual_now=lambda: now[0]) as store:
@@ -82,23 +74,11 @@ async def test_lease_is_not_taken_while_a_plan_is_committed(each_dsn: str, conne
             await connection.execute("select windlass_internal.require_lease('orchestrator', 'ann', $1)", term)
             now[0] += timedelta(seconds=31)
             taking = asyncio.create_task(store.acquire_lease(bob))
-            await _wait_until_a_lock_is_awaited(each_dsn)
+            await eventually(lambda: is_blocked(second_connection), "acquire_lease blocks")
             assert not taking.done()
         assert await taking == 2
         with pytest.raises(LeaseLost):
             await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "late"), [])
-
-
-async def _wait_until_a_lock_is_awaited(dsn: str) -> None:
-    watcher = await asyncpg.connect(dsn)
-    try:
-        async with asyncio.timeout(30):
-            while not await watcher.fetchval(
-                "select exists (select from pg_locks where not granted and pid <> pg_backend_pid())"
-            ):
-                await asyncio.sleep(POLL_S)
-    finally:
-        await watcher.close()
 
 
 @pytest.mark.parametrize("way", ["created", "adopted"])

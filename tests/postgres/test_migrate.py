@@ -1,13 +1,10 @@
 """Creating and upgrading the schema, and which programs a database accepts."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
-import asyncpg
 import pytest
 
+from support.queue_sql import connected
 from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.model.task import NewTask
@@ -25,15 +22,6 @@ from windlass.store.migrate import (
 )
 
 LIMIT_S = 60.0
-
-
-@asynccontextmanager
-async def connected(dsn: str) -> AsyncIterator[Any]:
-    connection = await asyncpg.connect(dsn)
-    try:
-        yield connection
-    finally:
-        await connection.close()
 
 
 async def versions(dsn: str) -> list[int]:

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
-import asyncpg
 import pytest
 
+from support.queue_sql import connected, eventually, is_blocked
 from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.lease import Candidate
@@ -15,7 +15,6 @@ from windlass.model.node import AliveNode, NodeVerdict, Placement, dispatcher_le
 from windlass.model.task import Claim, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerKind, WorkerStatus
 
-POLL_S = 0.01
 NAMES = ("n1", "n2", "n3")
 DISPATCHER = Candidate("h", 60.0, dispatcher_lease("f"))
 Act = Callable[[PostgresStores, int], Awaitable[Any]]
@@ -42,17 +41,10 @@ async def add_nodes(connection: Any) -> None:
         )
 
 
-async def wait_until_blocked(observer: Any) -> None:
-    async with asyncio.timeout(10):
-        while not await observer.fetchval("select exists (select from pg_locks where not granted)"):
-            await asyncio.sleep(POLL_S)
-
-
 @pytest.mark.parametrize("act", [place, report])
 async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) -> None:
     """Otherwise placing tasks and reporting nodes could deadlock."""
-    connection, observer = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
-    try:
+    async with connected(dsn) as connection, connected(dsn) as observer:
         await add_nodes(connection)
         async with PostgresStores(dsn) as store:
             term = await store.acquire_lease(DISPATCHER)
@@ -60,13 +52,10 @@ async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) ->
             async with connection.transaction():
                 await connection.execute("select from windlass.workers where id = 'n2' for update")
                 acting = asyncio.ensure_future(act(store, term))
-                await wait_until_blocked(observer)
+                await eventually(lambda: is_blocked(observer), "the call blocks")
                 free = await observer.fetch("select id from windlass.workers order by id for update skip locked")
             await acting
         assert [row["id"] for row in free] == ["n3"]
-    finally:
-        await connection.close()
-        await observer.close()
 
 
 async def placed_tasks(store: PostgresStores, count: int) -> list[Claim]:
@@ -82,8 +71,7 @@ async def placed_tasks(store: PostgresStores, count: int) -> list[Claim]:
 
 async def test_take_over_waits_for_locked_tasks(dsn: str) -> None:
     """The node stays alive, so no later recovery would requeue a skipped task."""
-    connection, observer = await asyncpg.connect(dsn), await asyncpg.connect(dsn)
-    try:
+    async with connected(dsn) as connection, connected(dsn) as observer:
         await add_nodes(connection)
         async with PostgresStores(dsn) as store:
             await store.acquire_lease(DISPATCHER)
@@ -95,18 +83,14 @@ async def test_take_over_waits_for_locked_tasks(dsn: str) -> None:
             async with connection.transaction():
                 await connection.execute("select from windlass.tasks where id = $1 for update", claims[0].task_id)
                 taking_over = asyncio.ensure_future(store.take_over_nodes(other, term, "f"))
-                await wait_until_blocked(observer)
+                await eventually(lambda: is_blocked(observer), "the call blocks")
             assert await taking_over == 2
             tasks = [await store.task(claim.task_id) for claim in claims]
             assert {(task.status, task.worker_id) for task in tasks if task} == {(TaskStatus.QUEUED, None)}
-    finally:
-        await connection.close()
-        await observer.close()
 
 
 async def test_take_over_lock_timeout_releases_the_lease_row(dsn: str) -> None:
-    connection = await asyncpg.connect(dsn)
-    try:
+    async with connected(dsn) as connection:
         await add_nodes(connection)
         async with PostgresStores(dsn) as store, PostgresStores(dsn) as other_store:
             term = await store.acquire_lease(DISPATCHER)
@@ -118,13 +102,10 @@ async def test_take_over_lock_timeout_releases_the_lease_row(dsn: str) -> None:
                     await store.take_over_nodes(DISPATCHER, term, "f")
                 assert await other_store.acquire_lease(DISPATCHER) == term
             assert await store.take_over_nodes(DISPATCHER, term, "f") == 1
-    finally:
-        await connection.close()
 
 
 async def test_lost_dispatcher_stays_active_while_a_task_is_locked(dsn: str) -> None:
-    connection = await asyncpg.connect(dsn)
-    try:
+    async with connected(dsn) as connection:
         await add_nodes(connection)
         # With a leader, workers do not judge the managed nodes.
         leader = Candidate("leader", 60.0)
@@ -154,5 +135,3 @@ async def test_lost_dispatcher_stays_active_while_a_task_is_locked(dsn: str) -> 
             tasks = [await store.task(claim.task_id) for claim in (locked, free)]
             assert {(task.status, task.worker_id) for task in tasks if task} == {(TaskStatus.QUEUED, None)}
             assert [event.code for event in await store.events(worker_id="d")].count("WORKER_LOST") == 1
-    finally:
-        await connection.close()

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from support.hetzner_fixture import Bed
+from support.hetzner_fixture import EmulatedHetzner
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -25,7 +25,7 @@ class Cron:
     def __init__(self, every_s: float) -> None:
         self.every_s = every_s
         self.rng = Random(1)  # noqa: S311
-        self.store, self.project = MemoryStores(virtual_now), Bed()
+        self.store, self.project = MemoryStores(virtual_now), EmulatedHetzner()
 
     async def tick(self) -> None:
         """Send a heartbeat of every worker, idle for a minute, and run one cycle."""

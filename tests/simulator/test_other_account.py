@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from support import hetzner_fixture as hetzner_bed
-from support import runpod_fixture as runpod_bed
+from support import hetzner_fixture, runpod_fixture
 from windlass.control.cycle import FleetCycle
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
@@ -20,7 +19,7 @@ from windlass.store.memory.stores import MemoryStores
 
 CYCLE_S = 5.0
 SILENCE_S = 120.0
-VENDORS = {"hetzner": hetzner_bed.Bed, "runpod": runpod_bed.Bed}
+VENDORS = {"hetzner": hetzner_fixture.EmulatedHetzner, "runpod": runpod_fixture.EmulatedRunpod}
 
 
 class Shop:
@@ -42,7 +41,7 @@ class Shop:
             idle_timeout_s=20,
             has_gpu=False,
             auto_start_worker=False,
-            runpod={"image": "any", "choices": [runpod_bed.GPU]} if vendor == "runpod" else {},
+            runpod={"image": "any", "choices": [runpod_fixture.GPU]} if vendor == "runpod" else {},
         )
         self.is_heard, self.idle_s = True, 0.0
         self.rent(self.former, "the first key")
@@ -100,16 +99,18 @@ class Shop:
 
 
 def machines(account: Any) -> int:
-    return len(account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)
+    return len(account.servers if isinstance(account, hetzner_fixture.EmulatedHetzner) else account.pods)
 
 
 def ids(account: Any) -> set[str]:
-    return {str(id_) for id_ in (account.servers if isinstance(account, hetzner_bed.Bed) else account.pods)}
+    return {
+        str(id_) for id_ in (account.servers if isinstance(account, hetzner_fixture.EmulatedHetzner) else account.pods)
+    }
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
 @pytest.mark.parametrize("lived_s", [0, 300], ids=["while they boot", "while they work"])
-def test_nothing_is_made_in_another_account_nor_forgotten_in_the_former(vendor: str, lived_s: float) -> None:
+def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         shop.is_heard = lived_s > 0
@@ -136,7 +137,7 @@ def test_nothing_is_made_in_another_account_nor_forgotten_in_the_former(vendor: 
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_a_machine_whose_creation_had_no_answer_is_not_forgotten_in_the_former_account(vendor: str) -> None:
+def test_unanswered_creation_in_former_account_is_remembered(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.live(10)
@@ -157,7 +158,7 @@ def test_a_machine_whose_creation_had_no_answer_is_not_forgotten_in_the_former_a
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_a_new_key_of_the_same_account_changes_nothing(vendor: str) -> None:
+def test_new_key_of_the_same_account_is_accepted(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.hire()
@@ -175,7 +176,7 @@ def test_a_new_key_of_the_same_account_changes_nothing(vendor: str) -> None:
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_silence_does_not_prove_that_the_machines_of_the_former_account_are_gone(vendor: str) -> None:
+def test_silent_workers_do_not_release_the_former_account(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.hire()
@@ -200,9 +201,7 @@ def test_silence_does_not_prove_that_the_machines_of_the_former_account_are_gone
 
 @pytest.mark.parametrize("vendor", VENDORS)
 @pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
-def test_a_person_who_restarts_the_fleet_gives_up_the_former_account_and_its_machines_are_remembered(
-    vendor: str, is_heard: bool
-) -> None:
+def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_heard: bool) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.hire()
@@ -240,9 +239,7 @@ def test_a_person_who_restarts_the_fleet_gives_up_the_former_account_and_its_mac
 @pytest.mark.parametrize("vendor", VENDORS)
 @pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_restarts_of_single_slots_give_up_nothing_though_they_are_all_there_are(
-    vendor: str, is_heard: bool, workers: int
-) -> None:
+def test_slot_restarts_abandon_nothing(vendor: str, is_heard: bool, workers: int) -> None:
     async def story() -> None:
         shop = Shop(vendor, max_workers=workers)
         await shop.hire()
@@ -262,7 +259,7 @@ def test_restarts_of_single_slots_give_up_nothing_though_they_are_all_there_are(
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_a_restart_from_before_it_was_told_that_no_machine_is_listed_gives_up_nothing(vendor: str) -> None:
+def test_restart_before_the_alert_abandons_nothing(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.hire()
@@ -296,7 +293,7 @@ def test_a_restart_from_before_it_was_told_that_no_machine_is_listed_gives_up_no
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-def test_where_the_former_account_has_no_machine_left_the_new_one_is_taken_over_at_once(vendor: str) -> None:
+def test_new_account_is_accepted_if_no_machine_is_left(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
         await shop.hire()

@@ -1,12 +1,11 @@
-"""A choice of machine that is refused while another is had: whoever runs a single cycle reads it there."""
+"""The summary of a single cycle reports a refused choice while another one succeeds."""
 
 from random import Random
 from typing import Any
 
 import pytest
 
-from support import hetzner_fixture as hetzner_bed
-from support import runpod_fixture as runpod_bed
+from support import hetzner_fixture, runpod_fixture
 from windlass.control.cycle import FleetCycle, run_once
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -17,20 +16,24 @@ from windlass.store.memory.stores import MemoryStores
 
 def hetzner() -> tuple[Any, str, str]:
     """A provider, the choice that is refused, and in which words."""
-    return hetzner_bed.Bed().provider(choices=["cx99@nbg1", "cx23@nbg1"]), "cx99 in nbg1", "invalid_input"
+    return (
+        hetzner_fixture.EmulatedHetzner().provider(choices=["cx99@nbg1", "cx23@nbg1"]),
+        "cx99 in nbg1",
+        "invalid_input",
+    )
 
 
 def runpod() -> tuple[Any, str, str]:
-    bed = runpod_bed.Bed()
-    bed.faults.next_create(403, detail="not in your plan")
-    provider = bed.provider(choices=[runpod_bed.GPU, runpod_bed.OTHER_GPU])
-    return provider, f"{runpod_bed.GPU} in SECURE", "not in your plan"
+    cloud = runpod_fixture.EmulatedRunpod()
+    cloud.faults.next_create(403, detail="not in your plan")
+    provider = cloud.provider(choices=[runpod_fixture.GPU, runpod_fixture.OTHER_GPU])
+    return provider, f"{runpod_fixture.GPU} in SECURE", "not in your plan"
 
 
 @pytest.mark.parametrize("vendor", [hetzner, runpod])
-def test_a_single_cycle_tells_of_a_choice_that_was_refused(vendor: Any) -> None:
-    async def live() -> None:
-        provider, refused, words = vendor()
+def test_single_cycle_reports_a_refused_choice(vendor: Any) -> None:
+    async def scenario() -> None:
+        provider, refused, message = vendor()
         store = MemoryStores(virtual_now)
         fleet = FleetConfig(
             provider=vendor.__name__,
@@ -39,14 +42,14 @@ def test_a_single_cycle_tells_of_a_choice_that_was_refused(vendor: Any) -> None:
             min_workers=0,
             max_workers=1,
             has_gpu=False,
-            runpod={"image": "any", "choices": [runpod_bed.GPU]} if vendor is runpod else {},
+            runpod={"image": "any", "choices": [runpod_fixture.GPU]} if vendor is runpod else {},
         )
         await store.enqueue(new_task("red"))
         cycle = FleetCycle("red", fleet, store, provider, Candidate("ann", 60.0), Random(1))  # noqa: S311
         (summary,) = [summary.to_plain() for summary in await run_once([cycle])]
         assert summary["actions"]["workers_spawned"] == 1
-        (told,) = summary["refused_choices"]
-        assert told["choice"] == refused
-        assert words in told["reason"]
+        (reported,) = summary["refused_choices"]
+        assert reported["choice"] == refused
+        assert message in reported["reason"]
 
-    run(live())
+    run(scenario())

@@ -18,12 +18,12 @@ SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 5
-# Rough ones lived through before what nobody met is missing.
+# Scenarios with high fault rates to run before a fault that never occurred fails the test.
 MAX_ROUGH = 60
 
 
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
-def test_no_pod_is_left_over_or_double_and_there_are_never_too_many(first: int) -> None:
+def test_no_leaked_duplicate_or_excess_pods(first: int) -> None:
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
         RunpodHistory(runpod_scenario(seed)).run()
 
@@ -36,16 +36,16 @@ def rough(seed: int) -> Scenario:
     return replace(scenario, fleets=fleets)
 
 
-def test_together_the_histories_see_trouble_of_every_kind() -> None:
+def test_histories_cover_every_kind_of_fault() -> None:
     """A bed in which nothing happens proves nothing. They go on until they have: which one meets what is chance."""
     unanswered = [f"{kind}{after}" for kind in NO_ANSWERS for after in AFTER]
-    of_the_cloud = {
+    cloud_faults = {
         "has_no_gpu", "never_has_runtime",
         "list old", "GET silence", "GET 5xx", "GET 429", "POST late", "POST answer lost",
         *(f"POST {kind}" for kind in (*unanswered, *REFUSALS)),
         *(f"DELETE {kind}" for kind in NOT_DELETED),
     }  # fmt: skip
-    in_the_trace = {
+    trace_lines = {
         "crashed with its machine",
         "killed",
         "database       unavailable",
@@ -60,8 +60,8 @@ def test_together_the_histories_see_trouble_of_every_kind() -> None:
     for seed in range(MAX_ROUGH):
         history = RunpodHistory(rough(seed))
         trace = history.run().trace.text(limit=None)
-        in_the_trace -= {trouble for trouble in in_the_trace if trouble in trace}
-        of_the_cloud -= history.pods.told
-        if not of_the_cloud and not in_the_trace:
+        trace_lines -= {line for line in trace_lines if line in trace}
+        cloud_faults -= history.pods.faults_seen
+        if not cloud_faults and not trace_lines:
             return
-    pytest.fail(f"nobody met: {sorted(of_the_cloud | in_the_trace)}")
+    pytest.fail(f"not covered: {sorted(cloud_faults | trace_lines)}")

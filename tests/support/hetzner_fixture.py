@@ -1,11 +1,11 @@
 """The real provider over the real SDK over the emulated Hetzner, in virtual time: no sockets, no threads.
 
-A request takes a moment to arrive and its answer a moment to come back. What nobody answers is a time-out after the
-client's own time limit. A request that was sent arrives, whatever becomes of whoever sent it.
+Requests and responses have latency. A request without a response times out after the client's own time limit. A request
+that was sent arrives, even if its sender is cancelled.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import datetime
 from random import Random
 from typing import Any, TypeVar
@@ -14,11 +14,11 @@ import requests
 
 from support.hetzner_contract import CheckedEmulator, Contract, InProcessTransport, client_of
 from windlass.model.hetzner import HetznerSettings
-from windlass.model.machine import MachineRequest
+from windlass.model.machine import Machine, MachineRequest
 from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.limiter import HetznerLimiter
 from windlass.providers.hetzner.provider import HetznerProvider
-from windlass.simulator.loop import run, virtual_now
+from windlass.simulator.loop import virtual_now
 from windlass.simulator.processes import start_detached
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.project import PrimaryIp
@@ -31,19 +31,19 @@ TIMEOUT_S = 20.0
 
 
 class Network:
-    """Carries calls to the emulator and answers back."""
+    """Carries calls to the emulator and responses back."""
 
     def __init__(self, rng: Random, latency_s: tuple[float, float] = (0.02, 0.2)) -> None:
         self._rng = rng
         self._latency_s = latency_s
 
     async def __call__(self, call: Callable[[], T], timeout_s: float) -> T:
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        start_detached(self._carry(call, answer))
+        response: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        start_detached(self._carry(call, response))
         async with asyncio.timeout(timeout_s):
-            return await answer
+            return await response
 
-    async def _carry(self, call: Callable[[], T], answer: "asyncio.Future[T]") -> None:
+    async def _carry(self, call: Callable[[], T], response: "asyncio.Future[T]") -> None:
         await asyncio.sleep(self._rng.uniform(*self._latency_s))
         result: Any = None
         problem: Exception | None = None
@@ -55,21 +55,21 @@ class Network:
         except Exception as error:
             problem = error
         await asyncio.sleep(self._rng.uniform(*self._latency_s))
-        if answer.done():
+        if response.done():
             return
         if problem is None:
-            answer.set_result(result)
+            response.set_result(result)
         else:
-            answer.set_exception(problem)
+            response.set_exception(problem)
 
 
-class Bed:
-    """One project. Made inside a virtual loop."""
+class EmulatedHetzner:
+    """One project. Must be created inside a virtual event loop."""
 
-    def __init__(self, *, is_judged: bool = False, **settings: Any) -> None:
+    def __init__(self, *, checks_contract: bool = False, **settings: Any) -> None:
         self.emulator = HetznerEmulator(virtual_now, HetznerEmulatorSettings(**settings))
         self.faults = self.emulator.faults
-        self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if is_judged else self.emulator
+        self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if checks_contract else self.emulator
         self.rng = Random(1)  # noqa: S311
 
     def account(self, token: str = "any", limiter: HetznerLimiter | None = None) -> HetznerAccount:  # noqa: S107
@@ -86,7 +86,7 @@ class Bed:
     def provider(
         self, fleet: str = "red", *, identity: str = "this", account: HetznerAccount | None = None, **options: Any
     ) -> HetznerProvider:
-        """`options`: of the provider, or else of its settings."""
+        """`options` are those of the provider, or of its settings."""
         known = {key: options.pop(key) for key in ("network_id", "list_reuse_s", "render_user_data") if key in options}
         return HetznerProvider(
             fleet,
@@ -99,10 +99,10 @@ class Bed:
 
     @property
     def client(self) -> Any:
-        """The vendor's own, as somebody else would use it."""
+        """The vendor's own client, for changes made by other people or programs."""
         return client_of(self.emulator)
 
-    def asked(self, method: str | None = None, path: str = "") -> list[tuple[datetime, str, str]]:
+    def sent(self, method: str | None = None, path: str = "") -> list[tuple[datetime, str, str]]:
         return [each for each in self.emulator.requests if method in (None, each[1]) and path in each[2]]
 
     @property
@@ -116,15 +116,12 @@ class Bed:
         return project.add_primary_ip("ipv4", location, is_auto_deleted=False, name=name)
 
 
+async def list_and_reconcile(provider: HetznerProvider) -> tuple[Machine, ...]:
+    """List the machines, then wait until the background task for Primary IPs is done."""
+    machines = await provider.list_machines()
+    await asyncio.sleep(10)
+    return machines
+
+
 def request_for(slot: int = 0, fleet: str = "red") -> MachineRequest:
     return MachineRequest(f"{fleet}-{slot}-aa", fleet, slot, join_token="secret")
-
-
-def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that lives in virtual time."""
-
-    def living(*arguments: Any, **options: Any) -> None:
-        run(test(*arguments, **options))
-
-    living.__name__, living.__doc__ = test.__name__, test.__doc__
-    return living

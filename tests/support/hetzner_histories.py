@@ -52,7 +52,7 @@ NOT_DELETED = ("not_found", "locked", "conflict", "protected", "forbidden", "rat
 
 
 def hetzner_scenario(seed: int) -> Scenario:
-    """The troubles of any world, with fleets as patient as lists of this vendor ask for. Every other one lasts for
+    """The faults of any scenario, with the timeouts that this vendor's lists require. Every other one lasts for
     several of its hours, which are shorter, with work that comes in waves."""
     scenario = draw_billed_scenario(seed) if seed % 2 else draw_scenario(seed)
     return replace(
@@ -111,7 +111,7 @@ class Project(InProcessTransport):
         self.rng = rng
         self.faults_ended = False
         self.entries: dict[int, MachineRecord] = {}
-        self.told: set[str] = set()
+        self.faults_seen: set[str] = set()
 
     # -------------------------------------------------------------------------------------------------- requests
 
@@ -130,14 +130,14 @@ class Project(InProcessTransport):
             response = super().send(request, **options)
         finally:
             self.emulator.faults.lag_s = lag_s
-            self.look()
+            self.update_records()
         if breaks == "answer lost":
             raise requests.exceptions.ConnectionError("Connection reset by peer")
         return response
 
     def _arrive(self, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
         super().send(request, **options)
-        self.look()
+        self.update_records()
 
     def _cloud_of(self, request: requests.PreparedRequest, method: str, path: str) -> HetznerCloud | None:
         if method == "POST" and path == "/v1/servers":
@@ -163,7 +163,7 @@ class Project(InProcessTransport):
                 kind = rng.choice(["late", "answer lost", "silence", "silence after", "5xx", "5xx after"])
                 if kind not in ("late", "answer lost"):
                     return self._script(method, path, kind, cloud)
-                self.told.add(kind)
+                self.faults_seen.add(kind)
                 cloud.trace.add("hetzner", f"{method} {path}: {kind}")
                 return kind
             if roll < rates.create_ambiguous + rates.create_refused:
@@ -182,12 +182,12 @@ class Project(InProcessTransport):
             return self._script(method, path, rng.choice(["silence", "5xx", "rate_limit_exceeded"]), cloud)
         elif path == "/v1/servers" and rng.random() < rates.list_stale:
             self.emulator.faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
-            self.told.add("list old")
+            self.faults_seen.add("list old")
         return None
 
     def _fail_action(self, command: str, cloud: HetznerCloud) -> None:
         """The request is answered well, and nothing comes of it."""
-        self.told.add(f"{command} failed")
+        self.faults_seen.add(f"{command} failed")
         cloud.trace.add("hetzner", f"{command} is accepted and fails")
         self.emulator.faults.next_action(command)
 
@@ -201,13 +201,13 @@ class Project(InProcessTransport):
         code = {"silence": None, "5xx": self.rng.choice(["server_error", "unavailable", "timeout", "bad_gateway"])}.get(
             word, word
         )
-        self.told.add(f"{method} {kind}")
+        self.faults_seen.add(f"{method} {kind}")
         cloud.trace.add("hetzner", f"{method} {path}: {kind}")
         self.emulator.faults.next(code, method=method, path=re.escape(path), takes_effect=bool(after))
 
     # ----------------------------------------------------------------------------------------------------- books
 
-    def look(self) -> None:
+    def update_records(self) -> None:
         """Write down what began and what is gone, now and when something happens by itself."""
         self.emulator.settle()
         servers = self.emulator.project.servers
@@ -223,12 +223,12 @@ class Project(InProcessTransport):
                 SimulatedCloud.remove_machine(self.clouds[entry.fleet], entry.id)
         due = self.emulator.next_due()
         if due is not None:
-            asyncio.get_running_loop().call_at((due - to_datetime(0)).total_seconds() + 1e-6, self._look_again)
+            asyncio.get_running_loop().call_at((due - to_datetime(0)).total_seconds() + 1e-6, self._update_again)
 
-    def _look_again(self) -> None:
+    def _update_again(self) -> None:
         due = self.emulator.next_due()
         if due is not None and due <= virtual_now():
-            self.look()
+            self.update_records()
 
     def vanish(self, machine_id: str) -> None:
         """The vendor lost it, or somebody deleted it in the console."""
@@ -254,7 +254,7 @@ class Project(InProcessTransport):
         addresses = list(self.emulator.project.primary_ips.values())
         if addresses:
             self.rng.choice(addresses).is_auto_deleted = False
-            self.told.add("forgotten address")
+            self.faults_seen.add("forgotten address")
 
     def bill(self) -> Any:
         """The emulator's, as of its last moment: also when all is over."""
@@ -269,7 +269,7 @@ class Project(InProcessTransport):
                 entry.deleted_at = (line.ended - EPOCH).total_seconds()
 
 
-def nobody_is_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> None:
+def check_not_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> None:
     """Whoever is deleted in the first 80 % of a paid hour was not let go for want of work; or it was, late in the hour
     before, and trouble kept it from being deleted in time. That whoever was not let go at all is to blame is judged for
     all worlds alike."""
@@ -278,14 +278,12 @@ def nobody_is_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> 
     idle_drain_at = history.checker.idle_drain_at.get(entry.name)
     is_early = age_s % hour_s < MIN_USED_SHARE * hour_s
     if idle_drain_at is None:
-        history.occasions[entry.id] = "with a cause, " + ("early in an hour" if is_early else "late in an hour")
+        history.deletion_reasons[entry.id] = "failed, " + ("early in an hour" if is_early else "late in an hour")
         return
-    history.occasions[entry.id] = "for want of work, " + ("kept by trouble" if is_early else "at the end of an hour")
+    history.deletion_reasons[entry.id] = "idle, " + ("delayed by faults" if is_early else "at the end of an hour")
     let_go_s = (to_datetime(idle_drain_at) - server.created).total_seconds()
     if is_early and let_go_s // hour_s == age_s // hour_s:
-        history.report_violation(
-            f"{entry.name} is deleted {age_s % hour_s:.0f} s into a paid hour, and nobody said why"
-        )
+        history.report_violation(f"{entry.name} is deleted {age_s % hour_s:.0f} s into a billed hour without a reason")
 
 
 class HetznerHistory(Simulation):
@@ -294,18 +292,18 @@ class HetznerHistory(Simulation):
     project: Project
     hour_s: int
     # On what occasion each server was asked to go, for the last time.
-    occasions: dict[str, str]
-    on_deletion: Callable[["HetznerHistory", MachineRecord], None] = staticmethod(nobody_is_deleted_early)
+    deletion_reasons: dict[str, str]
+    on_deletion: Callable[["HetznerHistory", MachineRecord], None] = staticmethod(check_not_deleted_early)
 
     @property
     def tally(self) -> Counter[str]:
-        return Counter(self.occasions.values())
+        return Counter(self.deletion_reasons.values())
 
     def _build(self) -> None:
         self.wrap_service = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
-        self.occasions = {}
+        self.deletion_reasons = {}
         # One project has one kind of hour; all fleets of a scenario have the same.
         (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
         self.project = Project(clouds, self.hour_s, self._rng_for("hetzner"))
@@ -376,12 +374,12 @@ class HetznerHistory(Simulation):
         await super()._end_faults()
 
     async def _audit_costs(self, faults_ended_at: float) -> int:
-        self.project.look()
+        self.project.update_records()
         self.project.take_over_times()
         return await super()._audit_costs(faults_ended_at)
 
     async def _find_leak(self) -> str | None:
-        self.project.look()
+        self.project.update_records()
         for address in self.project.emulator.project.primary_ips.values():
             if address.server_id is None:
                 return f"Primary IP {address.id} is paid for and no server has it"
@@ -394,7 +392,7 @@ class HetznerHistory(Simulation):
                 worker = self.checker.workers_by_machine[entry.id]
                 is_heard = worker.history.first_heartbeat_at is not None
                 if worker.process.is_dead or worker.process.is_frozen or not is_heard:
-                    return f"nobody works in {entry.id} of {entry.name}"
+                    return f"no live worker in {entry.id} of {entry.name}"
         return await super()._find_unrest()
 
     def failure_report(self, why: str) -> str:

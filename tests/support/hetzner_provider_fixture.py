@@ -1,4 +1,4 @@
-"""Hetzner Cloud, emulated, as a world of the provider's conformance suite: real SDK, real threads, no sockets."""
+"""Hetzner Cloud (emulated) for the provider conformance suite: real SDK, real threads, no sockets."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from windlass.providers.hetzner.provider import HetznerProvider
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 
-# The suite does not wait for what takes time, only for what is decided: everything here is at once.
+# The suite tests decisions, not durations: everything happens at once.
 AT_ONCE = {"boot_s": 0.0, "action_s": 0.0, "delete_s": 0.0}
 
 
@@ -26,8 +26,8 @@ class HetznerWorld:
         self._emulator = HetznerEmulator(lambda: self._now, HetznerEmulatorSettings(**AT_ONCE))
         self._accounts: list[HetznerAccount] = []
 
-    def provider(self, *, fleet: str = "fleet", windlass: str = "this") -> Provider:
-        return self._provider(fleet, windlass, InProcessTransport(self._emulator))
+    def provider(self, *, fleet: str = "fleet", database: str = "this") -> Provider:
+        return self._provider(fleet, database, InProcessTransport(self._emulator))
 
     def provider_that_refuses(self) -> Provider:
         return self._provider("fleet", "this", InProcessTransport(self._emulator), image="no-such-image")
@@ -35,7 +35,7 @@ class HetznerWorld:
     def provider_without_answer(self) -> Provider:
         return self._provider("fleet", "this", _Unplugged())
 
-    def _provider(self, fleet: str, windlass: str, adapter: BaseAdapter, **settings: Any) -> Provider:
+    def _provider(self, fleet: str, database: str, adapter: BaseAdapter, **settings: Any) -> Provider:
         self._accounts.append(
             HetznerAccount(
                 "any", endpoint="http://hetzner.test/v1", adapter=adapter, limiter=HetznerLimiter(1e6, burst=1000)
@@ -45,7 +45,7 @@ class HetznerWorld:
             fleet,
             HetznerSettings(**settings),
             self._accounts[-1],
-            identity=windlass,
+            identity=database,
             render_user_data=lambda _: "#cloud-config\n",
             list_reuse_s=0.0,
             delete_poll_intervals_s=(0.0, 0.01, 0.1),
@@ -53,15 +53,15 @@ class HetznerWorld:
         )
 
     def foreign_machine(self) -> Machine:
-        body = {"name": "somebody", "server_type": "cx23", "image": "ubuntu-24.04", "location": "nbg1"}
+        body = {"name": "foreign", "server_type": "cx23", "image": "ubuntu-24.04", "location": "nbg1"}
         made = client_of(self._emulator).request("POST", "/servers", json=body)
-        return Machine(str(made["server"]["id"]), "somebody", MachineState.RUNNING)
+        return Machine(str(made["server"]["id"]), "foreign", MachineState.RUNNING)
 
-    def is_there(self, machine: Machine) -> bool:
+    def exists(self, machine: Machine) -> bool:
         return int(machine.id) in self._emulator.project.servers
 
     def end(self, machine: Machine) -> None:
-        """Off, long after it was made."""
+        """Powered off, long after its creation."""
         self._now += timedelta(minutes=10)
         client_of(self._emulator).request("POST", f"/servers/{machine.id}/actions/poweroff")
 

@@ -1,11 +1,10 @@
 """The real provider over httpx over the emulated Runpod, in virtual time: no sockets, no threads.
 
-A request takes a moment to arrive and its answer a moment to come back. What nobody answers is a time-out after the
-client's own time limit. A request that was sent arrives, whatever becomes of whoever sent it.
+Requests and responses have latency. A request without a response times out after the client's own time limit. A request
+that was sent arrives, even if its sender is cancelled.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from datetime import datetime
 from random import Random
 from typing import Any
@@ -19,7 +18,7 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod.account import RunpodAccount
 from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.runpod.provider import RunpodProvider
-from windlass.simulator.loop import run, virtual_now
+from windlass.simulator.loop import virtual_now
 from windlass.simulator.processes import start_detached
 from windlass_emulators.http import Emulator
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
@@ -34,7 +33,7 @@ TOKEN = f"{JOIN_PREFIX}{'5' * 64}"
 
 
 class Network(httpx.AsyncBaseTransport):
-    """Carries requests to the emulator and answers back."""
+    """Carries requests to the emulator and responses back."""
 
     def __init__(self, inner: httpx.BaseTransport, rng: Random, latency_s: tuple[float, float] = (0.02, 0.2)) -> None:
         self._inner = inner
@@ -42,12 +41,12 @@ class Network(httpx.AsyncBaseTransport):
         self._latency_s = latency_s
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        answer: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
+        response: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
         await request.aread()
-        start_detached(self._carry(request, answer))
-        return await answer
+        start_detached(self._carry(request, response))
+        return await response
 
-    async def _carry(self, request: httpx.Request, answer: "asyncio.Future[httpx.Response]") -> None:
+    async def _carry(self, request: httpx.Request, response: "asyncio.Future[httpx.Response]") -> None:
         await asyncio.sleep(self._rng.uniform(*self._latency_s))
         result: httpx.Response | None = None
         problem: Exception | None = None
@@ -59,21 +58,21 @@ class Network(httpx.AsyncBaseTransport):
         except httpx.HTTPError as error:
             problem = error
         await asyncio.sleep(self._rng.uniform(*self._latency_s))
-        if answer.done():
+        if response.done():
             return
         if result is not None:
-            answer.set_result(result)
+            response.set_result(result)
         else:
-            answer.set_exception(problem or AssertionError("an answer or none"))
+            response.set_exception(problem or AssertionError("an answer or none"))
 
 
-class Bed:
-    """One account. Made inside a virtual loop."""
+class EmulatedRunpod:
+    """One account. Must be created inside a virtual event loop."""
 
-    def __init__(self, *, is_judged: bool = False, **settings: Any) -> None:
+    def __init__(self, *, checks_contract: bool = False, **settings: Any) -> None:
         self.host = VirtualPodHost()
         self.emulator = RunpodEmulator(virtual_now, RunpodEmulatorSettings(**settings), self.host)
-        self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if is_judged else self.emulator
+        self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if checks_contract else self.emulator
         self.rng = Random(1)  # noqa: S311
 
     @property
@@ -89,7 +88,7 @@ class Bed:
     def provider(
         self, fleet: str = "red", *, identity: str = "this", account: RunpodAccount | None = None, **options: Any
     ) -> RunpodProvider:
-        """`options`: of the provider, or else of its settings."""
+        """`options` are those of the provider, or of its settings."""
         names = ("list_reuse_s", "preparer", "public_key", "hidden_s")
         known = {key: options.pop(key) for key in names if key in options}
         settings = RunpodSettings(**{"image": IMAGE, "choices": [GPU], **options})
@@ -99,10 +98,10 @@ class Bed:
 
     @property
     def client(self) -> httpx.Client:
-        """As somebody else would use the account."""
+        """A client for changes made by other people or programs."""
         return client_of(self.emulator)
 
-    def asked(self, method: str | None = None, path: str = "") -> list[tuple[datetime, str, str]]:
+    def sent(self, method: str | None = None, path: str = "") -> list[tuple[datetime, str, str]]:
         return [each for each in self.emulator.requests if method in (None, each[1]) and path in each[2]]
 
     @property
@@ -113,13 +112,3 @@ class Bed:
 
 def request_for(slot: int = 0, fleet: str = "red") -> MachineRequest:
     return MachineRequest(f"{fleet}-{slot}-aa", fleet, slot, join_token=TOKEN)
-
-
-def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that lives in virtual time."""
-
-    def living(*arguments: Any, **options: Any) -> None:
-        run(test(*arguments, **options))
-
-    living.__name__, living.__doc__ = test.__name__, test.__doc__
-    return living

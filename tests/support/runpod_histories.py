@@ -50,7 +50,7 @@ NOT_DELETED = ("nothing", "404", "409", "401", "403", "429", *NO_ANSWERS)
 
 
 def runpod_scenario(seed: int) -> Scenario:
-    """The troubles of any world, with fleets as patient as lists of this vendor ask for."""
+    """The faults of any scenario, with the timeouts that this vendor's lists require."""
     scenario = draw_scenario(seed)
     return replace(
         scenario, fleets={name: _surroundings(fleet_scenario) for name, fleet_scenario in scenario.fleets.items()}
@@ -112,7 +112,7 @@ class Pods(InProcessTransport):
         self.begins_with = PodFaults()
         self.faults_ended = False
         self.entries: dict[str, MachineRecord] = {}
-        self.told: set[str] = set()
+        self.faults_seen: set[str] = set()
 
     # -------------------------------------------------------------------------------------------------- requests
 
@@ -132,14 +132,14 @@ class Pods(InProcessTransport):
         finally:
             faults.lag_s = 0.0
             faults.ineffective_deletions = 0
-            self.look()
+            self.update_records()
         if breaks == "answer lost":
             raise httpx.ReadError("Connection reset by peer", request=request)
         return response
 
     def _arrive(self, request: httpx.Request) -> None:
         super().handle_request(request)
-        self.look()
+        self.update_records()
 
     def _cloud_of(self, request: httpx.Request, method: str, path: str) -> RunpodCloud | None:
         if method == "POST" and path == PODS:
@@ -179,7 +179,7 @@ class Pods(InProcessTransport):
             return self._script(method, path, rng.choice(["silence", "5xx", "429"]), cloud)
         elif path == PODS and rng.random() < rates.list_stale:
             faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
-            self.told.add("list old")
+            self.faults_seen.add("list old")
         return None
 
     def _draw_pod(self) -> None:
@@ -190,7 +190,7 @@ class Pods(InProcessTransport):
             self.emulator.faults.next_pod(never_has_runtime=True)
 
     def _tell(self, cloud: RunpodCloud, method: str, path: str, kind: str) -> str:
-        self.told.add(f"{method} {kind}")
+        self.faults_seen.add(f"{method} {kind}")
         cloud.trace.add("runpod", f"{method} {path}: {kind}")
         return kind
 
@@ -212,7 +212,7 @@ class Pods(InProcessTransport):
 
     # ----------------------------------------------------------------------------------------------------- books
 
-    def look(self) -> None:
+    def update_records(self) -> None:
         """Write down what began and what is gone, now and when something happens by itself."""
         self.emulator.settle()
         pods = self.emulator.account.pods
@@ -221,19 +221,19 @@ class Pods(InProcessTransport):
                 _, fleet, worker_id = pod.config.env["WINDLASS_POD"].split("/")
                 slot = int(worker_id.split("-")[-2])
                 self.begins_with = pod.faults
-                self.told |= {name for name in ("has_no_gpu", "never_has_runtime") if getattr(pod.faults, name)}
+                self.faults_seen |= {name for name in ("has_no_gpu", "never_has_runtime") if getattr(pod.faults, name)}
                 self.entries[id_] = self.clouds[fleet].add_machine(MachineRequest(worker_id, fleet, slot))
         for id_, entry in self.entries.items():
             if id_ not in pods:
                 SimulatedCloud.remove_machine(self.clouds[entry.fleet], entry.id)
         due = self.emulator.next_due()
         if due is not None:
-            asyncio.get_running_loop().call_at((due - to_datetime(0)).total_seconds() + 1e-6, self._look_again)
+            asyncio.get_running_loop().call_at((due - to_datetime(0)).total_seconds() + 1e-6, self._update_again)
 
-    def _look_again(self) -> None:
+    def _update_again(self) -> None:
         due = self.emulator.next_due()
         if due is not None and due <= virtual_now():
-            self.look()
+            self.update_records()
 
     def vanish(self, machine_id: str) -> None:
         """The vendor lost it, or somebody deleted it in the console."""
@@ -270,7 +270,7 @@ class SlowPreparer:
         entry = self._history.pods.entries.get(pod_id)
         worker = self._history.checker.workers_by_machine.get(entry.id) if entry is not None else None
         if worker is None or pod_id not in self._history.pods.emulator.account.pods:
-            raise NotPrepared("SSH_UNREACHABLE", f"preparing {pod}: nobody answers")
+            raise NotPrepared("SSH_UNREACHABLE", f"preparing {pod}: no response")
         if worker.history.faults.has_no_gpu and self._rng.random() < 0.5:
             raise NotPrepared("GPU_NOT_DETECTED", f"preparing {pod}: no GPU answers", "what it said", "its key")
         if worker.history.faults.never_joins:
@@ -336,7 +336,7 @@ class RunpodHistory(Simulation):
         await super()._end_faults()
 
     async def _find_leak(self) -> str | None:
-        self.pods.look()
+        self.pods.update_records()
         return await super()._find_leak()
 
     async def _find_unrest(self) -> str | None:
@@ -348,7 +348,7 @@ class RunpodHistory(Simulation):
                 if worker.history.faults.has_no_gpu:
                     return f"{entry.id} of {entry.name} has no GPU"
                 if worker.process.is_dead or worker.process.is_frozen or not is_heard:
-                    return f"nobody works in {entry.id} of {entry.name}"
+                    return f"no live worker in {entry.id} of {entry.name}"
         return await super()._find_unrest()
 
     def failure_report(self, why: str) -> str:

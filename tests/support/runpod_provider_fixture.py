@@ -1,4 +1,4 @@
-"""Runpod, emulated, as a world of the provider's conformance suite: httpx without sockets."""
+"""Runpod (emulated) for the provider conformance suite: httpx without sockets."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,7 +14,7 @@ from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.runpod.provider import RunpodProvider
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 
-# The suite does not wait for what takes time, only for what is decided: everything here is at once.
+# The suite tests decisions, not durations: everything happens at once.
 AT_ONCE = {"provisioning_s": 0.0, "starting_s": 0.0, "runtime_s": 0.0}
 PLENTY = {"requests_per_minute": 10**6, "requests_per_hour": 10**6, "requests_per_day": 10**6}
 
@@ -24,8 +24,8 @@ class RunpodWorld:
         self._now = datetime(2030, 1, 1, tzinfo=UTC)
         self._emulator = RunpodEmulator(lambda: self._now, RunpodEmulatorSettings(**AT_ONCE, **PLENTY))  # type: ignore[arg-type]
 
-    def provider(self, *, fleet: str = "fleet", windlass: str = "this") -> Provider:
-        return self._provider(fleet, windlass, InProcessTransport(self._emulator))
+    def provider(self, *, fleet: str = "fleet", database: str = "this") -> Provider:
+        return self._provider(fleet, database, InProcessTransport(self._emulator))
 
     def provider_that_refuses(self) -> Provider:
         return self._provider("fleet", "this", InProcessTransport(self._emulator), choices=["NVIDIA Abacus"])
@@ -33,7 +33,7 @@ class RunpodWorld:
     def provider_without_answer(self) -> Provider:
         return self._provider("fleet", "this", _Unplugged())
 
-    def _provider(self, fleet: str, windlass: str, transport: httpx.AsyncBaseTransport, **settings: Any) -> Provider:
+    def _provider(self, fleet: str, database: str, transport: httpx.AsyncBaseTransport, **settings: Any) -> Provider:
         account = RunpodAccount(
             "any", endpoint="http://runpod.test/v2", transport=transport, limiter=RunpodLimiter(1e6, burst=1000)
         )
@@ -41,7 +41,7 @@ class RunpodWorld:
             fleet,
             RunpodSettings(**{"image": "example/worker:1", **settings}),
             account,
-            identity=windlass,
+            identity=database,
             url="http://10.0.0.2:8080",
             list_reuse_s=0.0,
             delete_poll_intervals_s=(0.0, 0.01, 0.1),
@@ -50,11 +50,11 @@ class RunpodWorld:
         )
 
     def foreign_machine(self) -> Machine:
-        order = {"name": "somebody", "image": "i", "gpu": {"id": "NVIDIA L40S"}}
+        order = {"name": "foreign", "image": "i", "gpu": {"id": "NVIDIA L40S"}}
         pod = client_of(self._emulator).post("/pods", json=order).json()
-        return Machine(pod["id"], "somebody", MachineState.RUNNING)
+        return Machine(pod["id"], "foreign", MachineState.RUNNING)
 
-    def is_there(self, machine: Machine) -> bool:
+    def exists(self, machine: Machine) -> bool:
         return machine.id in self._emulator.account.pods
 
     def end(self, machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""What all fleets with one token of Hetzner share, with real threads: the vendor's SDK, and who waits for whom."""
+"""The Hetzner account with real threads: concurrency, timeouts and the SDK's internals."""
 
 import asyncio
 import threading
@@ -20,20 +20,20 @@ from windlass.providers.hetzner.limiter import HetznerLimiter
 from windlass.providers.hetzner.provider import HetznerProvider
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 
-# Nothing here takes so long.
+# Far longer than anything here takes.
 LIMIT_S = 20.0
 
 
-class Slow(InProcessTransport):
-    """Creations are answered when the test says so."""
+class HeldTransport(InProcessTransport):
+    """Holds the responses to creations until the test releases them."""
 
     def __init__(self) -> None:
         self.emulator = HetznerEmulator(
             lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, server_limit=50)
         )
         super().__init__(self.emulator)
-        # The emulator answers one after the other.
-        self._turn = threading.Lock()
+        # The emulator handles one request at a time.
+        self._lock = threading.Lock()
         self.held = threading.Semaphore(0)
         self.posts = 0
 
@@ -41,21 +41,21 @@ class Slow(InProcessTransport):
         if request.method == "POST":
             self.posts += 1
             assert self.held.acquire(timeout=LIMIT_S)
-        with self._turn:
+        with self._lock:
             return super().send(request, **options)
 
 
 @pytest.fixture
-def vendor() -> Iterator[Slow]:
-    vendor = Slow()
-    yield vendor
-    vendor.held.release(1000)
+def transport() -> Iterator[HeldTransport]:
+    transport = HeldTransport()
+    yield transport
+    transport.held.release(1000)
 
 
 @pytest.fixture
-def account(vendor: Slow) -> Iterator[HetznerAccount]:
+def account(transport: HeldTransport) -> Iterator[HetznerAccount]:
     account = HetznerAccount(
-        "any", endpoint="http://hetzner.test/v1", adapter=vendor, limiter=HetznerLimiter(1e6, burst=1000)
+        "any", endpoint="http://hetzner.test/v1", adapter=transport, limiter=HetznerLimiter(1e6, burst=1000)
     )
     yield account
     account.close()
@@ -78,34 +78,32 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_creations_without_an_answer_hold_up_no_list(vendor: Slow, account: HetznerAccount) -> None:
+async def test_unanswered_creations_do_not_delay_a_list(transport: HeldTransport, account: HetznerAccount) -> None:
     provider = provider_of(account)
     creations = [asyncio.create_task(provider.create(MachineRequest(f"red-{n}-aa", "red", n))) for n in range(32)]
-    await until(lambda: vendor.posts == 32)
+    await until(lambda: transport.posts == 32)
     async with asyncio.timeout(LIMIT_S / 2):
         assert await provider.list_machines() == ()
-    vendor.held.release(32)
+    transport.held.release(32)
     assert len({machine.id for machine in await asyncio.gather(*creations)}) == 32
 
 
-async def test_a_call_that_never_got_a_thread_was_not_sent_and_says_so(
-    vendor: Slow, account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
+async def test_call_without_a_free_thread_is_throttled(
+    transport: HeldTransport, account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_THREADS", 1)
     monkeypatch.setattr(module, "MAX_WAIT_S", 0.05)
     provider = provider_of(account)
     first = asyncio.create_task(provider.create(MachineRequest("red-0-aa", "red", 0)))
-    await until(lambda: vendor.posts == 1)
+    await until(lambda: transport.posts == 1)
     with pytest.raises(Throttled, match="too many requests in flight"):
         await provider.create(MachineRequest("red-1-aa", "red", 1))
-    vendor.held.release(1)
+    transport.held.release(1)
     await first
-    assert vendor.posts == 1
+    assert transport.posts == 1
 
 
-async def test_the_time_limit_of_a_call_begins_with_the_call(
-    account: HetznerAccount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_timeout_starts_when_the_call_starts(account: HetznerAccount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_THREADS", 1)
     free = threading.Event()
     before = asyncio.create_task(account._run_in_thread(lambda: free.wait(LIMIT_S), LIMIT_S))
@@ -118,7 +116,7 @@ async def test_the_time_limit_of_a_call_begins_with_the_call(
     assert await before
 
 
-async def test_threads_end_with_the_last_who_uses_the_account(account: HetznerAccount) -> None:
+async def test_threads_end_with_the_last_user_of_the_account(account: HetznerAccount) -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("hetzner")]
 
@@ -131,13 +129,13 @@ async def test_threads_end_with_the_last_who_uses_the_account(account: HetznerAc
     await until(lambda: not threads())
 
 
-def test_the_sdk_has_its_retries_and_its_session_where_we_turn_them_off(vendor: Slow, account: HetznerAccount) -> None:
-    """A newer one may have moved them, and would then send creations twice, past our limits."""
+def test_sdk_retries_are_off_and_our_adapter_is_mounted(transport: HeldTransport, account: HetznerAccount) -> None:
+    """A newer version may move these attributes, and would then repeat creations outside our limiter."""
     client = account.api._client
     assert client._retry_max_retries == 0
     for scheme in ("https://", "http://"):
         assert client._session.get_adapter(f"{scheme}hetzner.test") is account._adapter
-    vendor.emulator.faults.next("unavailable", times=9)
+    transport.emulator.faults.next("unavailable", times=9)
     with pytest.raises(APIException):
         account.api.locations.get_list()
-    assert len(vendor.emulator.requests) == 1
+    assert len(transport.emulator.requests) == 1

@@ -1,4 +1,4 @@
-"""The parts of the Hetzner provider that think: what an answer means, what things are called, cost, and may ask for."""
+"""Pure parts of the Hetzner provider: error kinds, names, labels, prices and the rate limiter."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,41 +26,41 @@ from windlass.simulator.loop import run
 # ---------------------------------------------------------------------------------------------------------- problems
 
 
-def said(code: str | int) -> APIException:
-    return APIException(code, "the vendor's words", None)
+def api_error(code: str | int) -> APIException:
+    return APIException(code, "the vendor's message", None)
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (said("resource_unavailable"), ErrorKind.NO_CAPACITY),
-        (said("placement_error"), ErrorKind.NO_CAPACITY),
-        (said("maintenance"), ErrorKind.NO_CAPACITY),
-        (said("resource_limit_exceeded"), ErrorKind.LIMIT),
-        (said("unauthorized"), ErrorKind.DENIED),
-        (said("token_readonly"), ErrorKind.DENIED),
-        (said("forbidden"), ErrorKind.DENIED),
-        (said("uniqueness_error"), ErrorKind.NAME_IN_USE),
-        (said("not_found"), ErrorKind.NOT_FOUND),
-        (said("locked"), ErrorKind.BUSY),
-        (said("conflict"), ErrorKind.BUSY),
-        (said("protected"), ErrorKind.PROTECTED),
-        (said("rate_limit_exceeded"), ErrorKind.THROTTLED),
-        (said("invalid_input"), ErrorKind.REFUSED),
-        (said("json_error"), ErrorKind.REFUSED),
-        (said("server_error"), ErrorKind.LOST),
-        (said("unavailable"), ErrorKind.LOST),
-        (said("timeout"), ErrorKind.LOST),
-        (said("bad_gateway"), ErrorKind.LOST),
-        (said("service_error"), ErrorKind.LOST),
-        (said("a_code_of_next_year"), ErrorKind.LOST),
-        (said(401), ErrorKind.DENIED),
-        (said(404), ErrorKind.NOT_FOUND),
-        (said(400), ErrorKind.REFUSED),
-        (said(408), ErrorKind.LOST),
-        (said(429), ErrorKind.THROTTLED),
-        (said(502), ErrorKind.LOST),
-        (said(200), ErrorKind.LOST),
+        (api_error("resource_unavailable"), ErrorKind.NO_CAPACITY),
+        (api_error("placement_error"), ErrorKind.NO_CAPACITY),
+        (api_error("maintenance"), ErrorKind.NO_CAPACITY),
+        (api_error("resource_limit_exceeded"), ErrorKind.LIMIT),
+        (api_error("unauthorized"), ErrorKind.DENIED),
+        (api_error("token_readonly"), ErrorKind.DENIED),
+        (api_error("forbidden"), ErrorKind.DENIED),
+        (api_error("uniqueness_error"), ErrorKind.NAME_IN_USE),
+        (api_error("not_found"), ErrorKind.NOT_FOUND),
+        (api_error("locked"), ErrorKind.BUSY),
+        (api_error("conflict"), ErrorKind.BUSY),
+        (api_error("protected"), ErrorKind.PROTECTED),
+        (api_error("rate_limit_exceeded"), ErrorKind.THROTTLED),
+        (api_error("invalid_input"), ErrorKind.REFUSED),
+        (api_error("json_error"), ErrorKind.REFUSED),
+        (api_error("server_error"), ErrorKind.LOST),
+        (api_error("unavailable"), ErrorKind.LOST),
+        (api_error("timeout"), ErrorKind.LOST),
+        (api_error("bad_gateway"), ErrorKind.LOST),
+        (api_error("service_error"), ErrorKind.LOST),
+        (api_error("an_unknown_code"), ErrorKind.LOST),
+        (api_error(401), ErrorKind.DENIED),
+        (api_error(404), ErrorKind.NOT_FOUND),
+        (api_error(400), ErrorKind.REFUSED),
+        (api_error(408), ErrorKind.LOST),
+        (api_error(429), ErrorKind.THROTTLED),
+        (api_error(502), ErrorKind.LOST),
+        (api_error(200), ErrorKind.LOST),
         (requests.exceptions.ReadTimeout("read"), ErrorKind.LOST),
         (requests.exceptions.ConnectTimeout("connect"), ErrorKind.LOST),
         (requests.exceptions.ConnectionError("refused"), ErrorKind.LOST),
@@ -70,12 +70,12 @@ def said(code: str | int) -> APIException:
     ],
     ids=lambda value: str(value.code) if isinstance(value, APIException) else str(value),
 )
-def test_every_answer_has_one_meaning(error: Exception, kind: ErrorKind) -> None:
+def test_each_failure_maps_to_one_error_kind(error: Exception, kind: ErrorKind) -> None:
     found = to_vendor_error(error)
     assert found.kind is kind
     assert str(found)
     if isinstance(error, APIException):
-        assert str(found) == f"the vendor's words ({error.code})"
+        assert str(found) == f"the vendor's message ({error.code})"
 
 
 # ------------------------------------------------------------------------------------------------------------ naming
@@ -96,7 +96,7 @@ def request_for(name: str) -> MachineRequest:
         ("a" * 57, False),
     ],
 )
-def test_a_servers_name_is_a_host_name_or_refused_in_words(worker_id: str, is_fine: bool) -> None:
+def test_server_name_is_a_host_name_or_refused(worker_id: str, is_fine: bool) -> None:
     if is_fine:
         assert naming.server_name(worker_id, "abcdef0123456789") == f"{worker_id}-abcdef"
         assert len(naming.server_name(worker_id, "abcdef0123456789")) <= 63
@@ -108,30 +108,30 @@ def test_a_servers_name_is_a_host_name_or_refused_in_words(worker_id: str, is_fi
 
 
 @pytest.mark.parametrize("fleet", ["renders", "Renders", "a.b_c", "a:b", "a-b", "ends-with-", "x" * 63, "x" * 62 + ":"])
-def test_every_fleets_name_becomes_a_label(fleet: str) -> None:
+def test_every_fleet_name_becomes_a_valid_label(fleet: str) -> None:
     labels = naming.server_labels(naming.fleet_labels("0" * 16, fleet), request_for("w-0-1"), {"team": "a"})
     assert set(labels) == {"team", "managed-by", "windlass-id", "windlass-fleet", "windlass-worker", "windlass-slot"}
     assert all(len(value) <= 63 for value in labels.values())
     assert labels["windlass-slot"] == "3"
 
 
-def test_no_two_fleets_share_a_label() -> None:
+def test_fleets_have_distinct_labels() -> None:
     names = ["a:b", "a-b", "a_b", "a.b", "A:b", "a:b-", "a:c"]
     assert len({naming.fleet_label(name) for name in names}) == len(names)
 
 
-def test_a_label_that_would_be_refused_is_refused_before_the_call() -> None:
+def test_invalid_label_is_refused_before_the_request() -> None:
     with pytest.raises(Refused, match="creating server w:0: 'w:0' is not a valid value of label windlass-worker"):
         naming.server_labels(naming.fleet_labels("0" * 16, "f"), request_for("w:0"), {})
 
 
-def test_user_data_of_more_than_32_kib_is_refused_before_the_call() -> None:
+def test_user_data_over_32_kib_is_refused_before_the_request() -> None:
     assert naming.check_user_data("w", "x" * 32_768)
     with pytest.raises(Refused, match="creating server w: user_data has 32,770 bytes, at most 32,768 are allowed"):
         naming.check_user_data("w", "ä" * 16_385)
 
 
-def test_two_databases_are_two_installations_and_tell_nothing() -> None:
+def test_fingerprint_distinguishes_databases_and_reveals_nothing() -> None:
     one, other = fingerprint("db.example.com/app"), fingerprint("db.example.com/other")
     assert one != other
     assert len(one) == 16
@@ -170,7 +170,7 @@ PRICING: dict[str, Any] = {
 }
 
 
-def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
+def test_prices_are_integer_micros_with_optional_address() -> None:
     prices = read_prices(PRICING, "net")
     nuremberg = Choice("cx23", "nbg1")
     assert prices.currency == "EUR"
@@ -179,14 +179,14 @@ def test_prices_are_whole_micros_with_the_address_where_there_is_one() -> None:
     assert read_prices(PRICING, "gross").price_parts(nuremberg, has_ipv4=False) == ((9_000_000, 9_000_000),)
 
 
-def test_half_a_price_is_no_price() -> None:
+def test_incomplete_price_is_unknown() -> None:
     prices = read_prices(PRICING, "net")
     assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=True) == ()
-    assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro is one
+    assert prices.price_parts(Choice("cx23", "fsn1"), has_ipv4=False) == ((0, 1),)  # half a micro rounds up
     assert prices.price_parts(Choice("cx99", "nbg1"), has_ipv4=False) == ()
 
 
-def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
+def test_choices_keep_their_order_with_out_of_stock_last() -> None:
     a, b, c, d = (Choice("cx23", place) for place in "abcd")
     assert order_choices([a, b, c, d], {b}, {a}) == [c, d, a]
     assert order_choices([a, b], {a, b}, set()) == []
@@ -196,7 +196,7 @@ def test_choices_keep_their_order_except_for_those_said_to_be_out() -> None:
 # ----------------------------------------------------------------------------------------------------------- limiter
 
 
-def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
+def test_burst_is_sent_at_once_then_at_the_rate() -> None:
     async def times() -> list[float]:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         found = []
@@ -210,7 +210,7 @@ def test_a_burst_goes_at_once_and_then_one_goes_at_a_time() -> None:
     assert found[BURST:] == pytest.approx([n / RATE_PER_S for n in range(1, 6)])
 
 
-def test_those_who_wait_go_in_the_order_of_asking() -> None:
+def test_requests_wait_in_order_of_arrival() -> None:
     async def order() -> list[int]:
         limiter, went = HetznerLimiter(rate_per_s=1, burst=1), []
 
@@ -224,8 +224,8 @@ def test_those_who_wait_go_in_the_order_of_asking() -> None:
     assert run(order()) == [0, 1, 2, 3, 4]
 
 
-def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None:
-    async def tell() -> None:
+def test_request_that_would_wait_too_long_fails_at_once() -> None:
+    async def scenario() -> None:
         limiter = HetznerLimiter(rate_per_s=1, burst=1)
         await limiter.wait(0)
         for _ in range(3):
@@ -234,10 +234,10 @@ def test_whoever_would_wait_too_long_is_told_at_once_and_takes_nothing() -> None
             assert caught.value.retry_after_s == pytest.approx(1.0)
         await limiter.wait(1.0)
 
-    run(tell())
+    run(scenario())
 
 
-def test_whoever_is_cancelled_gives_its_turn_back() -> None:
+def test_cancelled_request_returns_its_turn() -> None:
     async def cancel() -> float:
         limiter, loop = HetznerLimiter(rate_per_s=1, burst=1), asyncio.get_running_loop()
         await limiter.wait(0)
@@ -251,7 +251,7 @@ def test_whoever_is_cancelled_gives_its_turn_back() -> None:
     assert run(cancel()) == pytest.approx(1.0)
 
 
-def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
+def test_each_429_doubles_the_pause() -> None:
     async def pauses() -> list[float]:
         limiter, found = HetznerLimiter(), []
         for _ in range(8):
@@ -267,38 +267,38 @@ def test_a_429_stops_everybody_and_the_next_one_for_twice_as_long() -> None:
 
 
 @pytest.mark.parametrize("limiter", [HetznerLimiter, RunpodLimiter])
-def test_a_429_stops_those_who_wait_already_and_one_burst_of_them_is_one_refusal(
+def test_burst_of_429_responses_pauses_waiting_requests_once(
     limiter: Callable[[], HetznerLimiter | RunpodLimiter],
 ) -> None:
     async def storm() -> tuple[list[float], int, float]:
-        allowance, loop, sent = limiter(), asyncio.get_running_loop(), []
+        shared, loop, sent = limiter(), asyncio.get_running_loop(), []
 
         async def ask() -> None:
-            await allowance.wait(25.0)
+            await shared.wait(25.0)
             sent.append(loop.time())
             await asyncio.sleep(0.1)
-            allowance.record_response(429, {})
+            shared.record_response(429, {})
 
         asking = [asyncio.create_task(ask()) for _ in range(40)]
         await asyncio.sleep(5.0)
-        pause_s = allowance.pause_s + 5.0
-        told = await asyncio.gather(*asking, return_exceptions=True)
-        return sent, sum(isinstance(each, Throttled) for each in told), pause_s
+        pause_s = shared.pause_s + 5.0
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        return sent, sum(isinstance(each, Throttled) for each in results), pause_s
 
     sent, throttled, pause_s = run(storm())
     assert [at for at in sent if 0.2 < at < FIRST_PAUSE_S] == []
     assert pause_s == pytest.approx(FIRST_PAUSE_S + 0.1)
-    # Whoever would have to wait for too long now is told so, and nothing was sent.
+    # A request that would wait too long now is throttled, and was not sent.
     assert throttled > 0
     assert len(sent) + throttled == 40
 
 
-def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
+def test_longer_retry_after_extends_the_pause() -> None:
     async def pause() -> float:
         limiter = HetznerLimiter()
         limiter.record_response(429, {})
         limiter.record_response(429, {"Retry-After": "33"})
-        limiter.record_response(200, {})  # sent before either
+        limiter.record_response(200, {})  # answers a request sent before the pause
         await asyncio.sleep(33)
         limiter.record_response(429, {})
         return limiter.pause_s
@@ -306,7 +306,7 @@ def test_a_longer_pause_that_the_vendor_asks_for_is_kept() -> None:
     assert run(pause()) == 2 * FIRST_PAUSE_S
 
 
-def test_deletions_and_lists_go_before_hirings() -> None:
+def test_urgent_requests_go_before_creations() -> None:
     async def order() -> list[str]:
         limiter, went = HetznerLimiter(rate_per_s=1, burst=1), []
 
@@ -314,16 +314,16 @@ def test_deletions_and_lists_go_before_hirings() -> None:
             await limiter.wait(60, is_urgent=is_urgent)
             went.append(name)
 
-        launches = [asyncio.create_task(go(f"hiring {n}", is_urgent=False)) for n in range(3)]
+        launches = [asyncio.create_task(go(f"creation {n}", is_urgent=False)) for n in range(3)]
         await asyncio.sleep(0.5)
         deletions = [asyncio.create_task(go(f"deletion {n}", is_urgent=True)) for n in range(2)]
         await asyncio.gather(*launches, *deletions)
         return went
 
-    assert run(order()) == ["hiring 0", "deletion 0", "deletion 1", "hiring 1", "hiring 2"]
+    assert run(order()) == ["creation 0", "deletion 0", "deletion 1", "creation 1", "creation 2"]
 
 
-def test_the_vendor_may_say_how_long_to_wait() -> None:
+def test_retry_after_sets_the_pause() -> None:
     async def pause() -> float:
         limiter = HetznerLimiter()
         limiter.record_response(429, {"Retry-After": "33"})
@@ -332,7 +332,7 @@ def test_the_vendor_may_say_how_long_to_wait() -> None:
     assert run(pause()) == 33
 
 
-def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_sooner() -> None:
+def test_urgent_requests_resume_before_a_long_pause_ends() -> None:
     async def pause() -> tuple[float, float]:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         limiter.record_response(429, {"Retry-After": "3600"})
@@ -343,7 +343,7 @@ def test_a_very_long_pause_is_known_as_it_was_asked_for_and_what_is_urgent_goes_
     assert run(pause()) == (3600, MAX_PAUSE_S)
 
 
-def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
+def test_rate_is_halved_when_few_requests_remain() -> None:
     async def waited(headers: dict[str, str]) -> float:
         limiter, loop = HetznerLimiter(), asyncio.get_running_loop()
         limiter.record_response(200, headers)
@@ -357,22 +357,22 @@ def test_where_little_is_left_of_the_vendors_allowance_we_take_half() -> None:
     assert run(waited({"RateLimit-Limit": "what", "RateLimit-Remaining": "-"})) == 0
 
 
-def test_the_doctor_remarks_on_images_that_take_longer_than_a_server_is_given() -> None:
-    def remark(**settings: Any) -> str | None:
+def test_doctor_warns_if_boot_time_is_too_short_for_images() -> None:
+    def message(**settings: Any) -> str | None:
         config = FleetConfig.model_validate({"provider": "hetzner", **settings})
         found = check_boot_time("red", config)
         return found and found.message
 
     docker = {"bootstrap": {"has_docker": True, "images": ["postgres:16"]}}
-    assert remark() is None
-    assert remark(**docker, spawn_timeout_s=300) is None
-    assert remark(**docker) == (
+    assert message() is None
+    assert message(**docker, spawn_timeout_s=300) is None
+    assert message(**docker) == (
         "a new server of fleet red has 120 s to install Docker, pull 1 image and start its worker; "
         "after that it is replaced"
     )
 
 
-def test_spare_requests_leave_half_a_burst_to_whoever_comes_next() -> None:
+def test_spare_requests_leave_half_of_the_burst() -> None:
     async def spare() -> list[int]:
         limiter = HetznerLimiter()
         found = [limiter.spare_requests()]

@@ -1,4 +1,4 @@
-"""Parts of the Runpod provider that need no Runpod: what answers mean, what is looked for, how a worker is started."""
+"""Parts of the Runpod provider without an API: error kinds, stock, tags, pod checks and the launch script."""
 
 import json
 import subprocess
@@ -13,8 +13,7 @@ from support.postgres_servers import wait_until
 from windlass.model.errors import NotPrepared
 from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
-from windlass.providers.runpod import naming
-from windlass.providers.runpod import provisioning as preparing
+from windlass.providers.runpod import naming, provisioning
 from windlass.providers.runpod.catalog import read_offers, read_price
 from windlass.providers.runpod.errors import response_error, transport_error
 from windlass.providers.runpod.provisioning import (
@@ -35,7 +34,7 @@ NO_CAPACITY = (
 )
 
 
-def answer(status: int, detail: object = "said", **headers: str) -> httpx.Response:
+def response(status: int, detail: object = "detail", **headers: str) -> httpx.Response:
     body = json.dumps({"title": "T", "status": status, "detail": detail})
     return httpx.Response(status, headers=headers, content=body)
 
@@ -65,23 +64,23 @@ def answer(status: int, detail: object = "said", **headers: str) -> httpx.Respon
         (408, "no", ErrorKind.LOST),
         (418, "no", ErrorKind.LOST),
         (302, "no", ErrorKind.LOST),
-        # Prose about capacity is only meant where it is published.
+        # Prose about capacity counts only for the documented status.
         (500, NO_CAPACITY, ErrorKind.LOST),
         (503, NO_CAPACITY, ErrorKind.LOST),
     ],
 )
-def test_what_an_answer_means(status: int, detail: str, kind: ErrorKind) -> None:
-    error = response_error(answer(status, detail))
+def test_each_response_maps_to_one_error_kind(status: int, detail: str, kind: ErrorKind) -> None:
+    error = response_error(response(status, detail))
     assert (error.kind, str(error)) == (kind, f"{detail} ({status})")
 
 
-def test_an_answer_of_something_before_the_api_has_its_statuss_meaning() -> None:
+def test_response_of_a_proxy_is_classified_by_status() -> None:
     assert str(response_error(httpx.Response(502, content=b"<html>"))) == "Bad Gateway (502)"
     assert response_error(httpx.Response(403, content=b"[1]")).kind is ErrorKind.FORBIDDEN
-    assert len(str(response_error(answer(400, "x" * 5000)))) < MAX_MESSAGE + 10
+    assert len(str(response_error(response(400, "x" * 5000)))) < MAX_MESSAGE + 10
 
 
-def test_retry_after_is_kept_where_it_is_a_number() -> None:
+def test_retry_after_is_read_if_it_is_a_number() -> None:
     assert response_error(httpx.Response(429, headers={"Retry-After": "12"})).retry_after_s == 12
     assert response_error(httpx.Response(429, headers={"Retry-After": "soon"})).retry_after_s is None
 
@@ -96,7 +95,7 @@ def test_retry_after_is_kept_where_it_is_a_number() -> None:
         (ValueError("no JSON"), "unreadable response (ValueError: no JSON)"),
     ],
 )
-def test_whatever_is_no_answer_is_lost(error: Exception, words: str) -> None:
+def test_missing_response_is_lost(error: Exception, words: str) -> None:
     assert (transport_error(error).kind, str(transport_error(error))) == (ErrorKind.LOST, words)
 
 
@@ -104,11 +103,11 @@ def test_whatever_is_no_answer_is_lost(error: Exception, words: str) -> None:
     ("dollars", "micros"),
     [(0.69, 690_000), (0.1234565, 123_457), (0, None), (0.0, None), (None, None), ("1.5", 1_500_000)],
 )
-def test_a_price_is_micros_and_zero_is_none(dollars: object, micros: int | None) -> None:
+def test_price_is_integer_micros_and_zero_is_unknown(dollars: object, micros: int | None) -> None:
     assert read_price(dollars) == micros
 
 
-def test_stock_is_by_data_center() -> None:
+def test_stock_is_read_per_data_center() -> None:
     gpu = {
         "id": "X", "secure": True, "community": False, "price": {"secure": 0.5, "community": 0},
         "maxCount": {"secure": 8, "community": 0},
@@ -133,7 +132,7 @@ def test_stock_is_by_data_center() -> None:
         ({"name": "w"}, False),
     ],
 )
-def test_a_pod_is_ours_by_its_tag_and_its_name(pod: dict[str, object], is_ours: bool) -> None:
+def test_pod_belongs_to_fleet_by_tag_and_name(pod: dict[str, object], is_ours: bool) -> None:
     assert naming.is_of_fleet(pod, "T/red/") is is_ours
 
 
@@ -150,7 +149,7 @@ def test_a_pod_is_ours_by_its_tag_and_its_name(pod: dict[str, object], is_ours: 
         ("", 1, "0 of 1 GPUs have memory"),
     ],
 )
-def test_a_gpu_without_memory_is_none(said: str, wanted: int, problem: str | None) -> None:
+def test_gpu_without_memory_does_not_count(said: str, wanted: int, problem: str | None) -> None:
     assert missing_gpus(said, wanted) == problem
 
 
@@ -163,7 +162,7 @@ def test_free_disk_is_read_from_df(free_kb: str, problem: str | None) -> None:
     assert missing_disk(said, 2.0) == problem
 
 
-def test_only_what_is_used_is_looked_at() -> None:
+def test_only_configured_checks_run() -> None:
     plain = RunpodSettings(ssh={"min_free_disk_gb": 0})  # type: ignore[arg-type]
     assert [check.code for check in checks(plain)] == ["GPU_NOT_DETECTED", "START_SCRIPT_FAILED"]
     whole = RunpodSettings(network_volume_id="v", ssh={"checks": ("true", "false")})  # type: ignore[arg-type]
@@ -173,34 +172,34 @@ def test_only_what_is_used_is_looked_at() -> None:
     ]  # fmt: skip
 
 
-def test_what_was_said_is_kept_short() -> None:
+def test_output_is_shortened_to_its_last_lines() -> None:
     assert last_lines("".join(f"line {n}\n\n" for n in range(99)), Mask()).splitlines()[0] == "line 79"
     assert len(last_lines("x" * 10_000, Mask())) == 2000
 
 
-SAID = (
+OUTPUT = (
     f"join with wlj_{'a' * 64} or a part of it: wlw_{'0' * 20}\n+ export RUNPOD_API_KEY=rpa_ABC\n"
     "cannot reach postgresql://app:pa55word@db.internal/app with hf-secret-4"
 )
-SHOWN = [
+MASKED_LINES = [
     "join with wlj_******** or a part of it: wlw_********",
     "+ export RUNPOD_API_KEY=********",
     "cannot reach postgresql://app:********@db.internal/app with ********",
 ]
 
 
-async def test_what_a_pod_said_goes_into_the_event_and_the_reason_without_secrets() -> None:
+async def test_pod_output_is_reported_without_secrets() -> None:
     class Pod:
         host_key = "ssh-ed25519 AAAA"
 
         async def run(self, command: str, timeout_s: float) -> CommandResult:
-            return CommandResult(1, SAID)
+            return CommandResult(1, OUTPUT)
 
     @asynccontextmanager
     async def open_shell(_endpoint: Endpoint, _host_key: str | None) -> AsyncIterator[Pod]:
         yield Pod()
 
-    async def where() -> Endpoint:
+    async def find_endpoint() -> Endpoint:
         return Endpoint("10.0.0.1", 22, "root")
 
     async def on_host_key(_host_key: str) -> None:
@@ -208,16 +207,16 @@ async def test_what_a_pod_said_goes_into_the_event_and_the_reason_without_secret
 
     preparer = Preparer(RunpodSettings(), open_shell, mask=mask_of(["hf-secret-4"]))
     with pytest.raises(NotPrepared) as failed:
-        await preparer.prepare("pod p", where, None, on_host_key)
-    assert failed.value.output.splitlines() == SHOWN
-    assert str(failed.value).endswith(SHOWN[-1])
+        await preparer.prepare("pod p", find_endpoint, None, on_host_key)
+    assert failed.value.output.splitlines() == MASKED_LINES
+    assert str(failed.value).endswith(MASKED_LINES[-1])
 
 
 # ----------------------------------------------------------------------------------------------------------- starting
 
 
 class Disk:
-    """A pod's disk in a folder, and its shell."""
+    """A folder as a pod's disk, and a shell on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -242,7 +241,7 @@ def disk(tmp_path: Path) -> Disk:
 JOIN = json.dumps({"worker_id": "w", "url": "http://u", "join_token": "it's secret"})
 
 
-def test_the_join_file_comes_from_the_environment_that_an_image_writes_down(disk: Disk) -> None:
+def test_join_file_is_written_from_the_environment_file(disk: Disk) -> None:
     quoted = JOIN.replace("'", "'\\''")
     disk.path("rp_environment").write_text(f"export WINDLASS_JOIN='{quoted}'\n")
     assert disk.run(WRITE_JOIN_FILE).returncode == 0
@@ -251,82 +250,82 @@ def test_the_join_file_comes_from_the_environment_that_an_image_writes_down(disk
     assert join.stat().st_mode & 0o777 == 0o600
 
 
-def test_or_from_that_of_the_first_process(disk: Disk) -> None:
+def test_join_file_is_written_from_the_first_process(disk: Disk) -> None:
     disk.path("rp_environment").write_text("this is 'no shell\n")
     (disk.folder / "proc-1-environ").write_bytes(f"A=1\0WINDLASS_JOIN={JOIN}\0B=2\0".encode())
     assert disk.run(WRITE_JOIN_FILE).returncode == 0
     assert json.loads(disk.path("windlass/join.json").read_text()) == json.loads(JOIN)
 
 
-def test_one_that_is_there_is_kept(disk: Disk) -> None:
+def test_existing_join_file_is_kept(disk: Disk) -> None:
     disk.path("windlass").mkdir()
     disk.path("windlass/join.json").write_text("mine")
     assert disk.run(WRITE_JOIN_FILE).returncode == 0
     assert disk.path("windlass/join.json").read_text() == "mine"
 
 
-def test_without_either_it_says_so(disk: Disk) -> None:
+def test_missing_join_data_is_reported(disk: Disk) -> None:
     (disk.folder / "proc-1-environ").write_bytes(b"A=1\0")
     done = disk.run(WRITE_JOIN_FILE)
     assert done.returncode == 1
     assert "WINDLASS_JOIN is not in the container's environment" in done.stdout
 
 
-def started(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
+def launch(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
     disk.path("windlass").mkdir(exist_ok=True)
     settings = RunpodSettings(ssh={"start_command": command, "start_watch_s": watch_s})  # type: ignore[arg-type]
     return disk.run(launch_script(settings))
 
 
-def test_a_program_is_started_once_with_the_containers_environment_and_without_the_token(disk: Disk) -> None:
+def test_program_starts_once_with_environment_but_without_token(disk: Disk) -> None:
     disk.path("rp_environment").write_text("export COLOUR='dark red' WINDLASS_JOIN=secret\n")
     command = 'echo "$COLOUR, ${WINDLASS_JOIN-none}, $PWD" >> said # it\'s done'
-    assert started(disk, command).returncode == 0
-    assert started(disk, command).returncode == 0
+    assert launch(disk, command).returncode == 0
+    assert launch(disk, command).returncode == 0
     said = disk.folder / "said"
-    wait_until(said.exists, TIMEOUT_S, "starting")
+    wait_until(said.exists, TIMEOUT_S, "the start")
     assert said.read_text() == f"dark red, none, {disk.folder}\n"
 
 
-def test_one_that_runs_on_is_not_waited_for(disk: Disk) -> None:
-    done = started(disk, "exec sh -c 'echo $$ > pid; exec sleep 600'", watch_s=0.2)
+def test_running_program_is_not_awaited(disk: Disk) -> None:
+    done = launch(disk, "exec sh -c 'echo $$ > pid; exec sleep 600'", watch_s=0.2)
     assert (done.returncode, done.stdout) == (0, "")
     pid = disk.folder / "pid"
-    wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit(), TIMEOUT_S, "starting")
+    wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit(), TIMEOUT_S, "the start")
     subprocess.run(["kill", pid.read_text().strip()], check=True)
 
 
-def test_one_that_fails_at_once_is_quoted(disk: Disk) -> None:
-    done = started(disk, "echo it is broken; exit 3")
+def test_failed_program_is_quoted(disk: Disk) -> None:
+    done = launch(disk, "echo no model found; exit 3")
     assert done.returncode == 75
-    assert done.stdout.splitlines() == ["it is broken", "exit status 3"]
-    assert started(disk, "echo another").stdout.splitlines() == ["it is broken", "exit status 3"]
+    assert done.stdout.splitlines() == ["no model found", "exit status 3"]
+    assert launch(disk, "echo another").stdout.splitlines() == ["no model found", "exit status 3"]
 
 
-def test_what_it_prints_is_kept_within_bounds_and_its_end_stays(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "MAX_LOG_BYTES", 10_000)
-    monkeypatch.setattr(preparing, "LOG_CHECK_S", 0.05)
+def test_program_log_is_bounded_and_keeps_its_end(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provisioning, "MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr(provisioning, "LOG_CHECK_S", 0.05)
     printed = "".join(f"line {n}\n" for n in range(5_000))
     (disk.folder / "printed").write_text(printed)
     command = "cat printed; while [ ! -e more ]; do sleep 0.05; done; echo bye"
-    assert started(disk, command, watch_s=0.2).returncode == 0
+    assert launch(disk, command, watch_s=0.2).returncode == 0
     log, before = disk.path("windlass/worker.log"), disk.path("windlass/worker.log.1")
 
-    def is_cut() -> bool:
+    def is_rotated() -> bool:
         has_both = before.exists() and log.stat().st_size <= 10_000
         return has_both and printed.endswith(before.read_text() + log.read_text())
 
     try:
-        wait_until(is_cut, TIMEOUT_S, "its cut")
+        wait_until(is_rotated, TIMEOUT_S, "the rotation")
     finally:
         (disk.folder / "more").touch()
     assert 0 < before.stat().st_size <= 10_000
     assert before.stat().st_mode & 0o777 == 0o600
-    wait_until(disk.path("windlass/launch/status").exists, TIMEOUT_S, "its end")
+    wait_until(disk.path("windlass/launch/status").exists, TIMEOUT_S, "the end")
     assert log.read_text().endswith("bye\n")
 
 
-def test_without_a_place_for_its_marker_nothing_is_started(disk: Disk) -> None:
+def test_nothing_starts_if_the_marker_cannot_be_created(disk: Disk) -> None:
     disk.path("windlass").write_text("a file")
     settings = RunpodSettings(ssh={"start_command": "touch started"})  # type: ignore[arg-type]
     assert disk.run(launch_script(settings)).returncode == 1

@@ -1,4 +1,4 @@
-"""What the control loop does about preparations: beside everything else, once at a time, written down when they end."""
+"""Preparations in the control loop: they run in the background, once at a time, and their results are recorded."""
 
 import asyncio
 from datetime import datetime, timedelta
@@ -20,15 +20,15 @@ from windlass.store.memory.stores import MemoryStores
 FLEET = FleetConfig(queues=("red",), max_workers=2, poll_interval_s=5, heartbeat_interval_s=5, spawn_timeout_s=600)
 
 
-class Slow:
-    """Machines run at once; to prepare one takes two minutes, and works or not."""
+class SlowProvider:
+    """Machines run at once. A preparation takes two minutes and then succeeds or raises `error`."""
 
     traits = ProviderTraits(has_prepare_step=True)
 
-    def __init__(self, problem: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.machines: dict[str, Machine] = {}
-        self.problem = problem
-        self.asked: list[tuple[str, str | None]] = []
+        self.error = error
+        self.prepared: list[tuple[str, str | None]] = []
 
     async def create(self, request: MachineRequest) -> Machine:
         machine = Machine(f"m-{request.name}", request.name, MachineState.RUNNING)
@@ -43,23 +43,23 @@ class Slow:
         return None
 
     async def prepare(self, machine: Machine, host_key: str | None, on_host_key: OnHostKey) -> Preparation:
-        self.asked.append((machine.name, host_key))
+        self.prepared.append((machine.name, host_key))
         if host_key is None:
             await on_host_key("its key")
         await asyncio.sleep(120)
-        if self.problem is not None:
-            raise self.problem
+        if self.error is not None:
+            raise self.error
         return Preparation("its key")
 
     async def close(self) -> None: ...
 
 
-def cycle_of(store: MemoryStores, provider: Slow, holder: str = "ann", fleet: str = "red") -> FleetCycle:
+def cycle_of(store: MemoryStores, provider: SlowProvider, holder: str = "ann", fleet: str = "red") -> FleetCycle:
     config = FLEET.model_copy(update={"queues": (fleet,)})
     return FleetCycle(fleet, config, store, provider, Candidate(holder, 30.0), Random(1))  # noqa: S311
 
 
-async def hired(store: MemoryStores, provider: Slow) -> FleetCycle:
+async def spawn_one(store: MemoryStores, provider: SlowProvider) -> FleetCycle:
     await store.enqueue(NewTask("red"))
     cycle = cycle_of(store, provider)
     await cycle.run(5.0)
@@ -67,14 +67,14 @@ async def hired(store: MemoryStores, provider: Slow) -> FleetCycle:
     return cycle
 
 
-def told(events: object) -> list[str]:
+def event_codes(events: object) -> list[str]:
     return [event.code for event in events if event.worker_id is not None]  # type: ignore[attr-defined]
 
 
-def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
-    async def live() -> None:
-        store, provider = MemoryStores(virtual_now), Slow()
-        cycle = await hired(store, provider)
+def test_preparation_delays_no_cycle_and_its_end_starts_one() -> None:
+    async def scenario() -> None:
+        store, provider = MemoryStores(virtual_now), SlowProvider()
+        cycle = await spawn_one(store, provider)
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(3):
@@ -82,51 +82,51 @@ def test_no_cycle_waits_for_a_preparation_and_its_end_starts_one() -> None:
             await cycle.run(None)
         await cycle.settle()
         await asyncio.sleep(0)
-        assert loop.time() == began, "nobody has waited"
-        assert len(provider.asked) == 1
+        assert loop.time() == began, "no cycle waited"
+        assert len(provider.prepared) == 1
         await cycle.wait_for_wake(600)
         assert loop.time() - began == pytest.approx(120, abs=1)
         await cycle.run(5.0)
-        assert told(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+        assert event_codes(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
         await cycle.run(5.0)
-        assert len(provider.asked) == 1
+        assert len(provider.prepared) == 1
 
-    run(live())
+    run(scenario())
 
 
-def test_one_that_fails_ends_its_worker_with_its_code() -> None:
-    async def live() -> None:
+def test_failed_preparation_terminates_the_worker_with_its_code() -> None:
+    async def scenario() -> None:
         store = MemoryStores(virtual_now)
-        provider = Slow(NotPrepared("DISK_FULL", "preparing it: the disk is full", "df says so", "its key"))
-        cycle = await hired(store, provider)
+        provider = SlowProvider(NotPrepared("DISK_FULL", "preparing it: the disk is full", "df says so", "its key"))
+        cycle = await spawn_one(store, provider)
         await cycle.run(5.0)
         await cycle.settle(includes_preparations=True)
         await cycle.run(5.0)
-        codes = told(await store.events(limit=100))
+        codes = event_codes(await store.events(limit=100))
         assert codes[:5] == [
             "WORKER_SPAWNED", "MACHINE_PREPARING", "PREPARATION_FAILED", "WORKER_ERROR", "WORKER_TERMINATED",
         ]  # fmt: skip
 
-    run(live())
+    run(scenario())
 
 
-def test_one_whose_end_is_not_known_is_begun_again() -> None:
-    async def live() -> None:
-        store, provider = MemoryStores(virtual_now), Slow(RuntimeError("a fault in the adapter"))
-        cycle = await hired(store, provider)
+def test_preparation_with_unknown_result_is_repeated() -> None:
+    async def scenario() -> None:
+        store, provider = MemoryStores(virtual_now), SlowProvider(RuntimeError("a defect in the provider"))
+        cycle = await spawn_one(store, provider)
         for _ in range(2):
             await cycle.run(5.0)
             await cycle.settle(includes_preparations=True)
-        assert len(provider.asked) == 2
-        assert "PREPARATION_UNCLEAR" in told(await store.events(limit=100))
+        assert len(provider.prepared) == 2
+        assert "PREPARATION_UNCLEAR" in event_codes(await store.events(limit=100))
 
-    run(live())
+    run(scenario())
 
 
-def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
-    async def live() -> None:
-        store, provider = MemoryStores(virtual_now), Slow()
-        cycle = await hired(store, provider)
+def test_new_leader_resumes_an_unfinished_preparation() -> None:
+    async def scenario() -> None:
+        store, provider = MemoryStores(virtual_now), SlowProvider()
+        cycle = await spawn_one(store, provider)
         await cycle.run(5.0)
         await asyncio.sleep(1)
         cycle.abandon()
@@ -135,38 +135,41 @@ def test_a_new_leader_begins_at_once_what_the_old_one_did_not_end() -> None:
         other = cycle_of(store, provider, "bob")
         await other.run(5.0)
         await other.settle(includes_preparations=True)
-        assert len(provider.asked) == 2
+        assert len(provider.prepared) == 2
         assert virtual_now() - began < timedelta(seconds=130)
-        assert [host_key for _, host_key in provider.asked] == [None, "its key"], "it believes nobody else"
-        assert told(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
+        assert [host_key for _, host_key in provider.prepared] == [None, "its key"], "the stored host key is used"
+        assert event_codes(await store.events(limit=100)) == ["WORKER_SPAWNED", "MACHINE_PREPARING", "MACHINE_PREPARED"]
 
-    run(live())
+    run(scenario())
 
 
-def test_with_one_cycle_of_each_no_fleet_waits_for_another_to_be_prepared() -> None:
-    async def live() -> None:
-        store, providers = MemoryStores(virtual_now), {fleet: Slow() for fleet in ("red", "blue", "green")}
+def test_fleets_are_prepared_concurrently_in_a_single_cycle() -> None:
+    async def scenario() -> None:
+        store, providers = (
+            MemoryStores(virtual_now),
+            {fleet: SlowProvider() for fleet in ("red", "blue", "green")},
+        )
         for _ in range(2):
             for fleet in providers:
                 await store.enqueue(NewTask(fleet))
             began = virtual_now()
             await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
-        assert [len(provider.asked) for provider in providers.values()] == [1, 1, 1]
+        assert [len(provider.prepared) for provider in providers.values()] == [1, 1, 1]
         # Each takes two minutes.
         assert virtual_now() - began == pytest.approx(timedelta(seconds=120), abs=timedelta(seconds=5))
-        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 3
+        assert event_codes(await store.events(limit=100)).count("MACHINE_PREPARED") == 3
 
-    run(live())
+    run(scenario())
 
 
-def test_with_one_cycle_of_each_no_fleet_goes_without_because_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def live() -> None:
-        store, providers = MemoryStores(virtual_now), {fleet: Slow() for fleet in ("red", "blue")}
+def test_failing_fleet_does_not_stop_preparation_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        store, providers = MemoryStores(virtual_now), {fleet: SlowProvider() for fleet in ("red", "blue")}
         observe = store.observe
 
         async def observe_blue(candidate: Candidate, fleet: str, config: FleetConfig) -> Any:
             if fleet == "red":
-                raise ValueError("what is remembered of red cannot be read")
+                raise ValueError("state of red is unreadable")
             return await observe(candidate, fleet, config)
 
         monkeypatch.setattr(store, "observe", observe_blue)
@@ -174,6 +177,6 @@ def test_with_one_cycle_of_each_no_fleet_goes_without_because_another_fails(monk
             await store.enqueue(NewTask("blue"))
             with pytest.raises(ValueError, match="of red"):
                 await run_once([cycle_of(store, provider, fleet=fleet) for fleet, provider in providers.items()])
-        assert told(await store.events(limit=100)).count("MACHINE_PREPARED") == 1
+        assert event_codes(await store.events(limit=100)).count("MACHINE_PREPARED") == 1
 
-    run(live())
+    run(scenario())

@@ -86,8 +86,8 @@ select
   (
     select count(*) from windlass.events where code in ('TASK_REQUEUED', 'TASK_FAILED', 'TASK_ERROR', 'TASK_RELEASED')
   ) as lost_attempts,
-  (select percentile_cont(0.5) within group (order by wait_s) from per_task)::double precision as wait_p50_s,
-  (select percentile_cont(0.95) within group (order by wait_s) from per_task)::double precision as wait_p95_s,
+  (select percentile_cont(0.5) within group (order by wait_s) from per_task)::float8 as wait_p50_s,
+  (select percentile_cont(0.95) within group (order by wait_s) from per_task)::float8 as wait_p95_s,
   (select count(*) from windlass.workers where slot is not null) as workers_spawned,
   (select count(*) from windlass.workers where status <> 'terminated' and slot is not null) as workers_left;
 
@@ -124,7 +124,7 @@ select
   $2::bigint as killed_task_id,
   (select w.code from windlass.workers w where w.id = $1 and w.status = 'terminated') as worker_ended_as,
   (
-    select extract(epoch from min(e.at) - $3::timestamptz)::double precision
+    select extract(epoch from min(e.at) - $3::timestamptz)::float8
     from windlass.events e
     where e.code in ('TASK_REQUEUED', 'TASK_ERROR') and e.task_id = $2 and e.worker_id = $1
   ) as noticed_after_s,

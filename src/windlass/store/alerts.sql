@@ -5,7 +5,7 @@
 select
   windlass.now() as now,
   (
-    select extract(epoch from windlass.now() - max(l.expires_at))::double precision
+    select extract(epoch from windlass.now() - max(l.expires_at))::float8
     from windlass.leases l where l.name not like 'ray:%'
     having max(l.expires_at) <= windlass.now()
   ) as leaderless_s;
@@ -25,7 +25,7 @@ from (
     concat_ws(' ', e.detail ->> 'code', coalesce(e.detail ->> 'about', e.worker_id)) as key
   from windlass.events e
   where e.code = 'ALERT'
-    and e.at > windlass.now() - make_interval(secs => $1::double precision)
+    and e.at > windlass.now() - make_interval(secs => $1::float8)
   order by e.at desc limit $2
 ) as t
 order by t.id;
@@ -42,7 +42,7 @@ order by id limit $1;
 select f.name as fleet, w.id from windlass.fleets f
 cross join lateral (
   select l.id, l.code, l.prepare_code from windlass.workers l
-  where l.fleet = f.name and l.failed_at > windlass.now() - make_interval(secs => $1::double precision)
+  where l.fleet = f.name and l.failed_at > windlass.now() - make_interval(secs => $1::float8)
   order by l.failed_at desc limit $2
 ) as w
 where w.code in ('SPAWNING_TIMEOUT', 'NO_HEARTBEAT', 'NODE_NOT_JOINED', 'STARTUP_NEVER_READY')
@@ -54,7 +54,7 @@ order by f.name, w.id;
 select d.queue, count(*) as count
 from (
   select t.queue, t.error_code from windlass.tasks t
-  where t.status = 'failed' and t.finished_at > windlass.now() - make_interval(secs => $1::double precision)
+  where t.status = 'failed' and t.finished_at > windlass.now() - make_interval(secs => $1::float8)
   order by t.finished_at desc limit $2
 ) as d
 where d.error_code is distinct from 'CANCELLED'
@@ -64,6 +64,6 @@ group by d.queue order by d.queue;
 -- Primary key. A message that was abandoned while it was being sent stays abandoned.
 update windlass.messages
 set error = $2,
-    due_at = coalesce(windlass.now() + make_interval(secs => $3::double precision), due_at),
-    abandoned_at = coalesce(abandoned_at, case when $3::double precision is null then windlass.now() end)
+    due_at = coalesce(windlass.now() + make_interval(secs => $3::float8), due_at),
+    abandoned_at = coalesce(abandoned_at, case when $3::float8 is null then windlass.now() end)
 where id = $1;

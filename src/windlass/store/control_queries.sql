@@ -6,7 +6,7 @@ select
   f.name, f.provider, f.queues, f.min_workers, f.max_workers, f.paused, f.requested_workers, f.created_at,
   nullif(f.planner_state -> 'hold', 'null') as hold,
   (f.planner_state #>> '{cadence,planned_at}')::timestamptz as planned_at,
-  (f.planner_state #>> '{cadence,next_plan_in_s}')::double precision as next_plan_in_s,
+  (f.planner_state #>> '{cadence,next_plan_in_s}')::float8 as next_plan_in_s,
   exists (select from windlass.leases l where l.expires_at > windlass.now() and l.name not like 'ray:%') as is_led,
   array(
     select s.slot from windlass.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot
@@ -116,7 +116,7 @@ select exists (select from windlass.tokens where revoked_at is null);
 -- name: create_link
 -- `windlass up`, `windlass tokens link`; primary key.
 insert into windlass.sessions (hash, is_link, role, expires_at)
-values ($1, true, $2, windlass.now() + make_interval(secs => $3::double precision));
+values ($1, true, $2, windlass.now() + make_interval(secs => $3::float8));
 
 -- name: open_session
 -- Replaces a login link by a session: each link works once; primary key.
@@ -126,7 +126,7 @@ with used as (
   returning role
 )
 insert into windlass.sessions (hash, is_link, role, expires_at)
-select $2, false, role, windlass.now() + make_interval(secs => $3::double precision)
+select $2, false, role, windlass.now() + make_interval(secs => $3::float8)
 from used
 returning true;
 
@@ -162,7 +162,7 @@ on conflict (url, host) do update
 -- name: http_servers
 -- `windlass tokens link`; a few rows.
 select url, host from windlass.http_servers
-where seen_at > windlass.now() - make_interval(secs => $1::double precision)
+where seen_at > windlass.now() - make_interval(secs => $1::float8)
 order by seen_at desc, url, host;
 
 -- name: remove_server

@@ -144,17 +144,17 @@ from changed;
 
 -- name: queue_depths
 -- `windlass status`; tasks_ready, tasks_scheduled, tasks_running.
-select queue, queued, scheduled, retrying, running, oldest_queued_age_s::double precision
+select queue, queued, scheduled, retrying, running, oldest_queued_age_s::float8
 from windlass.queue_depth
 order by queue;
 
 -- name: finished_since
 -- `windlass status`; tasks_complete, tasks_failed.
 select 'complete' as status, count(*) as count from windlass.tasks
-where status = 'complete' and finished_at > windlass.now() - make_interval(secs => $1::double precision)
+where status = 'complete' and finished_at > windlass.now() - make_interval(secs => $1::float8)
 union all
 select 'failed', count(*) from windlass.tasks
-where status = 'failed' and finished_at > windlass.now() - make_interval(secs => $1::double precision);
+where status = 'failed' and finished_at > windlass.now() - make_interval(secs => $1::float8);
 
 -- name: events
 -- Events of a task or a worker; events_task, events_worker.

@@ -269,7 +269,7 @@ class LocalProvider:
         leaders = {process.id for found in marked.values() for process in found.leaders}
         others = {process.id for found in marked.values() for process in found.others}
         for machine_id, (name, process) in self._known.items():
-            # A marked process that is not a worker runs another program now; a child of ours may be exiting.
+            # A marked process that is not a worker runs another program now; our own child may be exiting.
             is_worker = machine_id in children or machine_id not in others
             if machine_id not in leaders and is_worker and self._is_running(process):
                 marked.setdefault(name, _MarkedProcesses()).leaders.append(process)
