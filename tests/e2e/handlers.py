@@ -114,7 +114,7 @@ async def inline(task: RunningTask) -> Any:
 
 def misbehave(task: RunningTask) -> Any:
     """payload: {"how": name, ...}"""
-    return MISDEEDS[task.payload["how"]](task)
+    return MISBEHAVIOURS[task.payload["how"]](task)
 
 
 def spin(_task: RunningTask) -> None:
@@ -270,7 +270,7 @@ def die_after_the_answer(_task: RunningTask) -> str:
 
 def _report_for(task: RunningTask) -> None:
     while True:
-        task.progress(1.0, "from the grave")
+        task.progress(1.0, "after the end")
         time.sleep(0.01)
 
 
@@ -294,7 +294,7 @@ async def cancel_something(_task: RunningTask) -> None:
 
 
 PID = os.getpid()
-MISDEEDS: dict[str, Callable[[RunningTask], Any]] = {
+MISBEHAVIOURS: dict[str, Callable[[RunningTask], Any]] = {
     "nothing": lambda task: task.payload,
     "spin": spin,
     "hold the GIL": hold_the_gil,

@@ -44,7 +44,7 @@ def test_commands_import_only_their_own_modules(windlass: CommandLine, arguments
     assert "windlass.cli.demo" not in loaded
 
 
-def test_each_summary_in_the_help_is_the_one_of_the_command(windlass: CommandLine) -> None:
+def test_summaries_in_the_help_match_the_commands(windlass: CommandLine) -> None:
     group: Any = typer.main.get_command(app)
     for entry in (entry for entries in COMMANDS.values() for entry in entries):
         command = group.get_command(None, entry.name)

@@ -110,7 +110,9 @@ def test_cost_by_day_shows_kinds_of_use_and_a_forecast(windlass: CommandLine) ->
                   None: (0, 4_320_000)}),
     ],
 )  # fmt: skip
-def test_cost_is_grouped_by(windlass: CommandLine, by: str, expected: dict[str | None, tuple[int, int]]) -> None:
+def test_cost_is_grouped_by_fleet_queue_worker_or_task(
+    windlass: CommandLine, by: str, expected: dict[str | None, tuple[int, int]]
+) -> None:
     report = windlass("cost", "--by", by, "--json").json
     assert {cost["key"]: (cost["task_micros"], cost["total_micros"]) for cost in report["costs"]} == expected
     (total,) = report["total"]

@@ -1,4 +1,4 @@
-"""`db` and `doctor`: the schema and what is around it."""
+"""`windlass db` and `windlass doctor`."""
 
 import asyncio
 import json
@@ -144,11 +144,11 @@ async def test_status_shows_migrations_of_a_newer_program(windlass: CommandLine,
     assert re.search(r"^0999 later +applied .* by a newer windlass$", done.out, re.MULTILINE)
 
 
-# ------------------------------------------------------------------------------------------------------ SQL by hand
+# ------------------------------------------------------------------------------------------------------ db sql
 
 
 async def paste(dsn: str, sql: str) -> None:
-    """As an SQL editor does: all of it in one go."""
+    """Run the whole script in one request, as an SQL editor does."""
     connection = await asyncpg.connect(dsn)
     try:
         await connection.execute(sql)
@@ -201,12 +201,12 @@ def test_doctor_ends_quietly_when_its_pipe_is_closed(windlass: CommandLine, data
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     doctor = windlass.start("doctor", "--data-dir", data_dir, **pipes)
     assert doctor.stdout is not None
-    # What comes next is printed when a database has been started: nobody reads any more then, and it is to be stopped.
+    # The next line is printed after doctor has started a database, which it must stop although the pipe is closed.
     while "disk" not in doctor.stdout.readline():
         assert doctor.poll() is None
     doctor.stdout.close()
-    _, said = doctor.communicate(timeout=TIMEOUT_S)
-    assert (doctor.returncode, said) == (141, "")
+    _, errors = doctor.communicate(timeout=TIMEOUT_S)
+    assert (doctor.returncode, errors) == (141, "")
 
 
 def test_doctor_tries_an_embedded_database_and_removes_it(windlass: CommandLine, data_dir: Path) -> None:
@@ -216,7 +216,7 @@ def test_doctor_tries_an_embedded_database_and_removes_it(windlass: CommandLine,
     assert not data_dir.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only for root the server runs as somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only as root does the server run as another user")
 def test_doctor_finds_a_folder_that_postgres_cannot_enter(windlass: CommandLine, reachable_path: Path) -> None:
     (reachable_path / "closed").mkdir(mode=0o700)
     there = reachable_path / "closed" / "data"
@@ -242,7 +242,7 @@ def test_doctor_finds_a_folder_with_other_files(windlass: CommandLine, data_dir:
         pytest.param({"WINDLASS_DATA_DIR": "/dev/null/x"}, "disk", "is not writable", id="an unusable folder"),
     ],
 )
-def test_doctor_finds(windlass: CommandLine, env: dict[str, str], check: str, what: str) -> None:
+def test_doctor_reports_failed_checks(windlass: CommandLine, env: dict[str, str], check: str, what: str) -> None:
     done = windlass.with_env(**env)("doctor", "--json")
     (finding,) = [finding for finding in json.loads(done.out) if finding["check"] == check]
     assert (done.code, finding["verdict"]) == (1, "fail")

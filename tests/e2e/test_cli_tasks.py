@@ -186,8 +186,11 @@ def test_task_is_shown_with_its_events(windlass: CommandLine) -> None:
     shown = windlass("tasks", "show", 1)
     assert 'payload        {"a": 1}' in shown.out
     assert "TASK_CANCELLED  no longer wanted" in shown.out
-    story = windlass("tasks", "show", 1, "--json").json
-    assert (story["error_code"], [event["code"] for event in story["events"]]) == ("CANCELLED", ["TASK_CANCELLED"])
+    shown_json = windlass("tasks", "show", 1, "--json").json
+    assert (shown_json["error_code"], [event["code"] for event in shown_json["events"]]) == (
+        "CANCELLED",
+        ["TASK_CANCELLED"],
+    )
 
 
 @pytest.mark.parametrize("payload", ["[" * 3_000 + "]" * 3_000, "9" * 5_000], ids=["nested deeply", "a long number"])

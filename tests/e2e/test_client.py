@@ -17,7 +17,7 @@ from support.command_line import CommandLine
 from windlass import Client, NewTask, SyncClient, TaskFailed, TaskStatus, WindlassError, new_task
 from windlass.model.errors import BadInput, DatabaseUnavailable
 
-LIMIT_S = 30.0
+TIMEOUT_S = 30.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HANDLERS = """
 from windlass import DoNotRetry, RunningTask
@@ -48,7 +48,7 @@ def worker(tmp_path: Path, dsn: str) -> Iterator[None]:
 async def test_result_is_returned(dsn: str) -> None:
     async with Client(dsn) as client:
         task_id = await client.enqueue("numbers", 21)
-        assert await client.result(task_id, timeout_s=LIMIT_S) == 42
+        assert await client.result(task_id, timeout_s=TIMEOUT_S) == 42
         task = await client.task(task_id)
         assert task is not None
         assert (task.status, task.result) == (TaskStatus.COMPLETE, "42")
@@ -58,7 +58,7 @@ async def test_result_is_returned(dsn: str) -> None:
 def test_result_is_returned_without_async(dsn: str) -> None:
     with SyncClient(dsn) as client:
         task_id = client.enqueue("numbers", 21)
-        assert client.result(task_id, timeout_s=LIMIT_S) == 42
+        assert client.result(task_id, timeout_s=TIMEOUT_S) == 42
 
 
 @pytest.mark.usefixtures("worker")
@@ -66,7 +66,7 @@ async def test_failed_task_raises_task_failed(dsn: str) -> None:
     async with Client(dsn) as client:
         task_id = await client.enqueue("numbers", None)
         with pytest.raises(TaskFailed, match="no payload") as caught:
-            await client.result(task_id, timeout_s=LIMIT_S)
+            await client.result(task_id, timeout_s=TIMEOUT_S)
         assert (caught.value.task.id, caught.value.task.error_code) == (task_id, "DO_NOT_RETRY")
 
 
@@ -82,7 +82,7 @@ async def test_unparsable_result_is_an_error_and_its_text_is_available(dsn: str)
                 result,
             )
             with pytest.raises(WindlassError, match=f"Python cannot parse the result of task {task_id}"):
-                await client.result(task_id, timeout_s=LIMIT_S)
+                await client.result(task_id, timeout_s=TIMEOUT_S)
             task = await client.task(task_id)
             assert task is not None
             assert task.result == result
@@ -102,12 +102,12 @@ async def test_result_times_out(dsn: str) -> None:
 async def test_task_is_part_of_the_callers_transaction(dsn: str) -> None:
     connection = await asyncpg.connect(dsn)
     async with Client(dsn) as client:
-        undone = connection.transaction()
-        await undone.start()
-        forgotten = await client.enqueue("q", {"order": 1}, connection=connection)
-        assert await client.task(forgotten) is None  # not for others, before it is committed
-        await undone.rollback()
-        assert await client.task(forgotten) is None
+        transaction = connection.transaction()
+        await transaction.start()
+        rolled_back = await client.enqueue("q", {"order": 1}, connection=connection)
+        assert await client.task(rolled_back) is None  # not visible to others before the commit
+        await transaction.rollback()
+        assert await client.task(rolled_back) is None
         async with connection.transaction():
             kept = await client.enqueue("q", {"order": 2}, connection=connection)
         task = await client.task(kept)
@@ -224,7 +224,7 @@ def test_example_prints_its_greeting(dsn: str, name: str) -> None:
             env=program.environment(),
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
         process.terminate()

@@ -68,10 +68,10 @@ def test_doctor_checks_token_server_type_and_image(windlass: CommandLine, emulat
     [
         ("", {"HETZNER_API_TOKEN": ""}, "hetzner", "fail", "the Hetzner API token is missing. Set HETZNER_API_TOKEN"),
         ("", {"HETZNER_API_TOKEN": "wrong"}, "hetzner", "fail", "unable to authenticate (unauthorized)"),
-        ("", {"HCLOUD_ENDPOINT": "http://127.0.0.1:1/v1"}, "hetzner", "fail", "the API cannot be reached"),
+        ("", {"HCLOUD_ENDPOINT": "http://127.0.0.1:1/v1"}, "hetzner", "fail", "API unreachable"),
         ("", {"HETZNER_NETWORK_ID": "99"}, "network", "fail", "network 99: network with ID '99' not found (not_found)"),
-        ('[fleets.crunch.hetzner]\nimage = "x"', {}, "image", "fail", "there is no image x"),
-        ('[fleets.crunch.hetzner]\nchoices = ["cx1@nbg1"]', {}, "server type", "fail", "there is no cx1"),
+        ('[fleets.crunch.hetzner]\nimage = "x"', {}, "image", "fail", "image x does not exist"),
+        ('[fleets.crunch.hetzner]\nchoices = ["cx1@nbg1"]', {}, "server type", "fail", "cx1 does not exist"),
         ('[fleets.crunch.hetzner]\nchoices = ["cx23@ash"]', {}, "server type", "fail", "cx23 is not offered in ash"),
     ],
 )
@@ -110,7 +110,7 @@ def test_doctor_checks_a_vendor_with_a_key_but_without_fleets(
 def test_doctor_warns_about_server_types_without_capacity(windlass: CommandLine, emulator: HetznerEmulator) -> None:
     configure(windlass)
     emulator.faults.no_capacity("cx23", "*")
-    assert findings(windlass("doctor", "--json"))["server type"] == ("warn", "cx23 is out in fsn1, hel1, nbg1 now")
+    assert findings(windlass("doctor", "--json"))["server type"] == ("warn", "cx23 is out of stock in fsn1, hel1, nbg1")
 
 
 async def test_calls_to_a_silent_api_time_out(emulator: HetznerEmulator, endpoint: str) -> None:
@@ -148,7 +148,7 @@ async def test_create_without_connection_is_not_ambiguous(endpoint: str) -> None
         "red", HetznerSettings(), account, identity="this", render_user_data=lambda _: "#cloud-config\n"
     )
     try:
-        with pytest.raises(Throttled, match="creating server red-0-aa: the API cannot be reached"):
+        with pytest.raises(Throttled, match="creating server red-0-aa: API unreachable"):
             await provider.create(MachineRequest("red-0-aa", "red", 0))
     finally:
         account.close()

@@ -277,17 +277,17 @@ async def test_doctor_reports_pods_of_a_removed_fleet(site: Site) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert site.emulator.handle("POST", "/v2/pods", [], headers, json.dumps(pod).encode()).status == 201
     found = findings(site.windlass("doctor", "--json"))
-    assert found["runpod"] == ("warn", "there are pods of fleets that are not configured: pods")
+    assert found["runpod"] == ("warn", "pods exist of fleets that are not configured: pods")
     assert not found.keys() & {"volume", "gpu type", "ssh key"}
 
 
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({"RUNPOD_API_KEY": ""}, "there is no key for Runpod: set RUNPOD_API_KEY"),
+        ({"RUNPOD_API_KEY": ""}, "the Runpod API key is missing. Set RUNPOD_API_KEY"),
         ({"RUNPOD_API_KEY": "wrong"}, "invalid bearer token (401)"),
-        ({"RUNPOD_ENDPOINT": "http://127.0.0.1:1/v2"}, "the API cannot be reached"),
-        ({"RUNPOD_SSH_PRIVATE_KEY_PATH": "/none"}, "the SSH key /none cannot be read"),
+        ({"RUNPOD_ENDPOINT": "http://127.0.0.1:1/v2"}, "API unreachable"),
+        ({"RUNPOD_SSH_PRIVATE_KEY_PATH": "/none"}, "cannot read SSH key /none"),
     ],
 )
 async def test_doctor_reports_each_problem(site: Site, env: dict[str, Any], words: str) -> None:

@@ -116,9 +116,8 @@ async def hire(provider: RunpodProvider, slot: int = 0) -> Machine:
 async def has_port(provider: RunpodProvider, machine: Machine) -> None:
     """Wait until it is listed with one: the time to prepare it counts from then on."""
     async with asyncio.timeout(TIMEOUT_S):
-        while provider._endpoint(provider._account.last_seen(machine.id) or {}) is None:
+        while not any(each.id == machine.id and each.address for each in await provider.list_machines()):
             await asyncio.sleep(0.05)
-            await provider.list_machines()
 
 
 async def test_healthy_pod_is_checked_and_its_worker_started(place: Place) -> None:
@@ -189,7 +188,7 @@ async def test_next_orchestrator_finishes_an_interrupted_preparation(place: Plac
 
 
 @pytest.mark.parametrize(
-    ("luck", "ssh", "code", "words"),
+    ("faults", "ssh", "code", "message"),
     [
         ({"has_no_mount": True}, {}, "STORAGE_NOT_MOUNTED", "/workspace is mounted and writable: .*not a mountpoint"),
         ({"has_no_gpu": True}, {}, "GPU_NOT_DETECTED", "the GPU responds: No devices were found"),
@@ -212,13 +211,13 @@ async def test_next_orchestrator_finishes_an_interrupted_preparation(place: Plac
     ],
 )  # fmt: skip
 async def test_each_failed_check_has_its_own_code_and_output(
-    place: Place, luck: dict[str, Any], ssh: dict[str, Any], code: str, words: str
+    place: Place, faults: dict[str, Any], ssh: dict[str, Any], code: str, message: str
 ) -> None:
-    place.emulator.faults.next_pod(**luck)
+    place.emulator.faults.next_pod(**faults)
     async with place.provider(**ssh) as provider:
         machine = await hire(provider)
         await has_port(provider, machine)
-        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{words}") as caught:
+        with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{message}") as caught:
             await provider.prepare(machine, None, unheard)
     assert caught.value.code == code
     assert (caught.value.host_key is None) is (code == "SSH_UNREACHABLE")

@@ -1,4 +1,4 @@
-"""`windlass up --port` as whoever watches it has it: a link, live status, metrics, an alert, logs, traces."""
+"""`windlass up --port` with a browser and receivers: login link, overview, metrics, alerts, logs and traces."""
 
 import asyncio
 import gzip
@@ -57,18 +57,18 @@ max_workers = 1
 DELIVERED = 'windlass_alert_messages_total{notifier="webhook",outcome="delivered"}'
 
 
-class Outside:
-    """Everybody whom it talks to: takes alerts and traces."""
+class Receivers:
+    """A server that records alerts and OpenTelemetry spans."""
 
     def __init__(self) -> None:
         self.alerts: list[dict[str, Any]] = []
         self.spans: list[Any] = []
 
-    async def take_alert(self, request: Request) -> Response:
+    async def receive_alert(self, request: Request) -> Response:
         self.alerts.append(json.loads(await request.body()))
         return Response()
 
-    async def take_traces(self, request: Request) -> Response:
+    async def receive_traces(self, request: Request) -> Response:
         sent = ExportTraceServiceRequest.FromString(await _body(request))
         self.spans += [span for r in sent.resource_spans for s in r.scope_spans for span in s.spans]
         return Response()
@@ -80,123 +80,127 @@ async def _body(request: Request) -> bytes:
 
 
 @asynccontextmanager
-async def outside_of() -> AsyncIterator[tuple[Outside, str]]:
-    outside = Outside()
+async def receivers_server() -> AsyncIterator[tuple[Receivers, str]]:
+    receivers = Receivers()
     routes = [
-        Route("/alerts", outside.take_alert, methods=["POST"]),
-        Route("/v1/traces", outside.take_traces, methods=["POST"]),
+        Route("/alerts", receivers.receive_alert, methods=["POST"]),
+        Route("/v1/traces", receivers.receive_traces, methods=["POST"]),
     ]
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), lifespan="off", log_config=None))
     serving = asyncio.create_task(server.serve([listener]))
     try:
-        yield outside, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield receivers, f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving
 
 
-async def test_up_shows_itself_to_whoever_watches(tmp_path: Path, dsn: str) -> None:
-    async with outside_of() as (outside, inbox), PostgresStores(dsn) as store:
+async def test_up_serves_dashboard_metrics_alerts_logs_and_traces(tmp_path: Path, dsn: str) -> None:
+    async with receivers_server() as (receivers, inbox), PostgresStores(dsn) as store:
         (tmp_path / "app.py").write_text(APP)
         (tmp_path / "windlass.toml").write_text(TOML.format(inbox=inbox, folder=tmp_path))
         windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "OTEL_BSP_SCHEDULE_DELAY": "200"})
         out = (tmp_path / "out").open("w")
         process = windlass.start("up", "--port", "0", stdout=out, stderr=subprocess.STDOUT)
         try:
-            await _watch(outside, store, (tmp_path / "out").read_text)
-            await _let_another_in(windlass)
+            await _check_as_browser(receivers, store, (tmp_path / "out").read_text)
+            await _check_link_command(windlass)
         finally:
             process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(process.wait, 60)
             out.close()
         assert process.returncode == 0, (tmp_path / "out").read_text()
-        names = {span.name for span in outside.spans}
+        names = {span.name for span in receivers.spans}
         assert names == {"cycle", "task"}, names
-        await _ask_in_vain(windlass, store)
+        await _check_link_errors(windlass, store)
 
 
-async def test_cycles_run_by_cron_tell_what_is_the_matter_and_when_it_is_over(tmp_path: Path, dsn: str) -> None:
-    async with outside_of() as (outside, inbox), PostgresStores(dsn) as store:
+async def test_cycle_command_sends_firing_and_resolved_alerts(tmp_path: Path, dsn: str) -> None:
+    async with receivers_server() as (receivers, inbox), PostgresStores(dsn) as store:
         (tmp_path / "app.py").write_text(APP)
         (tmp_path / "windlass.toml").write_text(TOML.format(inbox=inbox, folder=tmp_path))
         windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
 
         async def cycle_after(change: str) -> list[tuple[str, str]]:
-            async with store.database.connection("changing what is the matter") as connection:
+            async with store.database.connection("changing alert conditions") as connection:
                 await connection.execute(change)
             done = await asyncio.to_thread(windlass, "cycle")
             assert done.json["is_leader"] is True
-            return [(alert["status"], alert["code"]) for alert in outside.alerts]
+            return [(alert["status"], alert["code"]) for alert in receivers.alerts]
 
-        began = ("firing", "DEAD_LETTERS")
-        given_up = "insert into windlass.tasks (queue, status, finished_at) values ('work', 'failed', windlass.now())"
-        assert await cycle_after(given_up) == [began]
-        assert await cycle_after("update windlass.alerts set seen_at = seen_at - interval '1 hour'") == [began]
-        mended = "delete from windlass.tasks; update windlass.alerts set seen_at = seen_at - interval '1 hour'"
-        assert await cycle_after(mended) == [began, ("resolved", "DEAD_LETTERS")]
-        # While another leads, it is the one who tells.
+        firing = ("firing", "DEAD_LETTERS")
+        add_failed_task = (
+            "insert into windlass.tasks (queue, status, finished_at) values ('work', 'failed', windlass.now())"
+        )
+        assert await cycle_after(add_failed_task) == [firing]
+        assert await cycle_after("update windlass.alerts set seen_at = seen_at - interval '1 hour'") == [firing]
+        remove_failed_task = (
+            "delete from windlass.tasks; update windlass.alerts set seen_at = seen_at - interval '1 hour'"
+        )
+        assert await cycle_after(remove_failed_task) == [firing, ("resolved", "DEAD_LETTERS")]
+        # While another orchestrator leads, this one sends no alert.
         await store.observe(Candidate("another", ttl_s=60.0), "default", FleetConfig(queues=("work",), exec="true"))
-        async with store.database.connection("changing what is the matter") as connection:
-            await connection.execute(given_up)
+        async with store.database.connection("changing alert conditions") as connection:
+            await connection.execute(add_failed_task)
         assert (await asyncio.to_thread(windlass, "cycle")).json["is_leader"] is False
-        assert len(outside.alerts) == 2
+        assert len(receivers.alerts) == 2
 
 
-async def _watch(outside: Outside, store: PostgresStores, log: Callable[[], str]) -> None:
-    async def printed() -> str | None:
+async def _check_as_browser(receivers: Receivers, store: PostgresStores, log: Callable[[], str]) -> None:
+    async def printed_link() -> str | None:
         found = re.search(r"^dashboard: (http\S+)$", log(), re.MULTILINE)
         return found.group(1) if found else None
 
-    link = await until(printed, "the link is printed")
+    link = await until(printed_link, "the link")
     async with httpx.AsyncClient(base_url=link.partition("/login")[0], timeout=30) as browser:
         assert (await browser.get(link)).status_code == 200
         assert browser.cookies[session_cookie(browser.base_url.netloc.decode())]
         task_id = await store.enqueue(new_task("work", "break", max_attempts=1))
 
-        async def shown() -> bool:
+        async def is_shown() -> bool:
             overview = (await browser.get("/api/v1/overview")).json()
             # None before the first cycle.
             return any(fleet["work"]["dead"] and fleet["workers"]["active"] == 1 for fleet in overview["fleets"])
 
-        await until(shown, "the worker and the dead letter are shown")
+        await until(is_shown, "the worker and the failed task in the overview")
         task = (await browser.get(f"/api/v1/tasks/{task_id}")).json()
         assert task["error_code"] == "HANDLER_ERROR"
 
-        async def told() -> bool:
-            return any(alert["code"] == "DEAD_LETTERS" for alert in outside.alerts)
+        async def is_alerted() -> bool:
+            return any(alert["code"] == "DEAD_LETTERS" for alert in receivers.alerts)
 
-        await until(told, "the dead letter is told")
+        await until(is_alerted, "the alert")
 
-        async def counted() -> str | None:
+        async def metrics_with_delivery() -> str | None:
             metrics = (await browser.get("/metrics")).text
             return metrics if f"{DELIVERED} 1.0" in metrics else None
 
-        metrics = await until(counted, "its delivery is counted")
+        metrics = await until(metrics_with_delivery, "the delivery in the metrics")
         assert 'windlass_workers{fleet="default",status="active"} 1.0' in metrics
 
-        async def sampled() -> bool:
+        async def has_history() -> bool:
             return bool((await browser.get("/api/v1/fleets/default/history")).json())
 
-        await until(sampled, "there is a point to draw")
+        await until(has_history, "a sample of the fleet")
 
-        async def logged() -> bool:
+        async def is_logged() -> bool:
             lines = (await browser.get("/api/v1/logs", params={"limit": 500})).json()["items"]
             return any(line["message"] == "listening" or line["cycle_id"] for line in lines)
 
-        await until(logged, "the log is in the database")
+        await until(is_logged, "the log in the database")
     key = link.partition("key=")[2]
     assert key not in log().replace(f"dashboard: {link}", "")
 
 
-async def _let_another_in(windlass: CommandLine) -> None:
-    """The port was free by chance, and only `windlass up` knows it."""
-    made = await asyncio.to_thread(windlass, "tokens", "link", "--role", "viewer", "--json")
+async def _check_link_command(windlass: CommandLine) -> None:
+    """The port is random: the command reads it from the database."""
+    created = await asyncio.to_thread(windlass, "tokens", "link", "--role", "viewer", "--json")
     async with httpx.AsyncClient(timeout=30) as browser:
-        assert (await browser.get(made.json["link"])).status_code == 200
+        assert (await browser.get(created.json["link"])).status_code == 200
 
 
-async def _ask_in_vain(windlass: CommandLine, store: PostgresStores) -> None:
+async def _check_link_errors(windlass: CommandLine, store: PostgresStores) -> None:
     refused = await asyncio.to_thread(windlass, "tokens", "link")
     assert (refused.code, refused.out) == (2, "")
     assert refused.err == (

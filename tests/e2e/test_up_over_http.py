@@ -1,4 +1,4 @@
-"""`windlass up --port` as its users have it: fleets far away, health, a cycle on request, tokens."""
+"""`windlass up --port` with remote workers: joining, outages, health, cycles on request, tokens and links."""
 
 import hashlib
 import json
@@ -62,7 +62,9 @@ def free_port() -> int:
     return port
 
 
-class Site:
+class ControlPlaneHost:
+    """A folder with `windlass up --port`, a remote fleet whose machines are local processes, and a database."""
+
     def __init__(self, folder: Path, dsn: str) -> None:
         self.folder = folder
         self.port = free_port()
@@ -96,7 +98,7 @@ class Site:
     def machine_logs(self) -> str:
         return "\n".join(path.read_text() for path in self.machines.glob("*/log"))
 
-    def remains(self) -> list[psutil.Process]:
+    def live_processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             try:
@@ -139,102 +141,102 @@ class Site:
             found: httpx.Response = await until(answer, f"{path} answers {status}\n{self.log()}")
             return found
 
-    async def no_worker(self) -> list[Worker]:
-        async def ended() -> list[Worker] | None:
+    async def until_no_workers(self) -> list[Worker]:
+        async def terminated() -> list[Worker] | None:
             return None if await self.store.workers() else await self.store.workers(include_terminated=True)
 
-        found: list[Worker] = await until(ended, f"nobody is left\n{self.log()}")
+        found: list[Worker] = await until(terminated, f"the end of all workers\n{self.log()}")
         return found
 
-    async def end(self, up: "subprocess.Popen[str]") -> None:
+    async def stop(self, up: "subprocess.Popen[str]") -> None:
         up.send_signal(signal.SIGTERM)
-        await until(lambda: up.poll() is not None, f"up ends\n{self.log()}")
-        assert (up.returncode, self.remains()) == (0, []), self.log()
+        await until(lambda: up.poll() is not None, f"end of up\n{self.log()}")
+        assert (up.returncode, self.live_processes()) == (0, []), self.log()
 
 
 @asynccontextmanager
-async def new_site(folder: Path, dsn: str) -> AsyncIterator[Site]:
-    site = Site(folder, dsn)
+async def open_site(folder: Path, dsn: str) -> AsyncIterator[ControlPlaneHost]:
+    site = ControlPlaneHost(folder, dsn)
     async with site.store:
         try:
             yield site
         finally:
-            for process in site.remains():
+            for process in site.live_processes():
                 process.kill()
             for up in site.ups:
                 up.wait(PATIENCE_S)
 
 
 @pytest.fixture
-async def site(tmp_path: Path, dsn: str) -> AsyncIterator[Site]:
-    async with new_site(tmp_path, dsn) as site:
+async def site(tmp_path: Path, dsn: str) -> AsyncIterator[ControlPlaneHost]:
+    async with open_site(tmp_path, dsn) as site:
         yield site
 
 
-async def test_a_burst_is_worked_off_by_machines_that_know_nothing_but_the_control_plane(site: Site) -> None:
+async def test_remote_workers_run_a_burst_without_database_access(site: ControlPlaneHost) -> None:
     tasks = [await site.enqueue() for _ in range(6)]
     up = site.up()
     for task_id in tasks:
         assert await site.result(task_id) == [1, "a secret", False]
-    workers = await site.no_worker()
+    workers = await site.until_no_workers()
     assert {worker.code for worker in workers} == {"IDLE"}
     codes = [event.code for event in await site.store.events(worker_id=workers[0].id)]
     assert codes[:2] == ["WORKER_SPAWNED", "WORKER_JOINED"]
-    await site.end(up)
+    await site.stop(up)
     for secret in ("wlj_", "wlw_", "a secret"):
         assert secret not in site.log() + site.machine_logs()
 
 
-async def test_machines_outlive_the_control_plane_and_work_on_when_it_is_back(site: Site) -> None:
+async def test_remote_worker_delivers_its_result_after_an_outage(site: ControlPlaneHost) -> None:
     go = site.folder / "go"
     task_id = await site.enqueue({"go": str(go)})
     up = site.up()
     worker_id = await site.until_running(task_id)
-    # The claim is written before its answer is sent: only the handler shows that the worker knows of it.
-    await until((site.folder / "go.begun").exists, f"the handler has begun\n{site.machine_logs()}")
+    # The claim is committed before its response is sent. Only the running handler shows that the worker received it.
+    await until((site.folder / "go.begun").exists, f"the start of the handler\n{site.machine_logs()}")
     up.kill()
     up.wait(PATIENCE_S)
     log = site.machines / worker_id / "log"
-    await until(lambda: '"event": "heartbeat failed"' in log.read_text(), "it has noticed")
+    await until(lambda: '"event": "heartbeat failed"' in log.read_text(), "a failed heartbeat in its log")
     go.touch()
-    await until(lambda: f'"undelivered": [{task_id}]' in log.read_text(), "its result waits")
+    await until(lambda: f'"undelivered": [{task_id}]' in log.read_text(), "an undelivered result in its log")
     second = site.up()
     assert await site.result(task_id) == [1, "a secret", False]
     task = await site.store.task(task_id)
     assert task is not None
     assert task.worker_id == worker_id
-    await site.no_worker()
-    await site.end(second)
+    await site.until_no_workers()
+    await site.stop(second)
 
 
-async def test_health_readiness_and_a_cycle_on_request(site: Site) -> None:
+async def test_health_readiness_and_cycle_on_request(site: ControlPlaneHost) -> None:
     up = site.up()
     assert (await site.until_answers("/healthz", 200)).json()["status"] == "ok"
     ready = (await site.until_answers("/readyz", 200)).json()
     assert (ready["has_database"], ready["is_leader"], list(ready["fleets"])) == (True, True, ["far"])
     operator = site.windlass("tokens", "create", "cron", "--role", "operator").out.strip()
-    viewer = site.windlass("tokens", "create", "eyes", "--role", "viewer", "--json").json["token"]
+    viewer = site.windlass("tokens", "create", "dashboard", "--role", "viewer", "--json").json["token"]
     async with httpx.AsyncClient(base_url=site.url, trust_env=False, timeout=PATIENCE_S) as client:
 
-        async def ask(token: str) -> httpx.Response:
+        async def request_cycle(token: str) -> httpx.Response:
             return await client.post("/internal/cycle", headers={"Authorization": f"Bearer {token}"})
 
         before = await site.store.now()
-        (summary,) = (await ask(operator)).json()
+        (summary,) = (await request_cycle(operator)).json()
         assert (summary["fleet"], summary["is_leader"]) == ("far", True)
         assert summary["timestamp"] >= before.isoformat()
-        assert (await ask(viewer)).status_code == 403
+        assert (await request_cycle(viewer)).status_code == 403
         site.windlass("tokens", "revoke", "cron")
-        assert (await ask(operator)).status_code == 401
+        assert (await request_cycle(operator)).status_code == 401
     listed = {token["name"]: token for token in site.windlass("tokens", "list", "--json").json}
     assert listed["cron"]["revoked_at"] is not None
     assert listed["cron"]["last_used_at"] is not None
     assert "hash" not in listed["cron"]
     assert operator not in site.log()
-    await site.end(up)
+    await site.stop(up)
 
 
-async def test_a_wheel_of_the_running_program_is_there_for_machines(site: Site) -> None:
+async def test_machines_can_download_the_wheel_of_the_running_program(site: ControlPlaneHost) -> None:
     go = site.folder / "go"
     task_id = await site.enqueue({"go": str(go)})
     up = site.up()
@@ -242,16 +244,16 @@ async def test_a_wheel_of_the_running_program_is_there_for_machines(site: Site) 
     token = (site.machines / worker_id / "join.json.token").read_text()
     headers = {"Authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(base_url=site.url, trust_env=False, headers=headers) as client:
-        told = (await client.get("/internal/wheel")).json()
-        content = (await client.get(f"/internal/wheel/{told['filename']}")).content
-    assert hashlib.sha256(content).hexdigest() == told["sha256"]
+        wheel = (await client.get("/internal/wheel")).json()
+        content = (await client.get(f"/internal/wheel/{wheel['filename']}")).content
+    assert hashlib.sha256(content).hexdigest() == wheel["sha256"]
     go.touch()
     await site.result(task_id)
-    await site.no_worker()
-    await site.end(up)
+    await site.until_no_workers()
+    await site.stop(up)
 
 
-def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> None:
+def test_port_in_use_is_refused_in_one_line(tmp_path: Path, dsn: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
@@ -265,21 +267,21 @@ def test_a_port_in_use_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> N
     ("arguments", "sentence"),
     [
         pytest.param(("create", "a b", "--role", "viewer"), "invalid token name 'a b'", id="an invalid name"),
-        pytest.param(("create", "a", "--role", "king"), "invalid value for '--role'", id="a role"),
-        pytest.param(("revoke", "nobody"), "active token nobody not found", id="an unknown token"),
+        pytest.param(("create", "a", "--role", "king"), "invalid value for '--role'", id="an unknown role"),
+        pytest.param(("revoke", "missing"), "active token missing not found", id="an unknown token"),
         pytest.param(("revoke",), "choose what to revoke: the NAME of a token, or --session", id="nothing to revoke"),
         pytest.param(("revoke", "--session", "f00"), "session f00 not found", id="an unknown session"),
         pytest.param(("link", "--url", "here"), "'here' is not the URL of a dashboard", id="not a URL"),
-        pytest.param(("link", "--role", "worker"), "invalid value for '--role'", id="no role of people"),
+        pytest.param(("link", "--role", "worker"), "invalid value for '--role'", id="a role that cannot log in"),
     ],
 )
-def test_tokens_are_refused_for(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
+def test_bad_token_arguments_are_refused(tmp_path: Path, dsn: str, arguments: tuple[str, ...], sentence: str) -> None:
     done = CommandLine(tmp_path, {"DATABASE_URL": dsn})("tokens", *arguments)
     assert done.code == 2
     assert done.err.startswith(f"windlass: {sentence}")
 
 
-def test_a_token_is_printed_once_and_listed_without_it(tmp_path: Path, dsn: str) -> None:
+def test_token_is_printed_once_and_never_listed(tmp_path: Path, dsn: str) -> None:
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
     assert windlass("tokens", "list").out == "no tokens\n"
     token = windlass("tokens", "create", "ci", "--role", "producer").out.strip()
@@ -292,7 +294,7 @@ def test_a_token_is_printed_once_and_listed_without_it(tmp_path: Path, dsn: str)
     assert "revoked" in windlass("tokens", "list").out
 
 
-def test_links_are_made_and_listed_and_revoked(tmp_path: Path, dsn: str) -> None:
+def test_login_link_is_created_listed_and_revoked(tmp_path: Path, dsn: str) -> None:
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "WINDLASS_API__PORT": "8123"})
     link = windlass("tokens", "link", "--role", "viewer").out
     assert re.fullmatch(r"http://127\.0\.0\.1:8123/login\?key=wll_[0-9a-f]{64}\n", link)

@@ -1,63 +1,37 @@
 """Alerting: each alert is sent once, also with failing notifiers, several orchestrators and restarts."""
 
 import asyncio
-import contextlib
-import json
-import os
-import socket
-import stat
-import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
-from email import message_from_string
-from email.policy import default as default_policy
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from structlog.testing import capture_logs
 
+from support.alerting_fixture import (
+    ANN,
+    GRACE_S,
+    WebhookServer,
+    commit_cycle,
+    make_manager,
+    make_starting_manager,
+    received,
+    run_for,
+    webhook_server,
+)
 from support.stores import PostgresStores
 from windlass.control.alerting import (
     MAX_ATTEMPTS,
-    MAX_CONCURRENT_SENDS,
     MESSAGE_LEASE_S,
-    SETTLING_S,
     STREAK_TTL_S,
-    AlertManager,
 )
 from windlass.control.summary import Summary
 from windlass.control.unconfigured_fleets import CARETAKER
-from windlass.model.action import Plan, RaiseAlert
-from windlass.model.alert import Message, MessageKind, Severity
+from windlass.model.action import RaiseAlert
+from windlass.model.alert import Message
 from windlass.model.config import Retention
-from windlass.model.errors import NotDelivered
-from windlass.model.fleet import FleetConfig
-from windlass.model.lease import Candidate
-from windlass.model.snapshot import Cadence, Hold, PlannerState
-from windlass.notify import webhook
-from windlass.notify.command import CommandNotifier
-from windlass.notify.email import EmailNotifier
+from windlass.model.snapshot import Hold
 from windlass.notify.webhook import SlackNotifier, WebhookNotifier
-from windlass.server.server import listen
 from windlass.store.alerts import MAX_REASONS, QUERIES, REASONS_S
-
-ANN = Candidate("ann", ttl_s=1e6)
-FLEET = FleetConfig(queues=("a",), handler="app:work", poll_interval_s=10)
-SECRET = "s3cr3t"
-GRACE_S = 60.0
-MESSAGE = Message(
-    1, "webhook", MessageKind.FIRING, 1, 1, None, "NO_LEADER", Severity.CRITICAL, "nobody", datetime.now(UTC), None
-)
 
 
 @pytest.fixture
@@ -66,96 +40,15 @@ async def store(dsn: str, clock: Any) -> AsyncIterator[PostgresStores]:
         yield store
 
 
-async def plan(
-    store: PostgresStores,
-    *alerts: RaiseAlert,
-    hold: Hold | None = None,
-    fleet: str = "gpus",
-    next_plan_in_s: float | None = 1e6,
-) -> None:
-    """A cycle that had this to tell."""
-    observed = await store.observe(ANN, fleet, FLEET)
-    assert isinstance(observed, tuple)
-    term, snapshot = observed
-    told = {f"{alert.code} {alert.about}".rstrip(): snapshot.now for alert in alerts}
-    cadence = Cadence(planned_at=snapshot.now, next_plan_in_s=next_plan_in_s)
-    state = PlannerState(cadence=cadence, alerts=told, hold=hold)
-    await store.commit_plan(ANN, term, snapshot, Plan(alerts, state, "x"), [])
-
-
-class Inbox:
-    """A real server that refuses as often as it is told to."""
-
-    def __init__(self) -> None:
-        self.received: list[dict[str, Any]] = []
-        self.refusals = 0
-        self.url = ""
-
-    async def take(self, request: Request) -> Response:
-        if self.refusals > 0:
-            self.refusals -= 1
-            return Response("no", 503)
-        self.received.append(json.loads(await request.body()))
-        return Response(status_code=204)
-
-
-@asynccontextmanager
-async def inbox_of() -> AsyncIterator[Inbox]:
-    inbox = Inbox()
-    listener = listen("127.0.0.1", 0)
-    app = Starlette(routes=[Route(f"/{SECRET}", inbox.take, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
-    inbox.url = f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}"
-    serving = asyncio.create_task(server.serve([listener]))
-    try:
-        yield inbox
-    finally:
-        server.should_exit = True
-        await serving
-
-
 @pytest.fixture
-async def inbox() -> AsyncIterator[Inbox]:
-    async with inbox_of() as inbox:
+async def inbox() -> AsyncIterator[WebhookServer]:
+    async with webhook_server() as inbox:
         yield inbox
 
 
-def make_manager(store: PostgresStores, *notifiers: Any, **other: Any) -> AlertManager:
-    """Of a process that has run for a while, unless `settling_s` is given."""
-    settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
-    return AlertManager(store, notifiers, **{**settled, **other})
-
-
-def starting_manager(store: PostgresStores, *notifiers: Any) -> AlertManager:
-    """Of a process that has just begun."""
-    return make_manager(store, *notifiers, settling_s=SETTLING_S)
-
-
-async def run_for(
-    store: PostgresStores,
-    manager: AlertManager,
-    clock: Any,
-    for_s: int,
-    *alerts: RaiseAlert,
-    hold: Hold | None = None,
-) -> None:
-    """Cycles that have this to tell, and looks at them."""
-    for _ in range(0, for_s, 5):
-        await manager.evaluate()
-        await manager.send_due()
-        clock.advance(5)
-        await plan(store, *alerts, hold=hold, next_plan_in_s=10)
-    await manager.evaluate()
-    await manager.send_due()
-
-
-def received(inbox: Inbox) -> list[tuple[str, str]]:
-    return [(message["status"], message["code"]) for message in inbox.received]
-
-
-async def test_alert_fires_once_and_resolves_once(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_alert_fires_once_and_resolves_once(store: PostgresStores, inbox: WebhookServer, clock: Any) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
-    await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
+    await commit_cycle(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     for _ in range(3):
         await manager.evaluate()
         await manager.send_due()
@@ -164,9 +57,9 @@ async def test_alert_fires_once_and_resolves_once(store: PostgresStores, inbox: 
     (message,) = inbox.received
     assert (message["fleet"], message["reason"], message["severity"]) == ("gpus", "slot 3 is failed", "critical")
     assert "windlass restart" in message["advice"]
-    await plan(store)
+    await commit_cycle(store)
     await manager.evaluate()
-    assert await manager.send_due() == 0  # it may come back at once
+    assert await manager.send_due() == 0  # the condition may return within the settling time
     clock.advance(61)
     await manager.evaluate()
     await manager.send_due()
@@ -174,81 +67,11 @@ async def test_alert_fires_once_and_resolves_once(store: PostgresStores, inbox: 
     assert inbox.received[1]["alert_id"] == inbox.received[0]["alert_id"]
 
 
-@asynccontextmanager
-async def dripping(begin: bytes) -> AsyncIterator[tuple[str, list[asyncio.Task[None]]]]:
-    """A receiver that answers this, and then a byte now and then for as long as anybody is there. Who is there, too."""
-    callers: list[asyncio.Task[None]] = []
-
-    async def drip(writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            writer.write(begin)
-            while True:
-                writer.write(b".")
-                await writer.drain()
-                await asyncio.sleep(0.02)
-        writer.close()
-
-    def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        callers.append(asyncio.create_task(drip(writer)))
-
-    async with await asyncio.start_server(take, "127.0.0.1", 0) as server, asyncio.timeout(20):
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{SECRET}", callers
-        await asyncio.gather(*callers)
-
-
-async def test_slow_response_does_not_delay_the_next_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(webhook, "DEADLINE_S", 3.0)
-    async with dripping(b"HTTP/1.1 200 OK\r\nX-Slowly: ") as (url, callers):
-        slow = WebhookNotifier(url)
-        for _ in range(2):
-            with pytest.raises(NotDelivered, match="webhook did not answer within 3 s"):
-                await slow.send(MESSAGE)
-        assert len(callers) == 2
-
-
-async def test_hanging_name_lookup_does_not_exceed_the_deadline(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "DEADLINE_S", 1.5)
-    look_up, is_over, asked = socket.getaddrinfo, threading.Event(), 0
-
-    def hang(host: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal asked
-        if host in ("localhost", b"localhost"):
-            asked += 1
-            is_over.wait(30)
-        return look_up(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
-    hook = WebhookNotifier(inbox.url.replace("127.0.0.1", "localhost"))
-    threads = threading.active_count()
-    try:
-        async with asyncio.timeout(10):
-            for _ in range(2):
-                with pytest.raises(NotDelivered, match=r"webhook did not answer within 1\.5 s"):
-                    await hook.send(MESSAGE)
-        # Ours, the resolver's and the one that waits for it; nothing is looked up while it still is.
-        assert asked == 1
-        assert threading.active_count() - threads <= 3
-    finally:
-        is_over.set()
-    # And it is used again, as soon as names are found.
-    monkeypatch.setattr(webhook, "DEADLINE_S", 20.0)
-    await hook.send(MESSAGE)
-    assert inbox.received[-1]["code"] == "NO_LEADER"
-
-
-async def test_only_the_status_of_a_response_is_awaited() -> None:
-    async with dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n") as (url, callers):
-        await SlackNotifier(url).send(MESSAGE)
-        assert len(callers) == 1
-
-
-async def test_each_slot_has_its_own_alert(store: PostgresStores, inbox: Inbox) -> None:
+async def test_each_slot_has_its_own_alert(store: PostgresStores, inbox: WebhookServer) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
-    await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
+    await commit_cycle(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
     await manager.evaluate()
-    await plan(
+    await commit_cycle(
         store,
         RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"),
         RaiseAlert("SLOT_FAILED", "slot 4 is failed", about="4"),
@@ -258,64 +81,68 @@ async def test_each_slot_has_its_own_alert(store: PostgresStores, inbox: Inbox) 
     assert sorted(message["reason"] for message in inbox.received) == ["slot 3 is failed", "slot 4 is failed"]
 
 
-async def test_restart_neither_repeats_nor_loses_messages(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+async def test_restart_neither_repeats_nor_loses_messages(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
+) -> None:
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     first = make_manager(store, WebhookNotifier(inbox.url))
     await first.evaluate()
     inbox.refusals = 1
     await first.send_due()
     assert received(inbox) == []
-    after = make_manager(store, WebhookNotifier(inbox.url))  # another process, later
+    restarted = make_manager(store, WebhookNotifier(inbox.url))  # another process, later
     clock.advance(60)
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await after.evaluate()
-    await after.send_due()
-    await after.evaluate()
-    await after.send_due()
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await restarted.evaluate()
+    await restarted.send_due()
+    await restarted.evaluate()
+    await restarted.send_due()
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-@pytest.mark.parametrize("absence", ["killed", "stopped in good order", "without a database"])
+@pytest.mark.parametrize("absence", ["killed", "stopped", "without a database"])
 async def test_outage_neither_fires_nor_resolves_alerts(
-    store: PostgresStores, inbox: Inbox, clock: Any, absence: str
+    store: PostgresStores, inbox: WebhookServer, clock: Any, absence: str
 ) -> None:
     failed = RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3")
-    manager = starting_manager(store, WebhookNotifier(inbox.url))
+    manager = make_starting_manager(store, WebhookNotifier(inbox.url))
     await run_for(store, manager, clock, 20, failed, hold=Hold("NO_CAPACITY", "none", clock()))
-    if absence == "stopped in good order":
-        await plan(store, failed, next_plan_in_s=None)
+    if absence == "stopped":
+        await commit_cycle(store, failed, next_plan_in_s=None)
     await store.release_lease(ANN)
     clock.advance(3600)
     if absence != "without a database":
-        manager = starting_manager(store, WebhookNotifier(inbox.url))
-    # It looks before its fleet's first cycle, while another process may or may not lead already.
+        manager = make_starting_manager(store, WebhookNotifier(inbox.url))
+    # It evaluates before its fleet's first cycle.
     await manager.evaluate()
-    await plan(store, fleet="other")
+    await commit_cycle(store, fleet="other")
     clock.advance(5)
     await manager.evaluate()
     await run_for(store, manager, clock, 200, failed, hold=Hold("NO_CAPACITY", "none", clock()))
     assert sorted(received(inbox)) == [("firing", "NO_CAPACITY"), ("firing", "SLOT_FAILED")]
 
 
-async def test_alert_that_ended_during_an_outage_resolves(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_alert_that_ended_during_an_outage_resolves(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
+) -> None:
     await run_for(
-        store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
+        store, make_starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
     )
     clock.advance(3600)
-    await run_for(store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 80)
+    await run_for(store, make_starting_manager(store, WebhookNotifier(inbox.url)), clock, 80)
     assert received(inbox) == [("firing", "NEAR_MAX"), ("resolved", "NEAR_MAX")]
 
 
-async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_known_of_it_lasts(
-    store: PostgresStores, inbox: Inbox, clock: Any
+async def test_fleet_without_cycles_is_unattended_and_keeps_its_alerts(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
     await run_for(
-        store, starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
+        store, make_starting_manager(store, WebhookNotifier(inbox.url)), clock, 20, RaiseAlert("NEAR_MAX", "9 of 10")
     )
-    clock.advance(3 * 3600)  # the words that it was told in are not looked for that far back
-    manager = starting_manager(store, WebhookNotifier(inbox.url))
-    for looks, unattended in ((10, []), (30, [("firing", "UNATTENDED")])):
-        for _ in range(looks):
+    clock.advance(3 * 3600)  # longer than reasons of past alerts are read
+    manager = make_starting_manager(store, WebhookNotifier(inbox.url))
+    for evaluations, unattended in ((10, []), (30, [("firing", "UNATTENDED")])):
+        for _ in range(evaluations):
             await manager.evaluate()
             await manager.send_due()
             clock.advance(5)
@@ -325,14 +152,16 @@ async def test_a_fleet_that_gets_no_cycle_is_told_after_a_while_and_what_is_know
     assert received(inbox)[2:] == [("resolved", "UNATTENDED")]
 
 
-async def test_provider_errors_stay_one_alert_over_a_restart(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_provider_errors_stay_one_alert_over_a_restart(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
+) -> None:
     lists_fail = Summary("gpus", True, "", provider_calls=(("list", "error", 1),))
     for _ in range(2):
-        manager = starting_manager(store, WebhookNotifier(inbox.url))
+        manager = make_starting_manager(store, WebhookNotifier(inbox.url))
         await manager.evaluate()
         clock.advance(1)
         for _ in range(5):
-            # As seldom as clouds are asked.
+            # The interval at which clouds are listed.
             manager.record_cycle(lists_fail)
             await run_for(store, manager, clock, 30)
         clock.advance(3600)
@@ -343,37 +172,37 @@ async def test_provider_errors_stay_one_alert_over_a_restart(store: PostgresStor
     assert received(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
-async def test_more_of_a_kind_end_none_of_those_that_were_told_apart(
-    store: PostgresStores, inbox: Inbox, clock: Any
+async def test_group_message_does_not_resolve_single_alerts(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
     def failed(*slots: int) -> list[RaiseAlert]:
         return [RaiseAlert("SLOT_FAILED", f"slot {slot} is failed", about=str(slot)) for slot in slots]
 
-    def told() -> list[tuple[str, str]]:
+    def messages() -> list[tuple[str, str]]:
         return [(message["status"], message["reason"]) for message in inbox.received]
 
-    manager = starting_manager(store, WebhookNotifier(inbox.url))
+    manager = make_starting_manager(store, WebhookNotifier(inbox.url))
     await run_for(store, manager, clock, 80, *failed(0, 1, 2))
-    began = [("firing", f"slot {slot} is failed") for slot in range(3)]
-    assert sorted(told()) == began
+    fired = [("firing", f"slot {slot} is failed") for slot in range(3)]
+    assert sorted(messages()) == fired
     await run_for(store, manager, clock, 80, *failed(0, 1, 2, 3))
-    assert told()[3:] == [("firing", "4 at once (0, 1, 2, ...): slot 0 is failed")]
-    # Three are left: of slot 3 it was told with the others, and their alert lasts as long as it does.
+    assert messages()[3:] == [("firing", "4 at once (0, 1, 2, ...): slot 0 is failed")]
+    # Slot 3 fired with the group, so the group's alert stays open for it.
     await run_for(store, manager, clock, 80, *failed(0, 1, 3))
-    assert told()[4:] == [("resolved", "slot 2 is failed")]
+    assert messages()[4:] == [("resolved", "slot 2 is failed")]
     await run_for(store, manager, clock, 80, *failed(3))
-    assert sorted(told()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
+    assert sorted(messages()[5:]) == [("resolved", "slot 0 is failed"), ("resolved", "slot 1 is failed")]
     await run_for(store, manager, clock, 80)
-    assert told()[7:] == [("resolved", "1 left (3): slot 3 is failed")]
-    # And the next is told by itself.
+    assert messages()[7:] == [("resolved", "1 left (3): slot 3 is failed")]
+    # The next failure of slot 3 is a single alert again.
     await run_for(store, manager, clock, 10, *failed(3))
-    assert told()[8:] == [("firing", "slot 3 is failed")]
+    assert messages()[8:] == [("firing", "slot 3 is failed")]
 
 
-async def test_a_thousand_queues_with_dead_letters_are_one_message(
-    store: PostgresStores, inbox: Inbox, clock: Any
+async def test_dead_letters_of_a_thousand_queues_are_one_message(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
-    await plan(store)
+    await commit_cycle(store)
     async with store.database.connection("failing tasks") as connection:
         await connection.execute(
             "insert into windlass.tasks (queue, status, finished_at, error_code)"
@@ -393,8 +222,8 @@ async def test_a_thousand_queues_with_dead_letters_are_one_message(
     assert received(inbox) == [("firing", "DEAD_LETTERS"), ("resolved", "DEAD_LETTERS")]
 
 
-async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresStores, inbox: Inbox) -> None:
-    await plan(store)
+async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresStores, inbox: WebhookServer) -> None:
+    await commit_cycle(store)
     failures = [
         ("slow", "SPAWNING_TIMEOUT", None),
         ("silent", "NO_HEARTBEAT", None),
@@ -421,9 +250,7 @@ async def test_workers_that_never_became_ready_raise_an_alert(store: PostgresSto
     assert message["reason"] == "6 workers (never ready, outside Ray, silent, ...) were created and never became ready"
 
 
-async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_at_it(
-    store: PostgresStores, clock: Any
-) -> None:
+async def test_manager_without_notifiers_purges_old_messages(store: PostgresStores, clock: Any) -> None:
     async with store.database.connection("ending alerts") as connection:
         await connection.execute(
             "insert into windlass.alerts (key, code, severity, reason, resolved_at)"
@@ -446,9 +273,9 @@ async def test_what_was_over_long_ago_is_forgotten_whether_or_not_anybody_looks_
 
 
 async def test_several_orchestrators_send_each_message_once(
-    dsn: str, store: PostgresStores, inbox: Inbox, clock: Any
+    dsn: str, store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"), hold=Hold("NO_CAPACITY", "none", clock()))
     async with PostgresStores(dsn, virtual_now=clock) as other:
         managers = [make_manager(each, WebhookNotifier(inbox.url)) for each in (store, other)]
         await asyncio.gather(*(manager.evaluate() for manager in managers for _ in range(3)))
@@ -456,10 +283,12 @@ async def test_several_orchestrators_send_each_message_once(
     assert sorted(received(inbox)) == [("firing", "NEAR_MAX"), ("firing", "NO_CAPACITY")]
 
 
-async def test_failing_notifier_is_retried_up_to_the_limit(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_failing_notifier_is_retried_up_to_the_limit(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
+) -> None:
     outcomes: list[tuple[str, str]] = []
     manager = make_manager(store, WebhookNotifier(inbox.url), on_message=lambda *outcome: outcomes.append(outcome))
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
     inbox.refusals = 1_000
     for _ in range(MAX_ATTEMPTS + 3):
@@ -470,39 +299,43 @@ async def test_failing_notifier_is_retried_up_to_the_limit(store: PostgresStores
     assert inbox.refusals == 1_000 - MAX_ATTEMPTS
 
 
-async def test_silent_notifier_does_not_delay_others(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    nowhere = SlackNotifier("http://127.0.0.1:9/nobody-listens")
-    manager = make_manager(store, nowhere, WebhookNotifier(inbox.url))
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+async def test_unreachable_notifier_does_not_stop_others(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
+) -> None:
+    unreachable = SlackNotifier("http://127.0.0.1:9/closed-port")
+    manager = make_manager(store, unreachable, WebhookNotifier(inbox.url))
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
     assert await manager.send_due() == 2
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_alert_resolved_before_sending_is_not_sent(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_alert_resolved_before_sending_is_not_sent(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
+) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
-    await plan(store)
+    await commit_cycle(store)
     clock.advance(61)
     await manager.evaluate()
     assert await manager.send_due() == 0
 
 
-@pytest.mark.parametrize("is_given_up", [False, True], ids=["tried in vain", "given up"])
+@pytest.mark.parametrize("has_failed", [False, True], ids=["retrying", "failed"])
 async def test_resolution_goes_only_to_notifiers_that_got_the_alert(
-    store: PostgresStores, inbox: Inbox, clock: Any, is_given_up: bool
+    store: PostgresStores, inbox: WebhookServer, clock: Any, has_failed: bool
 ) -> None:
-    async with inbox_of() as other:
+    async with webhook_server() as other:
         manager = make_manager(store, WebhookNotifier(inbox.url), SlackNotifier(other.url))
-        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+        await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
         await manager.evaluate()
         inbox.refusals = 1_000
-        for _ in range(MAX_ATTEMPTS if is_given_up else 2):
+        for _ in range(MAX_ATTEMPTS if has_failed else 2):
             await manager.send_due()
             clock.advance(900)
             await manager.evaluate()
-        await plan(store)
+        await commit_cycle(store)
         clock.advance(61)
         await manager.evaluate()
         inbox.refusals = 0
@@ -513,14 +346,12 @@ async def test_resolution_goes_only_to_notifiers_that_got_the_alert(
         assert [message["text"].split("]")[0] for message in other.received] == ["*[warning", "*[resolved"]
 
 
-async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
-    store: PostgresStores, clock: Any
-) -> None:
+async def test_alert_resolved_during_sending_is_resolved_after_delivery(store: PostgresStores, clock: Any) -> None:
     manager = make_manager(store, WebhookNotifier("http://127.0.0.1:9/"))
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
-    (firing,) = await store.take_messages(["webhook"], 120, 10)  # on its way
-    await plan(store)
+    (firing,) = await store.take_messages(["webhook"], 120, 10)  # being sent
+    await commit_cycle(store)
     clock.advance(61)
     await manager.evaluate()
     assert await store.take_messages(["webhook"], 120, 10) == []
@@ -529,8 +360,8 @@ async def test_what_is_being_told_when_it_is_over_is_ended_once_it_has_arrived(
     assert (resolved.kind, resolved.alert_id) == ("resolved", firing.alert_id)
 
 
-class Silent:
-    """A receiver that takes for ever."""
+class HangingNotifier:
+    """A notifier that never finishes sending."""
 
     name = "webhook"
 
@@ -538,28 +369,28 @@ class Silent:
         await asyncio.Event().wait()
 
 
-async def test_run_once_keeps_its_time_limit(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+async def test_run_once_keeps_its_time_limit(store: PostgresStores, inbox: WebhookServer, clock: Any) -> None:
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     async with asyncio.timeout(20):
-        await make_manager(store, Silent()).run_once(0.5)
+        await make_manager(store, HangingNotifier()).run_once(0.5)
     clock.advance(MESSAGE_LEASE_S + 1)
     for _ in range(2):
         await make_manager(store, WebhookNotifier(inbox.url)).run_once(30)
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_ignored_codes_are_not_sent(store: PostgresStores, inbox: Inbox) -> None:
+async def test_ignored_codes_are_not_sent(store: PostgresStores, inbox: WebhookServer) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url), ignored=["NEAR_MAX"])
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     await manager.evaluate()
     assert await manager.send_due() == 0
 
 
-async def test_provider_errors_dead_letters_and_a_missing_leader(
-    store: PostgresStores, inbox: Inbox, clock: Any
+async def test_provider_errors_dead_letters_and_missing_leader_fire(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
-    await plan(store)
+    await commit_cycle(store)
     for _ in range(3):
         manager.record_cycle(Summary("gpus", True, "", provider_calls=(("create", "error", 1), ("list", "ok", 1))))
     async with store.database.connection("failing a task") as connection:
@@ -571,7 +402,7 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
     await store.release_lease(ANN)
     await manager.evaluate()
     await manager.send_due()
-    assert ("firing", "NO_LEADER") not in received(inbox)  # another may take over
+    assert ("firing", "NO_LEADER") not in received(inbox)  # another orchestrator may take over
     clock.advance(GRACE_S)
     await manager.evaluate()
     await manager.send_due()
@@ -582,11 +413,11 @@ async def test_provider_errors_dead_letters_and_a_missing_leader(
     ]
 
 
-async def test_where_nobody_leads_but_somebody_looks_after_it_the_fleet_is_what_is_told_of(
-    store: PostgresStores, inbox: Inbox, clock: Any
+async def test_caretaker_without_leader_raises_unattended_not_no_leader(
+    store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
-    await plan(store, next_plan_in_s=10)
+    await commit_cycle(store, next_plan_in_s=10)
     await store.release_lease(ANN)
     clock.advance(3600)
     await store.acquire_lease(replace(ANN, lease=CARETAKER))
@@ -602,10 +433,10 @@ ANOTHER_LEADS = Summary("gpus", False, "")
 
 @pytest.mark.parametrize(("next_summary", "later_s"), [(ANOTHER_LEADS, 0), (NOTHING_TO_CREATE, STREAK_TTL_S)])
 async def test_provider_errors_resolve_on_standby_or_without_calls(
-    store: PostgresStores, inbox: Inbox, clock: Any, next_summary: Summary, later_s: float
+    store: PostgresStores, inbox: WebhookServer, clock: Any, next_summary: Summary, later_s: float
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url), clock=lambda: clock().timestamp())
-    await plan(store)
+    await commit_cycle(store)
     manager.record_cycle(CREATES_FAIL)
     await manager.evaluate()
     await manager.send_due()
@@ -618,8 +449,8 @@ async def test_provider_errors_resolve_on_standby_or_without_calls(
     assert received(inbox) == [("firing", "PROVIDER_ERRORS"), ("resolved", "PROVIDER_ERRORS")]
 
 
-async def test_manager_runs_until_cancelled(store: PostgresStores, inbox: Inbox) -> None:
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
+async def test_manager_runs_until_cancelled(store: PostgresStores, inbox: WebhookServer) -> None:
+    await commit_cycle(store, RaiseAlert("NEAR_MAX", "9 of 10"))
     running = asyncio.create_task(make_manager(store, WebhookNotifier(inbox.url)).run())
     async with asyncio.timeout(20):
         while not inbox.received:
@@ -629,23 +460,23 @@ async def test_manager_runs_until_cancelled(store: PostgresStores, inbox: Inbox)
     assert received(inbox) == [("firing", "NEAR_MAX")]
 
 
-async def test_many_alerts_of_one_code_are_one_message(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
+async def test_many_alerts_of_one_code_are_one_message(store: PostgresStores, inbox: WebhookServer, clock: Any) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))
-    await plan(
+    await commit_cycle(
         store, *(RaiseAlert("VRAM_STALE", "its GPU is silent", about=f"w{number:03}") for number in range(1_000))
     )
     await manager.evaluate()
     assert await manager.send_due() == 1
     assert inbox.received[0]["reason"] == "1000 at once (w000, w001, w002, ...): its GPU is silent"
-    await plan(store)
+    await commit_cycle(store)
     clock.advance(61)
     await manager.evaluate()
     await manager.send_due()
     assert received(inbox) == [("firing", "VRAM_STALE"), ("resolved", "VRAM_STALE")]
 
 
-async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(store: PostgresStores) -> None:
-    async with store.database.connection("looking at a plan") as connection:
+async def test_alert_reasons_are_read_with_an_index(store: PostgresStores) -> None:
+    async with store.database.connection("explaining a query") as connection:
         await connection.execute(
             "insert into windlass.events (code, reason) select 'TASK_ERROR', 'x' from generate_series(1, 20000);"
             "insert into windlass.events (code, reason) select 'ALERT', 'x' from generate_series(1, 10);"
@@ -653,194 +484,3 @@ async def test_the_words_of_alerts_are_found_without_reading_all_that_happened(s
         )
         lines = await connection.fetch(f"explain {QUERIES['alert_reasons']}", REASONS_S, MAX_REASONS)
     assert any("events_alert" in line[0] for line in lines), lines
-
-
-# ------------------------------------------------------------------------------------------------------ other receivers
-
-
-async def test_slack_receives_text(store: PostgresStores, inbox: Inbox) -> None:
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of <10> & more"))
-    manager = make_manager(store, SlackNotifier(inbox.url))
-    await manager.evaluate()
-    await manager.send_due()
-    (message,) = inbox.received
-    title, reason, advice = message["text"].splitlines()
-    assert (title, reason) == ("*[warning] NEAR_MAX in fleet gpus*", "9 of &lt;10&gt; &amp; more.")
-    assert advice.startswith("What to do: raise max_workers")
-
-
-class MailServer:
-    """Just enough SMTP to be spoken to by the standard library. It is busy as often as it is told to be."""
-
-    def __init__(self) -> None:
-        self.letters: list[str] = []
-        self.refusals = 0
-        # Addresses that it knows nothing of.
-        self.unknown: tuple[str, ...] = ()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 ready\r\n")
-        while line := (await reader.readline()).decode().strip():
-            verb = line.split()[0].upper()
-            if verb == "MAIL" and self.refusals > 0:
-                self.refusals -= 1
-                writer.write(b"451 busy\r\n")
-            elif verb == "RCPT" and any(f"<{address}>" in line for address in self.unknown):
-                writer.write(f"550 {SECRET}: nobody of that name\r\n".encode())
-            elif verb == "DATA":
-                writer.write(b"354 go on\r\n")
-                self.letters.append((await reader.readuntil(b"\r\n.\r\n")).decode())
-                writer.write(b"250 taken\r\n")
-            elif verb == "QUIT":
-                writer.write(b"221 bye\r\n")
-                break
-            else:
-                writer.write(b"250 ok\r\n")
-            await writer.drain()
-        writer.close()
-
-
-async def test_mail_is_delivered_at_the_second_attempt(store: PostgresStores, clock: Any) -> None:
-    server = MailServer()
-    server.refusals = 1
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
-        port = listening.sockets[0].getsockname()[1]
-        manager = make_manager(
-            store, EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
-        )
-        await plan(store, RaiseAlert("SLOT_FAILED", "slot 3 is failed", about="3"))
-        await manager.evaluate()
-        await manager.send_due()
-        assert server.letters == []
-        clock.advance(30)
-        await manager.send_due()
-    (letter,) = server.letters
-    assert "Subject: windlass [critical] SLOT_FAILED in fleet gpus" in letter
-    assert "To: ops@example.com" in letter
-    assert "slot 3 is failed." in letter
-
-
-async def test_whom_the_mail_server_refuses_is_logged_and_counted_and_the_others_are_told_once(
-    store: PostgresStores, clock: Any
-) -> None:
-    server, outcomes = MailServer(), list[tuple[str, str]]()
-    server.unknown = ("gone@example.com",)
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
-        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        email = EmailNotifier(url, "windlass@example.com", ("gone@example.com", "ops@example.com"))
-        manager = make_manager(store, email, on_message=lambda *outcome: outcomes.append(outcome))
-        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await manager.evaluate()
-        with capture_logs() as lines:
-            for _ in range(3):
-                await manager.send_due()
-                clock.advance(900)
-    assert len(server.letters) == 1
-    assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
-    (line,) = (line for line in lines if line["event"] == "message delivered in part")
-    assert line["error"] == "mail server 127.0.0.1 refused gone@example.com (550)"
-    assert SECRET not in str(lines)
-
-
-async def test_mails_of_one_alert_form_one_thread(store: PostgresStores, clock: Any) -> None:
-    server = MailServer()
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
-        url = f"smtp://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        manager = make_manager(store, EmailNotifier(url, "windlass@example.com", ("ops@example.com",)))
-        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await manager.evaluate()
-        await manager.send_due()
-        await plan(store)
-        clock.advance(61)
-        await manager.evaluate()
-        await manager.send_due()
-    begun, over = (message_from_string(letter, policy=default_policy) for letter in server.letters)
-    assert "References" not in begun
-    assert over["References"] == over["In-Reply-To"] == begun["Message-ID"]
-    assert over["Message-ID"] != begun["Message-ID"]
-    for letter in (begun, over):
-        assert abs((letter["Date"].datetime - datetime.now(UTC)).total_seconds()) < 60
-
-
-async def test_silent_mail_server_delays_only_mails(store: PostgresStores, inbox: Inbox) -> None:
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
-    is_over = asyncio.Event()
-
-    async def say_nothing(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await is_over.wait()
-        writer.close()
-
-    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listening:
-        port = listening.sockets[0].getsockname()[1]
-        email = EmailNotifier(f"smtp://127.0.0.1:{port}", "windlass@example.com", ("ops@example.com",))
-        manager = make_manager(store, email, WebhookNotifier(inbox.url))
-        await plan(
-            store, *(RaiseAlert(f"CAUSE_{number}", "it is the matter") for number in range(MAX_CONCURRENT_SENDS + 2))
-        )
-        await manager.evaluate()
-        try:
-            async with asyncio.timeout(10):
-                while len(inbox.received) < MAX_CONCURRENT_SENDS + 2:
-                    await manager.send_due(is_awaited=False)
-                    await asyncio.to_thread(lambda: None)
-        finally:
-            is_over.set()
-            await asyncio.gather(*manager._sending["email"])
-    assert len(inbox.received) == MAX_CONCURRENT_SENDS + 2
-
-
-async def test_webhook_uses_no_thread_of_the_loop(store: PostgresStores, inbox: Inbox) -> None:
-    is_over = threading.Event()
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    taken = asyncio.create_task(asyncio.to_thread(is_over.wait, 30))
-    try:
-        # A name, not a number: it has to be looked up.
-        manager = make_manager(store, WebhookNotifier(inbox.url.replace("127.0.0.1", "localhost")))
-        await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-        await manager.evaluate()
-        async with asyncio.timeout(10):
-            await manager.send_due()
-    finally:
-        is_over.set()
-        await taken
-    assert received(inbox) == [("firing", "NEAR_MAX")]
-
-
-async def test_command_receives_json_and_reports_by_exit_code(
-    store: PostgresStores, tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "tell"
-    # Fails the first time; shows what it got, and what it knows of our secrets.
-    script.write_text(f'#!/bin/sh\ncd {tmp_path}\nmkdir once 2>/dev/null && exit 7\ncat > got\necho "$OUR_KEY" > env\n')
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setitem(os.environ, "OUR_KEY", SECRET)
-    manager = make_manager(store, CommandNotifier(f"{script} --now", ("OUR_KEY",)))
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await manager.evaluate()
-    await manager.send_due()
-    assert not (tmp_path / "got").exists()
-    clock.advance(30)
-    await manager.send_due()
-    assert json.loads((tmp_path / "got").read_text())["code"] == "NEAR_MAX"
-    assert (tmp_path / "env").read_text() == "\n"
-
-
-async def test_notifier_errors_do_not_repeat_the_url(store: PostgresStores, inbox: Inbox, clock: Any) -> None:
-    inbox.refusals = 1
-    url = inbox.url
-    manager = make_manager(
-        store,
-        WebhookNotifier(url),
-        SlackNotifier(f"http://127.0.0.1:9/{SECRET}"),
-        CommandNotifier(f"/nowhere/{SECRET[:0]}x"),
-    )
-    await plan(store, RaiseAlert("NEAR_MAX", "9 of 10"))
-    await manager.evaluate()
-    await manager.send_due()
-    async with store.database.connection("reading messages") as connection:
-        errors = [row["error"] for row in await connection.fetch("select error from windlass.messages order by error")]
-    assert errors == [
-        "/nowhere/x did not start (No such file or directory)",
-        "slack is unreachable (ConnectError)",
-        "webhook answered 503",
-    ]

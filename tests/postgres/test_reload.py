@@ -15,14 +15,14 @@ from structlog.testing import capture_logs
 from windlass.config_loader import Loaded
 from windlass.model.config import AlertsConfig, Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
-from windlass.wiring import up as wire_up
+from windlass.wiring import up as wiring_up
 from windlass.wiring.up import run_up
 
 LIMIT_S = 30.0
 FLEET = FleetConfig(provider="local", exec="true", queues=("nothing-comes",), poll_interval_s=0.2)
 
 
-class Running:
+class RunningUp:
     """An `up` in this process, with its log lines. `config` is what it loads."""
 
     def __init__(self, config: Config) -> None:
@@ -37,29 +37,29 @@ class Running:
             raise defect
         return Loaded(self.config, {})
 
-    def told(self, event: str) -> list[Any]:
+    def logged(self, event: str) -> list[Any]:
         return [line for line in self.lines if line["event"].startswith(event)]
 
     async def reload(self, event: str, **changes: Any) -> Any:
         """Reload, and return the next log line of this event."""
         self.config = self.config.model_copy(update=changes)
-        before = len(self.told(event))
+        before = len(self.logged(event))
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(lambda: len(self.told(event)) > before, f"{event}: {self.lines}")
-        return self.told(event)[-1]
+        await until(lambda: len(self.logged(event)) > before, f"{event}: {self.lines}")
+        return self.logged(event)[-1]
 
 
-async def until(is_so: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str) -> None:
     try:
         async with asyncio.timeout(LIMIT_S):
-            while not is_so():
+            while not condition():
                 await asyncio.sleep(0.01)
     except TimeoutError:
         pytest.fail(what)
 
 
 @pytest.fixture
-async def up(dsn: str, tmp_path: Path) -> AsyncIterator[Running]:
+async def up(dsn: str, tmp_path: Path) -> AsyncIterator[RunningUp]:
     async with running(
         Config.model_validate({"database_url": dsn, "data_dir": tmp_path, "fleets": {"a": FLEET}})
     ) as it:
@@ -67,9 +67,9 @@ async def up(dsn: str, tmp_path: Path) -> AsyncIterator[Running]:
 
 
 @asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Running]:
-    """Stopped at the end."""
-    it = Running(config)
+async def running(config: Config) -> AsyncIterator[RunningUp]:
+    """Runs `up` in this process and stops it at the end."""
+    it = RunningUp(config)
     with capture_logs() as it.lines:
         task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0"))
         try:
@@ -84,14 +84,14 @@ async def running(config: Config) -> AsyncIterator[Running]:
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_reload_works_again_after_a_failure(up: Running) -> None:
+async def test_reload_works_again_after_a_failure(up: RunningUp) -> None:
     up.defect = RuntimeError("unexpected")
-    told = await up.reload("reload configuration failed")
-    assert (told["log_level"], told["exc_info"]) == ("error", True)
+    line = await up.reload("reload configuration failed")
+    assert (line["log_level"], line["exc_info"]) == ("error", True)
     await up.reload("reloaded configuration")
 
 
-async def test_reload_applies_what_a_failed_reload_did_not(up: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reload_applies_what_a_failed_reload_did_not(up: RunningUp, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = "http://127.0.0.1:9/v1"
     made: list[str] = []
 
@@ -101,17 +101,17 @@ async def test_reload_applies_what_a_failed_reload_did_not(up: Running, monkeypa
             raise RuntimeError("unexpected")
         return provider(name, fleet, config, instance_id)
 
-    provider = wire_up.make_provider
-    monkeypatch.setattr(wire_up, "make_provider", fail_at_first)
+    provider = wiring_up.make_provider
+    monkeypatch.setattr(wiring_up, "make_provider", fail_at_first)
     await up.reload("reload configuration failed", hetzner_endpoint=endpoint)
     await up.reload("reloaded configuration")
     # The fleet did not change, but its account did: it gets a new provider.
     assert made == [endpoint] * 2
 
 
-async def test_reload_names_settings_that_need_a_restart(up: Running) -> None:
+async def test_reload_names_settings_that_need_a_restart(up: RunningUp) -> None:
     alerts = AlertsConfig(webhook_url=SecretStr("https://example.com/hush"))
-    told = await up.reload(
+    line = await up.reload(
         "ignored changed settings",
         worker=WorkerConfig(timeout_s=77),
         alerts=alerts,
@@ -119,21 +119,21 @@ async def test_reload_names_settings_that_need_a_restart(up: Running) -> None:
         hetzner_endpoint="http://127.0.0.1:9/v1",
         fleets={"a": FLEET.model_copy(update={"max_workers": 2})},
     )
-    assert (told["log_level"], told["settings"]) == ("warning", ["worker.timeout_s", "alerts.webhook_url"])
-    assert "hush" not in str(told)
-    await until(lambda: bool(up.told("reloaded configuration")), str(up.lines))
-    assert up.told("reloaded configuration")[0]["changed"] == ["a (max_workers)"]
+    assert (line["log_level"], line["settings"]) == ("warning", ["worker.timeout_s", "alerts.webhook_url"])
+    assert "hush" not in str(line)
+    await until(lambda: bool(up.logged("reloaded configuration")), str(up.lines))
+    assert up.logged("reloaded configuration")[0]["changed"] == ["a (max_workers)"]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("database_url", SecretStr("postgresql://me:hush@elsewhere/db")), ("data_dir", Path("/elsewhere"))],
 )
-async def test_reload_with_another_database_is_refused(up: Running, name: str, value: Any) -> None:
+async def test_reload_with_another_database_is_refused(up: RunningUp, name: str, value: Any) -> None:
     fleets = {"b": FLEET}
-    told = await up.reload("reload configuration failed", **{name: value, "fleets": fleets})
-    assert told["error"] == (
+    line = await up.reload("reload configuration failed", **{name: value, "fleets": fleets})
+    assert line["error"] == (
         f"{name} changed, and a running orchestrator cannot move to another database. "
         "Restore it, or restart `windlass up`."
     )
-    assert not up.told("reloaded configuration")
+    assert not up.logged("reloaded configuration")

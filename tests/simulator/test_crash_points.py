@@ -31,7 +31,7 @@ def eventful_world(orchestrators: int) -> Simulation:
 
     def plan_events(_: Simulation) -> None:
         cloud = simulation.clouds["red"]
-        cloud.machines["stray"] = MachineRecord("stray", "red-2-formerly", "red", 2, 0.0, running_at=0.0)
+        cloud.machines["orphan"] = MachineRecord("orphan", "red-2-formerly", "red", 2, 0.0, running_at=0.0)
         cloud.next_create(duration_s=35.0)
         cloud.next_create(duration_s=3.0, times_out_after_taking_effect=True)
         cloud.next_create(duration_s=35.0)
@@ -46,12 +46,12 @@ def eventful_world(orchestrators: int) -> Simulation:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["restarted", "replaced"])
-def life(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
+def history(request: pytest.FixtureRequest) -> tuple[int, list[str]]:
     return request.param, record_calls(lambda: eventful_world(request.param))
 
 
-def test_history_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
-    _, calls = life
+def test_history_has_a_call_of_every_kind(history: tuple[int, list[str]]) -> None:
+    _, calls = history
     assert set(calls) == {
         "acquire_lease",
         "list_machines",
@@ -67,7 +67,7 @@ def test_history_has_a_call_of_every_kind(life: tuple[int, list[str]]) -> None:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_crash_at_any_call_is_repaired(life: tuple[int, list[str]], when: CrashTiming, chunk: int) -> None:
-    orchestrators, calls = life
+def test_crash_at_any_call_is_repaired(history: tuple[int, list[str]], when: CrashTiming, chunk: int) -> None:
+    orchestrators, calls = history
     for number in range(chunk, len(calls), CHUNKS):
         run_with_crash(lambda: eventful_world(orchestrators), CrashPoint(number, when))

@@ -54,7 +54,7 @@ class Cron:
 @pytest.mark.parametrize("every_s", [10, 60, 300, 900])
 @pytest.mark.parametrize("begins_s", [0, 7, 31])
 def test_idle_server_is_deleted_before_its_next_billing_hour(every_s: float, begins_s: float) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         cron = Cron(every_s)
         await cron.spawn_three()
         await asyncio.sleep(begins_s)  # a billing hour may begin at any moment between two cycles
@@ -62,21 +62,21 @@ def test_idle_server_is_deleted_before_its_next_billing_hour(every_s: float, beg
         assert lived_s < HOUR_S
         assert lived_s > HOUR_S - 4 * every_s - 60, "the billed hour is used"
 
-    run(story())
+    run(scenario())
 
 
 def test_hourly_cron_deletes_idle_servers_once_the_interval_is_known() -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         cron = Cron(HOUR_S)
         await cron.spawn_three()
         assert await cron.lives_s() <= 3 * HOUR_S + 60
 
-    run(story())
+    run(scenario())
 
 
-@pytest.mark.parametrize("is_cron", [True, False], ids=["the interval of cron", "outages of one process"])
-def test_gaps_between_cycles_count_as(is_cron: bool) -> None:
-    async def story() -> None:
+@pytest.mark.parametrize("is_cron", [True, False], ids=["gaps between cron processes", "gaps of one process"])
+def test_next_plan_is_due_after_the_cron_interval_not_after_an_outage(is_cron: bool) -> None:
+    async def scenario() -> None:
         cron = Cron(every_s=300)
         lasting = FleetCycle("red", FLEET, cron.store, cron.project.provider(), Candidate("up", 30.0), cron.rng)
         for _ in range(4):
@@ -85,4 +85,4 @@ def test_gaps_between_cycles_count_as(is_cron: bool) -> None:
         (fleet,) = await cron.store.fleets()
         assert fleet.next_plan_in_s == pytest.approx(300 if is_cron else FLEET.poll_interval_s, abs=5)
 
-    run(story())
+    run(scenario())

@@ -28,7 +28,7 @@ from windlass.model.action import (
 )
 from windlass.model.cost import Bill, Tariff
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, MachineState, Volume
+from windlass.model.machine import Machine, MachineState, ProviderTraits, Volume
 from windlass.model.snapshot import LaunchRecord, PlannerState, QueueView, RunningView, SlotView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
@@ -49,6 +49,8 @@ GPU = FleetConfig(
 )
 # Defaults of the provider `local`.
 LOCAL = FleetConfig()
+# A provider whose machine list lags: new machines appear late, and listed machines may be missing for a while.
+LAGGING_LIST = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
 
 
 def ago(seconds: float, now: datetime = NOW) -> datetime:
@@ -161,6 +163,12 @@ def of_kind(actions: Iterable[Action], kind: type[Action]) -> list[Any]:
     return [action for action in actions if isinstance(action, kind)]
 
 
+def only(planned: Plan, kind: type[Action]) -> Any:
+    """The single action of this kind. Fails if there is none or more than one."""
+    (action,) = of_kind(planned.actions, kind)
+    return action
+
+
 def kinds(planned: Plan) -> list[str]:
     return [ACTION_KINDS[type(action)] for action in planned.actions]
 
@@ -198,7 +206,7 @@ class _Effects:
             case Promote(worker_id):
                 self._change(worker_id, status=WorkerStatus.ACTIVE, activated_at=now)
             case Fail(worker_id, code, reason):
-                self._note_failure(self.workers[worker_id])
+                self._record_failure(self.workers[worker_id])
                 self._requeue(worker_id)
                 self._change(worker_id, status=WorkerStatus.ERROR, code=code, reason=reason)
             case Requeue(worker_id):
@@ -223,7 +231,7 @@ class _Effects:
             case FailSlot(slot):
                 self.slots[slot] = replace(self.slots.get(slot, SlotView(slot, False)), is_failed=True)
             case Spawn(slot):
-                self._hire(slot)
+                self._spawn(slot)
                 self.refusal = None
             case GrowVolume(volume_id, size_gb):
                 self.volume = Volume(volume_id, size_gb)
@@ -238,7 +246,7 @@ class _Effects:
     def _change(self, worker_id: str, **changes: Any) -> None:
         self.workers[worker_id] = replace(self.workers[worker_id], **changes)
 
-    def _note_failure(self, view: WorkerView) -> None:
+    def _record_failure(self, view: WorkerView) -> None:
         if view.slot is None:
             return
         slot = self.slots.get(view.slot, SlotView(view.slot, False))
@@ -261,7 +269,7 @@ class _Effects:
         if machine_id is not None and self.machines is not None:
             self.machines.pop(machine_id, None)
 
-    def _hire(self, slot: int) -> None:
+    def _spawn(self, slot: int) -> None:
         now = self.seen.now
         assert all(w.slot != slot for w in self.workers.values()), f"slot {slot} is taken"
         id_ = f"n{slot}-{now.timestamp():.6f}"

@@ -290,17 +290,17 @@ FAILURE_RATES = (
 @st.composite
 def priced_scenarios(draw: st.DrawFn) -> Scenario:
     """Scenarios with prices and budgets."""
-    scene = draw(scenarios())
+    scenario = draw(scenarios())
     limits = draw(st.fixed_dictionaries({name: st.sampled_from((None, "0.5", "2", "40")) for name in BUDGETS}))
     action = draw(st.sampled_from(("warn", "stop-spawning", "drain")))
-    fleet = FleetConfig.model_validate(scene.fleet.model_dump() | limits | {"budget_action": action})
-    tariff = Tariff(draw(st.sampled_from((1, 360_000, 3_600_000))), "EUR", scene.snapshot.traits.billing_unit_s)
+    fleet = FleetConfig.model_validate(scenario.fleet.model_dump() | limits | {"budget_action": action})
+    tariff = Tariff(draw(st.sampled_from((1, 360_000, 3_600_000))), "EUR", scenario.snapshot.traits.billing_unit_s)
     views = tuple(
         replace(view, bill=Bill(tariff, view.machine_at or view.created_at)) if view.machine_id is not None else view
-        for view in scene.snapshot.workers
+        for view in scenario.snapshot.workers
     )
     snapshot = replace(
-        scene.snapshot,
+        scenario.snapshot,
         workers=views,
         spending=draw(st.sampled_from(((), (Spending("EUR", 0, 300_000, 1_900_000),), (Spending("USD", 5, 5, 5),)))),
         ended_bills=draw(st.sampled_from(((), (Bill(tariff, ago(2000.5), ago(90.5)),)))),
@@ -308,6 +308,6 @@ def priced_scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(snapshot, fleet)
 
 
-def uncapped(scene: Scenario) -> Scenario:
+def uncapped(scenario: Scenario) -> Scenario:
     """The scenario without a limit on changes per cycle."""
-    return replace(scene, fleet=scene.fleet.model_copy(update={"max_changes_per_cycle": 100}))
+    return replace(scenario, fleet=scenario.fleet.model_copy(update={"max_changes_per_cycle": 100}))

@@ -88,7 +88,7 @@ def test_line_break_after_the_url_is_ignored(monkeypatch: pytest.MonkeyPatch) ->
         pytest.param("WINDLASS_SERVICE_HOST", id="a Kubernetes service called windlass"),
         pytest.param("WINDLASS_PORT_5432_TCP_ADDR", id="its port"),
         pytest.param("WINDLASS_API_SERVICE_PORT_HTTP", id="a Kubernetes service called windlass-api"),
-        pytest.param("WINDLASS_TASK_ID", id="what a worker tells the commands it runs"),
+        pytest.param("WINDLASS_TASK_ID", id="a variable that workers set for commands"),
         pytest.param("WINDLASS_DEBUG", id="the switch for tracebacks"),
     ],
 )
@@ -450,11 +450,11 @@ def test_configuration_docs_are_current() -> None:
     assert is_current, "run: python tools/configuration_docs.py"
 
 
-# ------------------------------------------------------------------------------------------- where machines call
+# ---------------------------------------------------------------------------------------- URL of the control plane
 
 
 def with_remote_fleet(**api: Any) -> Config:
-    """As a provider in a cloud will have it."""
+    """A fleet of a cloud provider."""
     ip = api.pop("control_plane_ip", None)
     config = Config(api=ApiConfig(**api), control_plane_ip=ip, fleets={"far": FleetConfig(handler="a:b")})
     remote = config.fleets["far"].model_copy(update={"provider": "hetzner"})

@@ -11,9 +11,9 @@ import pytest
 
 from support.snapshots import GPU, LOCAL, NOW, ago, fleet, machine, snapshot, task, worker
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, ProviderTraits
+from windlass.model.machine import Machine
 from windlass.model.node import NodeState, NodeView
-from windlass.model.snapshot import Snapshot, WorkerView
+from windlass.model.snapshot import WorkerView
 from windlass.policy.derive import Lifecycle, Presence, WorkerState, derive_worker_state
 from windlass.policy.planning_context import build_context
 
@@ -37,15 +37,15 @@ RUNNING = machine("w0")
 RAY = fleet(provider="ray-local", engine="ray", spawn_timeout_s=60, heartbeat_timeout_s=30)
 
 
-def node(state: str, said: float = 1, since: float = 1, **rest: Any) -> NodeView:
-    return NodeView(NodeState(state), ago(since), ago(said), **rest)
+def node(state: str, reported: float = 1, since: float = 1, **rest: Any) -> NodeView:
+    return NodeView(NodeState(state), ago(since), ago(reported), **rest)
 
 
 @dataclass(frozen=True)
 class Case:
     """A worker in its situation, and the expected state."""
 
-    says: str
+    description: str
     worker: WorkerView
     lifecycle: Lifecycle
     code: str | None = None
@@ -79,7 +79,7 @@ def check(case: Case) -> None:
 
 
 def table(*cases: Case) -> Any:
-    return pytest.mark.parametrize("case", [pytest.param(case, id=case.says) for case in cases])
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.description) for case in cases])
 
 
 LIFECYCLES = (
@@ -151,7 +151,7 @@ LIFECYCLES = (
     ),
     Case(
         "an old usage report does not count",
-        worker(node=node("alive", said=31, total={"CPU": 2}, used={"CPU": 1.0})),
+        worker(node=node("alive", reported=31, total={"CPU": 2}, used={"CPU": 1.0})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
         flags={"has_active_task": False},
@@ -164,13 +164,13 @@ LIFECYCLES = (
     ),
     Case(
         "an old report of a dead node is no failure",
-        worker(node=node("dead", said=31)),
+        worker(node=node("dead", reported=31)),
         Lifecycle.NODE_DEAD,
         fleet=RAY,
     ),
     Case(
         "an old report of an absent node is no failure",
-        worker(status="spawning", created=90, node=node("absent", said=31, since=90)),
+        worker(status="spawning", created=90, node=node("absent", reported=31, since=90)),
         Lifecycle.NODE_JOINING,
         fleet=RAY,
     ),
@@ -182,7 +182,7 @@ LIFECYCLES = (
     ),
     Case(
         "not claiming is no failure while the dispatcher does not report",
-        worker(created=700, node=node("alive", said=650, since=690, total={"CPU": 2})),
+        worker(created=700, node=node("alive", reported=650, since=690, total={"CPU": 2})),
         Lifecycle.ACTIVE_READY,
         fleet=RAY,
         queued=5,
@@ -191,7 +191,7 @@ LIFECYCLES = (
     ),
     Case(
         "an old report of a missing GPU is no failure",
-        worker(created=900, node=node("alive", said=650, since=690, total={"CPU": 2})),
+        worker(created=900, node=node("alive", reported=650, since=690, total={"CPU": 2})),
         Lifecycle.ACTIVE_GPU_NOT_DETECTED,
         fleet=fleet(RAY, has_gpu=True),
     ),
@@ -481,7 +481,7 @@ TERMINATIONS = (
         fleet=LOCAL,
     ),
     Case(
-        "healthy, and silent for more than 30 s, is crashed",
+        "healthy, then silent for more than 30 s, is crashed",
         worker(heartbeat=31),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_IDLE",
@@ -489,7 +489,7 @@ TERMINATIONS = (
         fleet=LOCAL,
     ),
     Case(
-        "a process that is dead is crashed although its heartbeat is recent",
+        "an exited process is crashed although its heartbeat is recent",
         worker(heartbeat=1, running=(task(),)),
         Lifecycle.CRASHED,
         "MACHINE_GONE",
@@ -510,7 +510,7 @@ TERMINATIONS = (
         presence=Presence.MISSING,
     ),
     Case(
-        "one that died before its first heartbeat is crashed at once",
+        "a process that exits before its first heartbeat is crashed at once",
         worker(status="spawning", created=1, heartbeat=None),
         Lifecycle.CRASHED,
         "MACHINE_GONE",
@@ -612,29 +612,33 @@ def test_worker_is_proven_by_work(view: WorkerView, is_proven: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------- manual workers
 
-BY_HAND = (
+MANUAL_WORKERS = (
     Case(
-        "what it runs on is its own business",
+        "a manual worker needs no GPU report",
         worker(slot=None, created=9000),
         Lifecycle.ACTIVE_READY,
         queued=5,
         flags={"is_managed": False, "unclaimed_since": None},
     ),
-    Case("so is how long its tasks take", worker(slot=None, running=(task(started=9999),)), Lifecycle.ACTIVE_READY),
     Case(
-        "its silence takes its tasks from it",
+        "a manual worker may run a task for any time",
+        worker(slot=None, running=(task(started=9999),)),
+        Lifecycle.ACTIVE_READY,
+    ),
+    Case(
+        "a silent manual worker fails",
         worker(slot=None, heartbeat=601, running=(task(),)),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_ACTIVE_TASK",
         "Stale heartbeat with active tasks (601s old)",
     ),
     Case(
-        "it may be silent for as long as it said",
+        "a manual worker may be silent within its lease",
         worker(slot=None, heartbeat=601, lease_s=900.0),
         Lifecycle.ACTIVE_READY,
     ),
     Case(
-        "and no longer",
+        "a manual worker that is silent for longer than its lease fails",
         worker(slot=None, heartbeat=31, lease_s=30.0),
         Lifecycle.ACTIVE_STALE,
         "STALE_HEARTBEAT_IDLE",
@@ -643,107 +647,12 @@ BY_HAND = (
 )
 
 
-@table(*BY_HAND)
+@table(*MANUAL_WORKERS)
 def test_manual_worker_fails_only_by_silence(case: Case) -> None:
     check(case)
 
 
-# -------------------------------------------------------------------------------------------------------- machine lists
-
-CLOUD = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
-
-
-def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
-    return build_context(seen, config).states["w0"].presence
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected"),
-    [
-        pytest.param(snapshot(worker()), Presence.PRESENT, id="listed"),
-        pytest.param(snapshot(worker(), machines=(machine("w0", "exited"),)), Presence.EXITED, id="listed as exited"),
-        pytest.param(snapshot(worker(), machines=None), Presence.UNKNOWN, id="no list: nothing is known"),
-        pytest.param(snapshot(worker(), machines=()), Presence.MISSING, id="not in a list that is the truth"),
-        pytest.param(
-            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD), Presence.UNKNOWN, id="missing for the first time"
-        ),
-        pytest.param(
-            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD, state={"missing_since": {"w0": ago(59)}}),
-            Presence.UNKNOWN,
-            id="missing for less than lists may lag",
-        ),
-        pytest.param(
-            snapshot(worker(heartbeat=20), machines=(), traits=CLOUD, state={"missing_since": {"w0": ago(60)}}),
-            Presence.MISSING,
-            id="missing for longer than lists may lag",
-        ),
-        pytest.param(
-            snapshot(worker(heartbeat=2), machines=(), traits=CLOUD, state={"missing_since": {"w0": ago(900)}}),
-            Presence.UNKNOWN,
-            id="missing, but it still speaks",
-        ),
-        pytest.param(
-            snapshot(
-                worker(status="terminating", heartbeat=2, terminating=5, running=(task(),)),
-                machines=(),
-                traits=CLOUD,
-                state={"missing_since": {"w0": ago(60)}},
-            ),
-            Presence.UNKNOWN,
-            id="missing and draining, but with a recent heartbeat",
-        ),
-        pytest.param(
-            snapshot(worker(machine_at=1), machines=(), listed_at=ago(2)),
-            Presence.UNKNOWN,
-            id="its machine became known after the list was asked for",
-        ),
-        pytest.param(
-            snapshot(worker(machine_at=2), machines=(), listed_at=ago(2)), Presence.MISSING, id="known before the list"
-        ),
-        pytest.param(
-            snapshot(worker(machine_id=None, created=119, heartbeat=None), machines=(), traits=CLOUD),
-            Presence.UNKNOWN,
-            id="an unanswered creation whose machine may still appear",
-        ),
-        pytest.param(
-            snapshot(worker(machine_id=None, created=120, heartbeat=None), machines=(), traits=CLOUD),
-            Presence.NEVER,
-            id="an unanswered creation whose machine cannot appear any more",
-        ),
-        pytest.param(
-            snapshot(worker(machine_id=None, created=1, heartbeat=None), machines=(), listed_at=ago(2)),
-            Presence.UNKNOWN,
-            id="an unanswered creation younger than the list",
-        ),
-        pytest.param(
-            snapshot(worker(machine_id=None, created=900, heartbeat=None), machines=None, traits=CLOUD),
-            Presence.UNKNOWN,
-            id="an unanswered creation without a list stays unsettled",
-        ),
-        pytest.param(
-            snapshot(worker(machine_id=None, created=1, creation="refused"), machines=None, traits=CLOUD),
-            Presence.NEVER,
-            id="a creation that was refused needs no list",
-        ),
-        pytest.param(
-            snapshot(worker(machine_id=None, created=1), machines=(machine("w0"),), traits=CLOUD),
-            Presence.PRESENT,
-            id="an unanswered creation whose machine is there",
-        ),
-        pytest.param(
-            snapshot(
-                worker(machine_id=None), machines=(machine("w0", "exited", "a", created=9), machine("w0", id_="b"))
-            ),
-            Presence.PRESENT,
-            id="of two machines for one worker, the one that runs",
-        ),
-        pytest.param(
-            snapshot(worker(slot=None), machines=(machine("w0"),)), Presence.UNKNOWN, id="started by hand: not of ours"
-        ),
-    ],
-)
-def test_machine_presence(seen: Snapshot, expected: Presence) -> None:
-    assert presence(seen) is expected
+# ----------------------------------------------------------------------------------- start times in the planner state
 
 
 def test_lasting_conditions_keep_their_start() -> None:

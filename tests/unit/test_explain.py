@@ -1,4 +1,4 @@
-"""`windlass explain`: the sentences, from what is stored."""
+"""`windlass explain`: its sentences for tasks, workers and fleets, derived from stored rows and cycles."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -73,14 +73,14 @@ WORKER = Worker(
     late_results=0,
 )
 FLEET = Fleet("renders", "local", ("renders",), 0, 4, False, 0, None, (), ago(1000))
-CYCLE = Cycle(12, "renders", 1, ago(9), ago(9), "steady: 3 waiting, 2 of 2 workers busy: 2 needed", (), None, 0, None)
+CYCLE = Cycle(12, "renders", 1, ago(9), ago(9), "no change: 3 queued, 2 of 2 workers busy, 2 needed", (), None, 0, None)
 
 
 def event(code: str, reason: str, seconds_ago: float = 10) -> Event:
     return Event(1, ago(seconds_ago), code, reason, "renders", WORKER.id, TASK.id, None)
 
 
-def told_of(task: Task, **known: Any) -> list[str]:
+def explain_lines(task: Task, **known: Any) -> list[str]:
     given: dict[str, Any] = {"ahead": 0, "workers": [], "fleets": [], **known}
     return explain_task(task, [], now=NOW, **given).answer
 
@@ -88,11 +88,11 @@ def told_of(task: Task, **known: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        pytest.param({}, "Task 7 has been queued for 40 s; it is next in its queue.", id="waiting"),
+        pytest.param({}, "Task 7 has been queued for 40 s; it is next in its queue.", id="queued"),
         pytest.param(
             {"run_after": NOW + timedelta(hours=1)},
             "Task 7 is scheduled for 2030-01-01 13:00:00 UTC.",
-            id="waiting for its time",
+            id="scheduled",
         ),
         pytest.param(
             {
@@ -108,12 +108,12 @@ def told_of(task: Task, **known: Any) -> list[str]:
         pytest.param(
             {"status": TaskStatus.ERROR, "attempts": 1, "run_after": NOW + timedelta(seconds=8)},
             "Task 7 failed in attempt 1 of 3 and will be retried in 8 s.",
-            id="to be tried again",
+            id="retrying later",
         ),
         pytest.param(
             {"status": TaskStatus.ERROR, "attempts": 1, "run_after": ago(1)},
             "Task 7 failed in attempt 1 of 3 and will be retried as soon as a worker is free.",
-            id="due",
+            id="retry is due",
         ),
         pytest.param(
             {"status": TaskStatus.COMPLETE, "attempts": 1}, "Task 7 is complete after 1 attempt.", id="complete"
@@ -126,39 +126,44 @@ def told_of(task: Task, **known: Any) -> list[str]:
                 "error": "Traceback\nOSError: no disk",
             },
             "Task 7 failed permanently (CRASHED) after 3 of 3 attempts: OSError: no disk.",
-            id="a dead letter",
+            id="failed",
         ),
     ],
 )
-def test_a_task_is_explained_by_its_status(changes: dict[str, Any], sentence: str) -> None:
-    assert told_of(replace(TASK, **changes))[0] == sentence
+def test_first_sentence_states_the_task_status(changes: dict[str, Any], sentence: str) -> None:
+    assert explain_lines(replace(TASK, **changes))[0] == sentence
 
 
-def test_how_far_a_task_is_from_its_turn_is_told_up_to_a_bound() -> None:
-    assert told_of(TASK, ahead=10_000)[0] == "Task 7 has been queued for 40 s; 10000 tasks are ahead of it."
-    assert told_of(TASK, ahead=10_001)[0] == "Task 7 has been queued for 40 s; more than 10,000 tasks are ahead of it."
+def test_tasks_ahead_are_counted_up_to_10000() -> None:
+    assert explain_lines(TASK, ahead=10_000)[0] == "Task 7 has been queued for 40 s; 10000 tasks are ahead of it."
+    assert (
+        explain_lines(TASK, ahead=10_001)[0]
+        == "Task 7 has been queued for 40 s; more than 10,000 tasks are ahead of it."
+    )
 
 
-def test_a_waiting_task_is_explained_by_who_could_take_it_and_what_its_fleet_decided() -> None:
+def test_queued_task_names_workers_and_last_decision_of_its_fleet() -> None:
     busy = [WORKER, replace(WORKER, id="b", is_paused=True), replace(WORKER, id="c", queues=("other",))]
-    assert told_of(TASK, ahead=2, workers=busy, fleets=[(FLEET, [CYCLE])]) == [
+    assert explain_lines(TASK, ahead=2, workers=busy, fleets=[(FLEET, [CYCLE])]) == [
         "Task 7 has been queued for 40 s; 2 tasks are ahead of it.",
         "Its queue has 2 workers: 2 active (1 of them paused).",
-        "Fleet renders, 9 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
+        "Fleet renders, 9 s ago: no change: 3 queued, 2 of 2 workers busy, 2 needed.",
     ]
 
 
-def test_a_queue_that_nobody_serves_is_named() -> None:
-    assert told_of(TASK)[-1] == "No fleet and no worker serves the queue renders: start one, or check its name."
-    assert told_of(TASK, fleets=[(FLEET, [])])[-1] == "Fleet renders has had no cycle yet: is `windlass up` running?"
+def test_unserved_queue_is_named() -> None:
+    assert explain_lines(TASK)[-1] == "No fleet and no worker serves the queue renders: start one, or check its name."
+    assert (
+        explain_lines(TASK, fleets=[(FLEET, [])])[-1] == "Fleet renders has had no cycle yet: is `windlass up` running?"
+    )
 
 
-def test_the_story_of_a_task_is_in_its_order() -> None:
+def test_history_of_a_task_is_chronological() -> None:
     done = replace(TASK, status=TaskStatus.COMPLETE, attempts=2, worker_id="w", started_at=ago(8), finished_at=ago(3))
-    story = explain_task(
+    explanation = explain_task(
         done, [event("TASK_REQUEUED", "attempt 1 of 3: lost")], now=NOW, ahead=0, workers=[], fleets=[]
     )
-    assert [text for _, text in story.history] == [
+    assert [text for _, text in explanation.history] == [
         "enqueued into renders",
         "TASK_REQUEUED: attempt 1 of 3: lost",
         "attempt 2 started on w",
@@ -166,20 +171,20 @@ def test_the_story_of_a_task_is_in_its_order() -> None:
     ]
 
 
-def test_a_retry_whose_time_has_come_is_explained_like_any_task_that_waits() -> None:
+def test_due_retry_is_explained_like_a_queued_task() -> None:
     due = replace(TASK, status=TaskStatus.ERROR, attempts=1, run_after=ago(3))
-    held = replace(FLEET, hold=Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60)))
+    held = replace(FLEET, hold=Hold("FAILURE_RATE", "6 of 7 workers failed", ago(60)))
     answer = explain_task(due, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, [CYCLE])]).answer
     assert "will be retried as soon as a worker is free." in answer[0]
     assert answer[1] == "Its queue has 1 worker: 1 active."
-    held_back = "(FAILURE_RATE): 6 of 7 workers broke. After fixing the cause: `windlass restart renders`."
-    assert f"It is on hold since 11:59:00 UTC {held_back}" in answer
+    hold_text = "(FAILURE_RATE): 6 of 7 workers failed. After fixing the cause: `windlass restart renders`."
+    assert f"It is on hold since 11:59:00 UTC {hold_text}" in answer
     later = replace(due, run_after=ago(-30))
     assert len(explain_task(later, [], now=NOW, ahead=0, workers=[WORKER], fleets=[(held, [CYCLE])]).answer) == 1
 
 
-def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle() -> None:
-    gone = replace(WORKER, status=WorkerStatus.TERMINATED, code="IDLE", reason="idle 31 s; 0 waiting")
+def test_terminated_worker_shows_its_reason_and_last_cycle() -> None:
+    gone = replace(WORKER, status=WorkerStatus.TERMINATED, code="IDLE", reason="idle 31 s; 0 queued")
     view = WorkerView(
         id=WORKER.id,
         slot=0,
@@ -193,19 +198,19 @@ def test_a_worker_that_has_ended_is_explained_by_its_reason_and_its_last_cycle()
         machine_id="m",
     )
     settings = FleetConfig(stuck_timeout_s=4)
-    drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 waiting")
+    drain = Drain(WORKER.id, "IDLE", "idle 31 s; 0 queued")
     seen = CycleDetail(replace(CYCLE, actions=(drain,)), Snapshot(NOW, "renders", workers=(view,), settings=settings))
     answer = explain_worker(gone, [event("WORKER_TERMINATING", "idle")], cycle=seen).answer
-    assert answer[0] == f"Worker {WORKER.id} is terminated (IDLE): idle 31 s; 0 waiting."
+    assert answer[0] == f"Worker {WORKER.id} is terminated (IDLE): idle 31 s; 0 queued."
     assert answer[1].startswith("Cycle 12 observed it as ")
-    assert "heartbeat 2 s old; running task 7; Stuck task 7 (5s)" in answer[1], "by the settings of then"
-    assert answer[2] == "It decided: drain.", "the reason stands in the first sentence"
+    assert "heartbeat 2 s old; running task 7; Stuck task 7 (5s)" in answer[1], "with the settings of that cycle"
+    assert answer[2] == "It decided: drain.", "the first sentence has the reason already"
 
 
-def test_no_reason_is_told_twice_and_no_sentence_ends_in_two_stops() -> None:
+def test_reason_is_not_repeated_and_sentences_end_in_one_period() -> None:
     reason = "Its process exited with code 2; its log ends: windlass: cannot find nope in app."
     gone = replace(WORKER, status=WorkerStatus.TERMINATED, code="MACHINE_GONE", reason=reason)
-    actions = (Fail(WORKER.id, "MACHINE_GONE", reason), Delete(WORKER.id, "m", "MACHINE_GONE", "it is broken."))
+    actions = (Fail(WORKER.id, "MACHINE_GONE", reason), Delete(WORKER.id, "m", "MACHINE_GONE", "it has failed."))
     view = WorkerView(WORKER.id, 0, WorkerStatus.ACTIVE, False, 1, ago(100), machine_id="m", creation="created")
     machine = Machine("m", WORKER.id, MachineState.EXITED, ago(100), note=reason)
     seen = Snapshot(NOW, "renders", workers=(view,), machines=(machine,), settings=FleetConfig())
@@ -213,21 +218,24 @@ def test_no_reason_is_told_twice_and_no_sentence_ends_in_two_stops() -> None:
     assert answer == [
         f"Worker {WORKER.id} is terminated (MACHINE_GONE): {reason}",
         "Cycle 12 observed it as crashed.",
-        "It decided: fail, delete; it is broken.",
+        "It decided: fail, delete; it has failed.",
     ]
 
 
-def test_whoever_was_not_heard_of_yet_is_not_called_idle() -> None:
+def test_worker_without_heartbeat_is_not_called_idle() -> None:
     view = WorkerView(WORKER.id, 0, WorkerStatus.SPAWNING, False, 1, ago(3), machine_id="m", creation="created")
-    heard = replace(view, status=WorkerStatus.ACTIVE, last_heartbeat=ago(1), activated_at=ago(2))
-    for seen, saw in ((view, "spawning_pod_pending."), (heard, "active_ready (heartbeat 1 s old; idle for 0 s).")):
+    beating = replace(view, status=WorkerStatus.ACTIVE, last_heartbeat=ago(1), activated_at=ago(2))
+    for seen, expected in (
+        (view, "spawning_pod_pending."),
+        (beating, "active_ready (heartbeat 1 s old; idle for 0 s)."),
+    ):
         snapshot = Snapshot(NOW, "renders", workers=(seen,), settings=FleetConfig())
         answer = explain_worker(WORKER, [], cycle=CycleDetail(CYCLE, snapshot)).answer
-        assert answer[1] == f"Cycle 12 observed it as {saw}"
+        assert answer[1] == f"Cycle 12 observed it as {expected}"
 
 
 @pytest.mark.parametrize(
-    ("pauses", "told"),
+    ("pauses", "expected"),
     [
         ((True,), "1 worker: 1 active (paused)"),
         ((True, True), "2 workers: 2 active (both paused)"),
@@ -236,83 +244,81 @@ def test_whoever_was_not_heard_of_yet_is_not_called_idle() -> None:
         ((False, False), "2 workers: 2 active"),
     ],
 )
-def test_paused_workers_are_counted_among_those_there_are(pauses: tuple[bool, ...], told: str) -> None:
+def test_paused_workers_are_counted_among_active_ones(pauses: tuple[bool, ...], expected: str) -> None:
     workers = [replace(WORKER, id=str(number), is_paused=paused) for number, paused in enumerate(pauses)]
-    assert told_of(TASK, workers=workers)[1] == f"Its queue has {told}."
+    assert explain_lines(TASK, workers=workers)[1] == f"Its queue has {expected}."
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        pytest.param({"planned_at": ago(14)}, None, id="a cycle that is a little late"),
-        pytest.param({"planned_at": ago(40)}, "for 40 s; start `windlass up`.", id="nobody leads"),
-        pytest.param({"planned_at": ago(40), "is_led": True}, None, id="somebody leads, and may be slow"),
+        pytest.param({"planned_at": ago(14)}, None, id="a cycle slightly late"),
+        pytest.param({"planned_at": ago(40)}, "for 40 s; start `windlass up`.", id="no leader"),
+        pytest.param({"planned_at": ago(40), "is_led": True}, None, id="a leader that may be slow"),
         pytest.param(
             {"planned_at": ago(400), "is_led": True},
             "for 400 s, although an orchestrator leads; check that its windlass.toml has this fleet.",
-            id="somebody leads, and does not run it",
+            id="a leader that does not run this fleet",
         ),
-        pytest.param(
-            {"planned_at": ago(2), "next_plan_in_s": None}, "for 2 s; start `windlass up`.", id="it was wound down"
-        ),
-        pytest.param({"planned_at": ago(2), "next_plan_in_s": None, "is_led": True}, None, id="it is being wound down"),
-        pytest.param({"planned_at": ago(3000), "next_plan_in_s": 3600.0}, None, id="cycles that are far apart"),
+        pytest.param({"planned_at": ago(2), "next_plan_in_s": None}, "for 2 s; start `windlass up`.", id="shut down"),
+        pytest.param({"planned_at": ago(2), "next_plan_in_s": None, "is_led": True}, None, id="shutting down"),
+        pytest.param({"planned_at": ago(3000), "next_plan_in_s": 3600.0}, None, id="a long cycle interval"),
     ],
 )
-def test_a_fleet_that_nobody_runs_is_said_to_be_so(changes: dict[str, Any], sentence: str | None) -> None:
+def test_fleet_without_orchestrator_is_reported(changes: dict[str, Any], sentence: str | None) -> None:
     fleet = replace(FLEET, **{"next_plan_in_s": 10.0, **changes})
     expected = f"Fleet renders has no orchestrator: no cycle {sentence}" if sentence else None
-    for answer in (told_of(TASK, fleets=[(fleet, [CYCLE])])[1:], explain_fleet(fleet, [CYCLE], now=NOW).answer):
+    for answer in (explain_lines(TASK, fleets=[(fleet, [CYCLE])])[1:], explain_fleet(fleet, [CYCLE], now=NOW).answer):
         assert (answer[0] == expected) == (sentence is not None), answer
-        assert not any("paused" in said for said in answer)
+        assert not any("paused" in line for line in answer)
 
 
-def test_a_worker_nobody_knows_more_of_is_explained_by_its_row() -> None:
-    story = explain_worker(replace(WORKER, slot=None, is_paused=True), [], cycle=None)
-    assert story.answer == [f"Worker {WORKER.id} is active and paused."]
-    assert [text for _, text in story.history] == ["started by hand"]
+def test_worker_without_cycle_or_events_is_explained_by_its_row() -> None:
+    explanation = explain_worker(replace(WORKER, slot=None, is_paused=True), [], cycle=None)
+    assert explanation.answer == [f"Worker {WORKER.id} is active and paused."]
+    assert [text for _, text in explanation.history] == ["started by hand"]
 
 
-def test_the_last_failure_is_named_from_the_first_one_on() -> None:
+def test_last_worker_failure_is_named() -> None:
     failed = (Fail("renders-0-aa", "MACHINE_GONE", "no"), Fail("renders-1-bb", "MACHINE_GONE", "Its process exited."))
     cycles = [CYCLE, replace(CYCLE, id=11, started_at=ago(20), actions=failed)]
     sentence = "Worker renders-1-bb failed 20 s ago (MACHINE_GONE): Its process exited."
     assert explain_fleet(FLEET, cycles, now=NOW).answer[-1] == sentence
-    assert told_of(TASK, fleets=[(FLEET, cycles)])[-1] == sentence
+    assert explain_lines(TASK, fleets=[(FLEET, cycles)])[-1] == sentence
 
 
-def test_a_fleet_is_explained_by_its_last_decision_and_all_that_holds_it_back() -> None:
-    hold = Hold("FAILURE_RATE", "6 of 7 workers broke", ago(60))
+def test_fleet_shows_decision_pause_hold_and_failed_slots() -> None:
+    hold = Hold("FAILURE_RATE", "6 of 7 workers failed", ago(60))
     held = replace(FLEET, is_paused=True, hold=hold, failed_slots=(0, 2))
-    hired = replace(CYCLE, id=11, started_at=ago(20), decision="hiring 1: 1 waiting", actions=(Spawn(0, "1 waiting"),))
-    story = explain_fleet(held, [replace(CYCLE, repeats=3, repeated_at=ago(1)), hired], now=NOW)
-    assert story.answer == [
-        "Fleet renders, 1 s ago: steady: 3 waiting, 2 of 2 workers busy: 2 needed.",
+    spawned = replace(CYCLE, id=11, started_at=ago(20), decision="spawn 1: 1 queued", actions=(Spawn(0, "1 queued"),))
+    explanation = explain_fleet(held, [replace(CYCLE, repeats=3, repeated_at=ago(1)), spawned], now=NOW)
+    assert explanation.answer == [
+        "Fleet renders, 1 s ago: no change: 3 queued, 2 of 2 workers busy, 2 needed.",
         "It is paused: `windlass resume --fleet renders` resumes it.",
-        "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers broke. After fixing the cause: "
+        "It is on hold since 11:59:00 UTC (FAILURE_RATE): 6 of 7 workers failed. After fixing the cause: "
         "`windlass restart renders`.",
         "Slots 0, 2 have failed too often and stay empty until `windlass restart renders`.",
     ]
-    assert [text for _, text in story.history] == [
-        "cycle 11: hiring 1: 1 waiting [spawned 1]",
-        "cycle 12: steady: 3 waiting, 2 of 2 workers busy: 2 needed; unchanged until 11:59:59",
+    assert [text for _, text in explanation.history] == [
+        "cycle 11: spawn 1: 1 queued [spawned 1]",
+        "cycle 12: no change: 3 queued, 2 of 2 workers busy, 2 needed; unchanged until 11:59:59",
     ]
     overnight = replace(CYCLE, started_at=ago(50_000), repeats=1, repeated_at=ago(40_000))
     assert explain_fleet(held, [overnight], now=NOW).history[0][1].endswith("; unchanged until 2030-01-01 00:53:20")
 
 
-def test_cycles_that_decided_the_same_differ_by_what_they_did() -> None:
-    exit_reason = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"))
-    cycles = [CYCLE, replace(CYCLE, id=11, actions=exit_reason), replace(CYCLE, id=10, actions=(Spawn(0, "x"),) * 2)]
-    story = explain_fleet(FLEET, cycles, now=NOW)
-    assert sorted(text.partition(" needed")[2] for _, text in story.history) == [
+def test_history_of_a_fleet_shows_the_actions_of_each_cycle() -> None:
+    actions = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"))
+    cycles = [CYCLE, replace(CYCLE, id=11, actions=actions), replace(CYCLE, id=10, actions=(Spawn(0, "x"),) * 2)]
+    explanation = explain_fleet(FLEET, cycles, now=NOW)
+    assert sorted(text.partition(" needed")[2] for _, text in explanation.history) == [
         "",
         " [promoted 1, failed 1, drained 1, deleted 1]",
         " [spawned 2]",
     ]
 
 
-# --------------------------------------------------------------------------------------------------- who is meant
+# --------------------------------------------------------------------------------------------------- name lookup
 
 
 async def store_with(*fleets: str) -> MemoryStores:
@@ -322,7 +328,7 @@ async def store_with(*fleets: str) -> MemoryStores:
     return store
 
 
-async def test_a_name_of_digits_is_a_tasks_or_a_workers_or_a_fleets() -> None:
+async def test_numeric_name_finds_a_task_worker_or_fleet() -> None:
     store = await store_with("2", "3")
     await store.register(Registration("4", ("q",)))
     assert await store.enqueue(NewTask("q")) == 1
@@ -336,7 +342,7 @@ async def test_a_name_of_digits_is_a_tasks_or_a_workers_or_a_fleets() -> None:
         await explain(store, "5")
 
 
-async def test_a_name_of_several_is_said_to_be_so_and_each_has_its_story() -> None:
+async def test_ambiguous_name_explains_every_match() -> None:
     store = await store_with("1")
     await store.register(Registration("1", ("q",)))
     await store.enqueue(NewTask("q"))

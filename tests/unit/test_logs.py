@@ -1,4 +1,4 @@
-"""Log lines: without secrets, bound to their cycle and worker, handed on to whoever taps them."""
+"""Log lines: secrets are masked, context variables are included, and taps receive them."""
 
 import json
 import os
@@ -35,8 +35,8 @@ env = { API_KEY = "handler-secret-3", MODE = "fast-and-loose" }
 SECRETS = ("rp-secret-1", "hz-secret-2", "sl4ckpath", "mailpa55", "handler-secret-3", "pa55word", "a1a1a1")
 
 
-class Written:
-    """Where standard error goes to."""
+class StderrFile:
+    """A file that replaces standard error."""
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("wb+", buffering=0)
@@ -51,9 +51,9 @@ class Written:
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written]:
-    """Where JSON lines go, with the program's own settings; afterwards everything is as it was."""
-    written = Written(tmp_path / "stderr")
+def stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StderrFile]:
+    """JSON logging as the program configures it, into a file. Restored afterwards."""
+    written = StderrFile(tmp_path / "stderr")
     monkeypatch.setattr(logs, "standard_error", written.outlet)
     monkeypatch.setattr(logs, "_mask", Mask())
     logs.configure_logs("json")
@@ -64,11 +64,11 @@ def stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written]
     written.close()
 
 
-def lines(stream: Written) -> list[dict[str, Any]]:
+def lines(stream: StderrFile) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_no_secret_reaches_a_line_however_it_is_logged(stream: Written, tmp_path: Path) -> None:
+def test_secrets_are_masked_in_every_part_of_a_log_line(stream: StderrFile, tmp_path: Path) -> None:
     file = tmp_path / "windlass.toml"
     file.write_text(f'database_url = "{DATABASE}"\n{TOML}')
     loaded = load_config(file, {})
@@ -82,7 +82,7 @@ def test_no_secret_reaches_a_line_however_it_is_logged(stream: Written, tmp_path
     try:
         int(everything)
     except ValueError:
-        log.exception("it broke")
+        log.exception("parse failed")
     text = stream.getvalue()
     assert len(lines(stream)) == 2
     for secret in SECRETS:
@@ -107,25 +107,25 @@ def test_no_secret_reaches_a_line_however_it_is_logged(stream: Written, tmp_path
         ('{"cmd": "HF_TOKEN=********", "error": "boom"}', '{"cmd": "HF_TOKEN=********", "error": "boom"}'),
     ],
 )
-def test_what_a_shell_says_of_a_variable_that_is_named_like_a_secret_is_hidden(text: str, shown: str) -> None:
+def test_values_of_secret_variables_in_shell_output_are_masked(text: str, shown: str) -> None:
     assert Mask()(text) == shown
 
 
-async def test_what_is_read_of_a_workers_log_has_no_secrets(tmp_path: Path) -> None:
+async def test_worker_logs_are_read_without_secrets(tmp_path: Path) -> None:
     folder = log_folder(tmp_path, "gpus", mask_of(["handler-secret-3"]))
     os.close(folder.create("w0"))
-    said = f"cannot reach {DATABASE} with handler-secret-3 and {TOKEN}"
-    folder.path_of("w0").write_text(f"{said}\n" + "x" * 280 + " handler-secret-3 is cut in the middle\n")
-    first, last = [line async for line in folder.read("w0", 2)]
+    line = f"cannot reach {DATABASE} with handler-secret-3 and {TOKEN}"
+    folder.path_of("w0").write_text(f"{line}\n" + "x" * 280 + " handler-secret-3 is cut in the middle\n")
+    first, last = [text async for text in folder.read("w0", 2)]
     assert first == "cannot reach postgresql://app:********@db.internal:5432/app with ******** and wlt_********"
     assert last.endswith(" ******** is cut in the middle")
     assert "handler" not in folder.last_line("w0")
-    folder.path_of("w0").write_text(json.dumps({"level": "error", "event": "it broke", "error": said}))
-    assert folder.last_line("w0").startswith("last error: it broke: cannot reach postgresql://app:********@db")
+    folder.path_of("w0").write_text(json.dumps({"level": "error", "event": "connect failed", "error": line}))
+    assert folder.last_line("w0").startswith("last error: connect failed: cannot reach postgresql://app:********@db")
     assert not any(secret in folder.last_line("w0") for secret in SECRETS)
 
 
-def test_settings_are_shown_without_the_values_of_environments_and_passwords_in_addresses() -> None:
+def test_shown_settings_mask_env_values_and_url_passwords() -> None:
     pods = RunpodSettings(image="app:1", env={"HF_TOKEN": "hf-secret-4"})
     boot = BootstrapSettings(setup=("curl https://me:pa55word@get.example/setup | sh", f"join {TOKEN}"))
     fleet = FleetConfig(provider="runpod", handler="app:work", env={"MODE": "fast"}, runpod=pods, bootstrap=boot)
@@ -136,7 +136,7 @@ def test_settings_are_shown_without_the_values_of_environments_and_passwords_in_
     assert "hf-secret-4" in secrets_of(Config(fleets={"pods": fleet}))
 
 
-def test_what_is_no_secret_stays(stream: Written, tmp_path: Path) -> None:
+def test_other_values_are_not_masked(stream: StderrFile, tmp_path: Path) -> None:
     file = tmp_path / "windlass.toml"
     file.write_text(TOML)
     logs.hide(secrets_of(load_config(file, {"data_dir": tmp_path}).config))
@@ -146,19 +146,19 @@ def test_what_is_no_secret_stays(stream: Written, tmp_path: Path) -> None:
     assert (line["count"], line["ratio"], line["names"]) == (3, 0.5, ["a", "b"])
 
 
-def test_cycle_and_worker_are_in_every_line(stream: Written) -> None:
+def test_context_variables_are_in_log_lines(stream: StderrFile) -> None:
     structlog.contextvars.bind_contextvars(fleet="gpus", cycle=7)
     structlog.get_logger("test").info("machine refused")
     (line,) = lines(stream)
     assert (line["fleet"], line["cycle"], line["level"]) == ("gpus", 7, "info")
 
 
-def test_who_taps_gets_what_was_said_until_they_stop(stream: Written) -> None:
-    heard: list[Any] = []
-    untap = logs.add_tap(heard.append)
+def test_tap_receives_masked_lines_until_removed(stream: StderrFile) -> None:
+    tapped: list[Any] = []
+    untap = logs.add_tap(tapped.append)
     log = structlog.get_logger("test")
     log.info("one", token=TOKEN)
     untap()
     log.info("two")
-    assert [(line["event"], line.get("token")) for line in heard] == [("one", "wlt_********")]
+    assert [(line["event"], line.get("token")) for line in tapped] == [("one", "wlt_********")]
     assert len(lines(stream)) == 2

@@ -310,13 +310,13 @@ def test_unknown_price_allows_one_spawn() -> None:
     first = plan(seen(queued=9), config)
     assert kinds(first) == ["spawn"]
     assert first.decision.endswith("; price unknown, the first machine shows it")
-    on_its_way = worker("s0", 0, "spawning", created=1, heartbeat=None, machine_id=None)
+    spawning = worker("s0", 0, "spawning", created=1, heartbeat=None, machine_id=None)
     traits = replace(HOURLY, creation_lateness_s=60)
-    assert plan(seen(on_its_way, queued=9, traits=traits), config).actions == ()
-    known = replace(on_its_way, machine_id="m-s0", bill=Bill(TARIFF, ago(1)))
+    assert plan(seen(spawning, queued=9, traits=traits), config).actions == ()
+    known = replace(spawning, machine_id="m-s0", bill=Bill(TARIFF, ago(1)))
     assert kinds(plan(seen(known, queued=9), config)) == ["spawn"] * 3
-    priceless = replace(on_its_way, machine_id="m-s0")
-    assert kinds(plan(seen(priceless, queued=9), config)) == ["spawn"] * 3
+    without_price = replace(spawning, machine_id="m-s0")
+    assert kinds(plan(seen(without_price, queued=9), config)) == ["spawn"] * 3
 
 
 def test_rented_machines_without_price_keep_the_budget() -> None:
