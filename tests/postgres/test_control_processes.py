@@ -1,6 +1,7 @@
 """Two orchestrator processes on one PostgreSQL. The leader is killed with SIGKILL repeatedly."""
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -32,7 +33,9 @@ class Orchestrators:
 
     def start(self) -> str:
         name = f"o{next(self._numbers)}"
-        self.running[name] = subprocess.Popen([sys.executable, str(SCRIPT), self._dsn, name])
+        # The script imports tests/support, which pytest has on its own path only.
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+        self.running[name] = subprocess.Popen([sys.executable, str(SCRIPT), self._dsn, name], env=environment)
         return name
 
     def kill(self, name: str) -> None:
