@@ -9,7 +9,7 @@ import pytest
 
 from support.http_transport_fixture import OverHttp, over_http
 from support.memory_store.stores import MemoryStores
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
+from support.provider_fixtures import RETENTION, empty_tables, spawn_in_memory, spawn_in_postgres
 from support.stores import AnyStore, PostgresStores
 
 
@@ -42,14 +42,14 @@ async def _store(kind: str, request: pytest.FixtureRequest, clock: Any) -> Async
 
 
 @pytest.fixture
-def hire(request: pytest.FixtureRequest, store: Any, clock: Any) -> Callable[[str, str, int], Awaitable[None]]:
+def spawn_worker(request: pytest.FixtureRequest, store: Any, clock: Any) -> Callable[[str, str, int], Awaitable[None]]:
     """Spawns a worker (id, fleet, slot) as an orchestrator does."""
     behind = store.behind if isinstance(store, OverHttp) else store
 
-    async def hire(worker_id: str, fleet: str, slot: int) -> None:
+    async def spawn_worker(worker_id: str, fleet: str, slot: int) -> None:
         if isinstance(behind, MemoryStores):
             spawn_in_memory(behind, worker_id, fleet, slot)
         else:
-            await hire_in_postgres(request.getfixturevalue("shared_dsn"), clock(), worker_id, fleet, slot)
+            await spawn_in_postgres(request.getfixturevalue("shared_dsn"), clock(), worker_id, fleet, slot)
 
-    return hire
+    return spawn_worker

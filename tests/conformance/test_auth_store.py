@@ -62,7 +62,7 @@ async def store(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Sto
         yield postgres
 
 
-async def hire(store: Stores, worker_id: str = "w0", slot: int = 0, join: bytes | None = JOIN) -> None:
+async def spawn_worker(store: Stores, worker_id: str = "w0", slot: int = 0, join: bytes | None = JOIN) -> None:
     observed = await store.observe(ANN, "gpus", FLEET)
     assert isinstance(observed, tuple)
     term, snapshot = observed
@@ -88,7 +88,7 @@ def test_token_has_256_random_bits_after_its_prefix() -> None:
 
 
 async def test_join_token_identifies_machine_until_it_expires(store: Stores, clock: Any) -> None:
-    await hire(store)
+    await spawn_worker(store)
     expected = JoinCaller("w0", "gpus", ("a", "b"), has_ended=False, is_expired=False)
     assert await store.authenticate(JOIN) == expected
     clock.advance(TTL_S - 0.000001)
@@ -100,13 +100,13 @@ async def test_join_token_identifies_machine_until_it_expires(store: Stores, clo
 
 
 async def test_worker_spawned_without_join_token_cannot_join(store: Stores) -> None:
-    await hire(store, join=None)
+    await spawn_worker(store, join=None)
     assert await store.authenticate(JOIN) is None
     assert await store.activate("w0", JOIN, TOKEN) is Activation.UNKNOWN
 
 
 async def test_join_token_is_exchanged_for_worker_token(store: Stores) -> None:
-    await hire(store)
+    await spawn_worker(store)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
     assert await store.authenticate(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
     worker = await store.worker("w0")
@@ -117,7 +117,7 @@ async def test_join_token_is_exchanged_for_worker_token(store: Stores) -> None:
 
 
 async def test_start_failure_of_machine_reaches_next_cycle(store: Stores) -> None:
-    await hire(store)
+    await spawn_worker(store)
     await store.activate("w0", JOIN, TOKEN)
     for reason in ("no module app", "said again"):
         await store.cannot_start("w0", "HANDLER_NOT_FOUND", reason)
@@ -130,10 +130,10 @@ async def test_start_failure_of_machine_reaches_next_cycle(store: Stores) -> Non
 
 
 async def test_start_failure_is_ignored_after_heartbeat(store: Stores) -> None:
-    await hire(store)
+    await spawn_worker(store)
     await store.heartbeat("w0")
     await store.register(Registration(worker_id="by-hand", queues=("a",), fleet="gpus", concurrency=1, lease_s=30.0))
-    for worker_id in ("w0", "by-hand", "nobody"):
+    for worker_id in ("w0", "by-hand", "unknown"):
         await store.cannot_start(worker_id, "HANDLER_NOT_FOUND", "no module app")
     observed = await store.observe(ANN, "gpus", FLEET)
     assert isinstance(observed, tuple)
@@ -142,7 +142,7 @@ async def test_start_failure_is_ignored_after_heartbeat(store: Stores) -> None:
 
 
 async def test_join_token_exchange_is_repeatable_while_worker_lives(store: Stores, clock: Any) -> None:
-    await hire(store)
+    await spawn_worker(store)
     await store.activate("w0", JOIN, TOKEN)
     clock.advance(10 * TTL_S)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
@@ -152,29 +152,29 @@ async def test_join_token_exchange_is_repeatable_while_worker_lives(store: Store
 
 
 async def test_join_token_is_used_once(store: Stores) -> None:
-    await hire(store)
+    await spawn_worker(store)
     await store.activate("w0", JOIN, TOKEN)
     assert await store.activate("w0", JOIN, OTHER_TOKEN) is Activation.USED
     assert await store.authenticate(OTHER_TOKEN) is None
 
 
 async def test_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
-    await hire(store)
+    await spawn_worker(store)
     clock.advance(TTL_S)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.EXPIRED
     assert await store.authenticate(TOKEN) is None
 
 
 async def test_join_token_is_bound_to_its_worker(store: Stores) -> None:
-    await hire(store, "w0", 0, JOIN)
-    await hire(store, "w1", 1, OTHER_JOIN)
+    await spawn_worker(store, "w0", 0, JOIN)
+    await spawn_worker(store, "w1", 1, OTHER_JOIN)
     assert await store.activate("w1", JOIN, TOKEN) is Activation.UNKNOWN
-    assert await store.activate("nobody", JOIN, TOKEN) is Activation.UNKNOWN
+    assert await store.activate("unknown", JOIN, TOKEN) is Activation.UNKNOWN
     assert await store.authenticate(TOKEN) is None
 
 
 async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
-    await hire(store)
+    await spawn_worker(store)
     await store.activate("w0", JOIN, TOKEN)
     await store.terminate_worker("w0", "by hand")
     caller = await store.authenticate(TOKEN)
@@ -190,7 +190,7 @@ async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
 
 
 async def test_tokens_of_purged_worker_are_unknown(store: Stores, clock: Any) -> None:
-    await hire(store)
+    await spawn_worker(store)
     await store.activate("w0", JOIN, TOKEN)
     await end(store)
     clock.advance(10_801)
@@ -209,7 +209,7 @@ async def test_api_token_is_valid_until_revoked(store: Stores, clock: Any) -> No
     assert await store.revoke_token("cron")
     assert await store.authenticate(TOKEN) is None
     assert not await store.revoke_token("cron")
-    assert not await store.revoke_token("nobody")
+    assert not await store.revoke_token("unknown")
     (token,) = await store.tokens()
     assert token.revoked_at == clock()
 
@@ -277,7 +277,7 @@ async def test_self_registration_needs_worker_role_and_free_name(store: Stores) 
     assert await store.self_register(OTHER_TOKEN, TOKEN, MINE) is None
     assert await store.worker("mine") is None
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
-    await hire(store, "w0")
+    await spawn_worker(store, "w0")
     await store.register(MINE)
     for name in ("w0", "mine"):
         with pytest.raises(BadInput, match=f"a worker {name} exists already"):

@@ -144,9 +144,9 @@ async def test_next_run_after_includes_retrying_tasks(store: AnyStore, clock: An
 async def test_unregistered_worker_cannot_claim(store: AnyStore) -> None:
     await add(store)
     with pytest.raises(UnknownWorker):
-        await store.claim("nobody", ("q",))
+        await store.claim("unknown", ("q",))
     with pytest.raises(UnknownWorker):
-        await store.finish_and_claim("nobody", [], ("q",), 1)
+        await store.finish_and_claim("unknown", [], ("q",), 1)
 
 
 async def test_paused_worker_gets_no_tasks_until_resumed(store: AnyStore) -> None:
@@ -189,8 +189,8 @@ async def test_ended_worker_learns_that_results_are_lost(store: AnyStore) -> Non
         await store.finish_and_claim("w1", [], ("q",), 1)
 
 
-async def test_spawning_worker_can_claim(store: AnyStore, hire: Any) -> None:
-    await hire("h1", "gpus", 0)
+async def test_spawning_worker_can_claim(store: AnyStore, spawn_worker: Any) -> None:
+    await spawn_worker("h1", "gpus", 0)
     await add(store)
     assert await store.claim("h1", ("q",)) != []
 

@@ -127,13 +127,13 @@ async def test_result_that_is_not_json_completes_nothing(store: AnyStore) -> Non
 async def test_unregistered_worker_with_a_limit_completes_nothing(store: AnyStore) -> None:
     claim = await claimed(store)
     with pytest.raises(UnknownWorker):
-        await store.finish_and_claim("nobody", [Finished(claim.task_id, claim.token, None)], ("q",), 1)
+        await store.finish_and_claim("unknown", [Finished(claim.task_id, claim.token, None)], ("q",), 1)
     assert await status_of(store, claim) is TaskStatus.RUNNING
 
 
 async def test_late_result_of_unknown_worker_records_event(store: AnyStore) -> None:
-    assert await store.fail("nobody", 999_999_999, uuid4(), "it broke") is None
-    (event,) = await store.events(worker_id="nobody")
+    assert await store.fail("unknown", 999_999_999, uuid4(), "it broke") is None
+    (event,) = await store.events(worker_id="unknown")
     assert (event.code, event.task_id, event.fleet) == ("LATE_RESULT", 999_999_999, None)
 
 

@@ -112,9 +112,9 @@ async def test_heartbeat_of_terminated_worker_changes_nothing(store: AnyStore, c
 
 async def test_heartbeat_of_unknown_worker_has_no_status(store: AnyStore) -> None:
     token = uuid4()
-    pulse = await store.heartbeat("nobody", [HeldClaim(1, token)])
+    pulse = await store.heartbeat("unknown", [HeldClaim(1, token)])
     assert (pulse.status, pulse.is_paused, pulse.lost) == (None, False, {token})
-    assert await store.worker("nobody") is None
+    assert await store.worker("unknown") is None
 
 
 async def test_unreceived_claim_is_released_after_a_lease(store: AnyStore, clock: Any) -> None:

@@ -164,7 +164,7 @@ async def test_unknown_silent_or_ended_worker_cannot_judge(store: AnyStore, cloc
     await register(store, "lost", "silent", "left")
     await beat(store, clock, "left", 60)
     await store.deregister("left", "done")
-    for judge in ("nobody", "silent", "left"):
+    for judge in ("unknown", "silent", "left"):
         assert await store.recover_lost_workers(judge) == []
 
 
@@ -177,9 +177,9 @@ async def test_silent_terminating_worker_is_lost(store: AnyStore, clock: Any) ->
 
 @pytest.mark.parametrize("status", [WorkerStatus.SPAWNING, WorkerStatus.TERMINATING])
 async def test_without_a_leader_lost_spawned_worker_loses_its_tasks(
-    store: AnyStore, hire: Any, clock: Any, status: WorkerStatus
+    store: AnyStore, spawn_worker: Any, clock: Any, status: WorkerStatus
 ) -> None:
-    await hire("h1", "gpus", 0)
+    await spawn_worker("h1", "gpus", 0)
     await register(store, "h1", "judge")
     await add(store)
     claim = await claim_one(store, "h1")
@@ -210,8 +210,8 @@ async def test_without_a_leader_lost_spawned_worker_loses_its_tasks(
     assert await store.recover_lost_workers("judge") == []
 
 
-async def test_spawned_worker_without_heartbeat_is_not_lost(store: AnyStore, hire: Any, clock: Any) -> None:
-    await hire("h1", "gpus", 0)
+async def test_spawned_worker_without_heartbeat_is_not_lost(store: AnyStore, spawn_worker: Any, clock: Any) -> None:
+    await spawn_worker("h1", "gpus", 0)
     await register(store, "judge")
     await beat(store, clock, "judge", 600)
     assert await store.recover_lost_workers("judge") == []

@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from support.memory_store.stores import MemoryStores
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
+from support.provider_fixtures import RETENTION, empty_tables, spawn_in_memory, spawn_in_postgres
 from support.stores import PostgresStores
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
@@ -31,11 +31,11 @@ class World:
         self.candidate = Candidate("dispatcher-a", LEASE_S, dispatcher_lease(FLEET))
         self.term = 0
 
-    async def hire(self, worker_id: str, slot: int, **registration: Any) -> None:
+    async def spawn_worker(self, worker_id: str, slot: int, **registration: Any) -> None:
         if self._dsn is None:
             spawn_in_memory(self.store, worker_id, FLEET, slot)
         else:
-            await hire_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
+            await spawn_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
         await self.store.register(
             Registration(worker_id, ("q",), FLEET, lease_s=LEASE_S, **{"kind": WorkerKind.NODE, **registration})
         )
@@ -82,8 +82,8 @@ async def world(request: pytest.FixtureRequest, clock: Any) -> AsyncIterator[Wor
 
 
 async def _furnish(world: World) -> None:
-    await world.hire("n1", 0)
-    await world.hire("n2", 1)
+    await world.spawn_worker("n1", 0)
+    await world.spawn_worker("n2", 1)
     world.term = await world.lead()
     await world.register_dispatcher()
 
@@ -126,11 +126,11 @@ async def test_batch_of_placements_has_one_verdict_each(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["nobody", "plain", "ending"], ids=["unknown", "a worker that claims", "terminating"]
+    "target", ["unknown", "plain", "ending"], ids=["unknown", "a worker that claims", "terminating"]
 )
 async def test_ineligible_node_gets_no_placement(world: World, target: str) -> None:
     await world.store.register(Registration("plain", ("q",), FLEET))
-    await world.hire("ending", 2)
+    await world.spawn_worker("ending", 2)
     await world.store.set_terminating(["ending"], "let go")
     (claim,) = await world.claim()
     assert await world.place(claim, target) is NodeVerdict.BARRED
@@ -233,7 +233,7 @@ async def test_dispatcher_lease_does_not_count_as_orchestrator_lease(world: Worl
     assert "n1" in lost
 
 
-@pytest.mark.parametrize("has_successor", [False, True], ids=["nobody took its place", "another took its place"])
+@pytest.mark.parametrize("has_successor", [False, True], ids=["no successor", "a successor"])
 async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, has_successor: bool) -> None:
     (claim,) = await world.claim()
     await world.place(claim, "n1")
@@ -265,7 +265,7 @@ async def test_ray_state_of_spawned_nodes_is_stored(world: World) -> None:
     assert (first.node.state, first.node.since, first.node.at) == (NodeState.ALIVE, began, world.clock())
     assert (first.node.node_id, first.node.total, first.node.used) == ("id-of-n1", {"CPU": 2.0}, {"CPU": 1.0})
     assert (second.node.state, second.node.since) == (NodeState.ABSENT, began)
-    assert first.last_heartbeat is None  # a hired one is heard by its own word alone
+    assert first.last_heartbeat is None  # only its own heartbeat counts for a spawned node
 
 
 @pytest.mark.parametrize("death", [None, "its health check failed"], ids=["not there any more", "known to be dead"])

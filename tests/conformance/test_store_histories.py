@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from support.http_transport_fixture import OverHttp, over_http
 from support.memory_store.stores import MemoryStores
-from support.provider_fixtures import RETENTION, empty_tables, hire_in_postgres, spawn_in_memory
+from support.provider_fixtures import RETENTION, empty_tables, spawn_in_memory, spawn_in_postgres
 from support.stores import AnyStore, PostgresStores
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.event import Event
@@ -173,7 +173,7 @@ class Histories(RuleBasedStateMachine):
             before = None
         worker_id = self.worker_at(place)
         if place in SLOTS and before is None:
-            self.run(hire_in_postgres(self.dsn, self.clock(), worker_id, "gpus", SLOTS[place]))
+            self.run(spawn_in_postgres(self.dsn, self.clock(), worker_id, "gpus", SLOTS[place]))
             spawn_in_memory(self.memory, worker_id, "gpus", SLOTS[place])
         self.same(lambda store: store.register(Registration(worker_id, queues, lease_s=lease_s, start_id="first")))
 

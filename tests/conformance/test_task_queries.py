@@ -81,7 +81,7 @@ async def test_workers_are_listed_oldest_first_without_terminated(store: AnyStor
     await store.deregister("a", "done")
     assert [worker.id for worker in await store.workers()] == ["b", "c"]
     assert [worker.id for worker in await store.workers(include_terminated=True)] == ["b", "a", "c"]
-    assert await store.worker("nobody") is None
+    assert await store.worker("unknown") is None
 
 
 async def test_events_returns_newest_events_oldest_first(store: AnyStore, clock: Any) -> None:

@@ -28,8 +28,8 @@ async def test_unmanaged_worker_is_active_at_once(store: AnyStore, clock: Any) -
     assert event.reason == "registered on box, serving q, r"
 
 
-async def test_spawned_worker_keeps_its_row_when_it_registers(store: AnyStore, hire: Any, clock: Any) -> None:
-    await hire("h1", "gpus", 3)
+async def test_spawned_worker_keeps_its_row_when_it_registers(store: AnyStore, spawn_worker: Any, clock: Any) -> None:
+    await spawn_worker("h1", "gpus", 3)
     hired_at = clock()
     clock.advance(40)
     registration = Registration("h1", ("q",), fleet="elsewhere", host="pod")
@@ -63,10 +63,10 @@ async def test_repeated_registration_updates_worker(store: AnyStore, clock: Any)
     "starts", [("one", "two", "three"), (None, None, None)], ids=["starts with an id", "starts without an id"]
 )
 async def test_task_that_kills_restarting_worker_becomes_failed(
-    store: AnyStore, hire: Any, clock: Any, starts: tuple[str | None, ...], is_managed: bool
+    store: AnyStore, spawn_worker: Any, clock: Any, starts: tuple[str | None, ...], is_managed: bool
 ) -> None:
     if is_managed:
-        await hire("w1", "gpus", 0)
+        await spawn_worker("w1", "gpus", 0)
     poison = await add(store, max_attempts=2)
     for start_id, (attempts, status) in zip(
         starts, [(0, TaskStatus.QUEUED), (1, TaskStatus.QUEUED), (2, TaskStatus.FAILED)], strict=True
@@ -125,8 +125,8 @@ async def test_tasks_of_deregistered_worker_are_requeued(store: AnyStore, clock:
     assert await complete(store, claims[0]) == [claims[0].token]
 
 
-async def test_deregistered_spawned_worker_is_terminated_by_control_loop(store: AnyStore, hire: Any) -> None:
-    await hire("h1", "gpus", 0)
+async def test_deregistered_spawned_worker_is_terminated_by_control_loop(store: AnyStore, spawn_worker: Any) -> None:
+    await spawn_worker("h1", "gpus", 0)
     await add(store)
     claim = await claim_one(store, "h1")
     await store.deregister("h1", "going home")
@@ -142,9 +142,9 @@ async def test_repeated_or_unknown_deregistration_does_nothing(store: AnyStore) 
     await register(store, "w1")
     await store.deregister("w1", "first")
     await store.deregister("w1", "second")
-    await store.deregister("nobody", "third")
+    await store.deregister("unknown", "third")
     assert await codes(store, worker_id="w1") == ["WORKER_REGISTERED", "WORKER_DEREGISTERED"]
-    assert await codes(store, worker_id="nobody") == []
+    assert await codes(store, worker_id="unknown") == []
 
 
 async def test_terminating_worker_keeps_its_reason_on_deregistration(store: AnyStore) -> None:
@@ -159,7 +159,7 @@ async def test_terminating_worker_keeps_its_reason_on_deregistration(store: AnyS
 async def test_set_paused_counts_changed_workers(store: AnyStore) -> None:
     await register(store, "w1", "w2", "w3")
     await store.deregister("w3", "done")
-    assert await store.set_paused(["w1", "w2", "w3", "nobody", "w1"], True) == 2
+    assert await store.set_paused(["w1", "w2", "w3", "unknown", "w1"], True) == 2
     assert await store.set_paused(["w1", "w2"], True) == 0
     assert await store.set_paused(["w2"], False) == 1
     assert [(worker.id, worker.is_paused) for worker in await store.workers()] == [("w1", True), ("w2", False)]
@@ -169,7 +169,7 @@ async def test_set_paused_counts_changed_workers(store: AnyStore) -> None:
 async def test_set_terminating_counts_changed_workers(store: AnyStore) -> None:
     await register(store, "w1", "w2", "w3")
     await store.deregister("w3", "done")
-    assert await store.set_terminating(["w1", "w2", "w3", "nobody", "w1"], "enough") == 2
+    assert await store.set_terminating(["w1", "w2", "w3", "unknown", "w1"], "enough") == 2
     assert await store.set_terminating(["w1"], "again") == 0
     worker = await store.worker("w1")
     assert worker is not None

@@ -124,7 +124,7 @@ class Site:
 
         await until(done, "the tasks are complete")
 
-    async def told(self, code: str) -> list[Event]:
+    async def reported(self, code: str) -> list[Event]:
         return [event for event in await self.store.events(limit=1000) if event.code == code]
 
     async def pods_gone(self) -> bool:
@@ -175,12 +175,12 @@ async def test_image_starts_the_worker(site: Site, processes: "list[subprocess.P
     await until(is_gpu_told, "what its GPU has")
 
     async def has_grown() -> bool:
-        return len(await site.told("VOLUME_GROWN")) > 0
+        return len(await site.reported("VOLUME_GROWN")) > 0
 
     await until(has_grown, "its storage has grown, by the word of a worker")
     await site.work(2)
     await end(site, processes[0])
-    assert [event.detail for event in await site.told("VOLUME_GROWN")] == [
+    assert [event.detail for event in await site.reported("VOLUME_GROWN")] == [
         {"volume_id": site.volume_id, "size_gb": 150}
     ]
     assert site.emulator.account.volumes[site.volume_id].size_gb == 150
@@ -206,9 +206,9 @@ async def test_pods_without_a_working_gpu_consume_no_attempts(
     site.emulator.faults.next_pod(has_no_driver=True)
     processes.append(site.up())
     await site.work(40)
-    errors = {str((event.detail or {})["code"]) for event in await site.told("WORKER_ERROR")}
+    errors = {str((event.detail or {})["code"]) for event in await site.reported("WORKER_ERROR")}
     assert errors == {"GPU_NOT_DETECTED", "QUARANTINED"}
-    assert len(await site.told("ATTEMPTS_REFUNDED")) >= 3
+    assert len(await site.reported("ATTEMPTS_REFUNDED")) >= 3
     await end(site, processes[0])
     assert "run cycle failed" not in site.log()
 
@@ -221,21 +221,21 @@ async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
     site.emulator.faults.next_pod(has_no_gpu=True)
     processes.append(site.up())
     await site.work(4)
-    (failed,) = await site.told("PREPARATION_FAILED")
+    (failed,) = await site.reported("PREPARATION_FAILED")
     assert failed.detail == {"code": "GPU_NOT_DETECTED", "output": "No devices were found"}
-    (broken,) = await site.told("WORKER_ERROR")
+    (broken,) = await site.reported("WORKER_ERROR")
     assert broken.detail == {"code": "GPU_NOT_DETECTED"}
     assert broken.worker_id == failed.worker_id
 
     async def is_prepared() -> bool:
         # Its start is watched for a moment before it is written down, and the tasks are short.
-        return len(await site.told("MACHINE_PREPARED")) > 0
+        return len(await site.reported("MACHINE_PREPARED")) > 0
 
     await until(is_prepared, "a start is written down")
     story = [event.code for event in await site.store.events(limit=1000) if event.worker_id]
     assert story.index("MACHINE_PREPARING") < min(story.index("MACHINE_PREPARED"), story.index("WORKER_JOINED"))
-    # The orchestrator dies without a word; the next one finds everybody at work and starts nobody twice.
-    prepared = len(await site.told("MACHINE_PREPARED"))
+    # The orchestrator is killed; the next one finds all workers running and starts none twice.
+    prepared = len(await site.reported("MACHINE_PREPARED"))
     processes[0].kill()
     processes[0].wait(timeout=30)
     (last,) = await site.store.cycles("gpu", 1)
@@ -250,10 +250,10 @@ async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
     runs = site.host.volume_folder(site.volume_id) / "runs"
 
     async def is_each_written_down() -> bool:
-        return len(runs.read_text().splitlines()) == len(await site.told("MACHINE_PREPARED"))
+        return len(runs.read_text().splitlines()) == len(await site.reported("MACHINE_PREPARED"))
 
     await until(is_each_written_down, "each start is written down once")
-    assert len(await site.told("MACHINE_PREPARED")) >= prepared
+    assert len(await site.reported("MACHINE_PREPARED")) >= prepared
     await end(site, processes[1])
 
 

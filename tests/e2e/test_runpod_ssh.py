@@ -103,7 +103,7 @@ def place(tmp_path: Path, key_file: Path) -> Iterator[Place]:
 async def unheard(_host_key: str) -> None: ...
 
 
-async def hire(provider: RunpodProvider, slot: int = 0) -> Machine:
+async def spawn_worker(provider: RunpodProvider, slot: int = 0) -> Machine:
     await provider.create(MachineRequest(f"red-{slot}-aa", "red", slot, join_token=TOKEN))
     async with asyncio.timeout(TIMEOUT_S):
         while True:
@@ -122,7 +122,7 @@ async def has_port(provider: RunpodProvider, machine: Machine) -> None:
 
 async def test_healthy_pod_is_checked_and_its_worker_started(place: Place) -> None:
     async with place.provider(checks=("python3 -c 'import json'", "command -v windlass")) as provider:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         met: list[str] = []
 
         async def meet(host_key: str) -> None:
@@ -144,13 +144,13 @@ async def test_healthy_pod_is_checked_and_its_worker_started(place: Place) -> No
 
 async def test_worker_starts_once_despite_concurrent_preparations(place: Place) -> None:
     async with place.provider() as provider, place.provider() as other:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         first = await provider.prepare(machine, None, unheard)
         again = await asyncio.gather(
             *(each.prepare(machine, key, unheard) for each in (provider, other) for key in (None, first.host_key))
         )
         assert {prepared.host_key for prepared in again} == {first.host_key}
-        machine = await hire(provider, 1)
+        machine = await spawn_worker(provider, 1)
         await asyncio.gather(*(each.prepare(machine, None, unheard) for each in (provider, other) for _ in range(3)))
     wait_until(lambda: (place.volume / "runs").read_text() == "started\n" * 2, TIMEOUT_S, "starting")
 
@@ -178,7 +178,7 @@ async def test_next_orchestrator_finishes_an_interrupted_preparation(place: Plac
             yield Dying(shell)
 
     async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         with suppress(asyncio.CancelledError):
             await provider.prepare(machine, None, unheard)
     async with place.provider() as provider:
@@ -215,7 +215,7 @@ async def test_each_failed_check_has_its_own_code_and_output(
 ) -> None:
     place.emulator.faults.next_pod(**faults)
     async with place.provider(**ssh) as provider:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         await has_port(provider, machine)
         with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{message}") as caught:
             await provider.prepare(machine, None, unheard)
@@ -227,7 +227,7 @@ async def test_each_failed_check_has_its_own_code_and_output(
 async def test_failed_start_script_is_quoted_without_secrets(place: Place) -> None:
     (place.volume / "start.sh").write_text(f"for n in $(seq 40); do echo line $n; done; echo have {TOKEN}; exit 3\n")
     async with place.provider() as provider:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         with pytest.raises(NotPrepared) as caught:
             await provider.prepare(machine, None, unheard)
         lines = caught.value.output.splitlines()
@@ -241,16 +241,16 @@ async def test_failed_start_script_is_quoted_without_secrets(place: Place) -> No
 async def test_late_sshd_is_waited_for(place: Place) -> None:
     place.emulator.faults.next_pod(ssh_after_s=1.5)
     async with place.provider() as provider:
-        await provider.prepare(await hire(provider), None, unheard)
+        await provider.prepare(await spawn_worker(provider), None, unheard)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
 async def test_changed_host_key_is_rejected(place: Place) -> None:
     async with place.provider() as provider:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         known = await provider.prepare(machine, None, unheard)
         assert (await provider.prepare(machine, known.host_key, unheard)).host_key == known.host_key
-        # Started again, it has another port and another host key: whoever that is, it is not the one we know.
+        # A restarted pod has another port and another host key: it is not the host we know.
         pod = place.emulator.account.pods[machine.id]
         place.emulator.account.restart(pod)
         place.emulator.settle()
@@ -279,14 +279,14 @@ async def test_broken_connection_is_retried(place: Place) -> None:
             yield Breaking(shell)
 
     async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
-        await provider.prepare(await hire(provider), None, unheard)
+        await provider.prepare(await spawn_worker(provider), None, unheard)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
 async def test_pod_with_another_key_is_unreachable(place: Place, tmp_path: Path) -> None:
     other = Identity(asyncssh.generate_private_key("ssh-ed25519"))
     async with place.provider() as provider:
-        machine = await hire(provider)
+        machine = await spawn_worker(provider)
         await provider.prepare(machine, None, unheard)
     # So it answers, and the four seconds are for whom it does not let in.
     async with place.provider(Preparer(place.settings(timeout_s=4.0), other.open_shell, retry_s=0.2)) as provider:

@@ -62,7 +62,7 @@ async def test_detached_descendants_of_killed_worker_are_killed(harness: WorkerH
     pids = [int(pid) for pid in file.read_text().split()]
     assert all(map(is_alive, pids))
     process.send(signal.SIGKILL)
-    await until(lambda: not any(map(is_alive, pids)), "nobody of them is left", timeout_s=10)
+    await until(lambda: not any(map(is_alive, pids)), "none of them is left", timeout_s=10)
 
 
 async def test_worker_resumed_after_lease_registers_under_new_id(harness: WorkerHarness) -> None:

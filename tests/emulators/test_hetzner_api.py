@@ -152,7 +152,7 @@ _LONG = "x" * 64
         pytest.param({"user_data": "#" * 32769}, "user_data", id="user_data has at most 32 KiB"),
         pytest.param({"user_data": "ä" * 16385}, "user_data", id="user_data is measured in bytes"),
         pytest.param({"networks": [1]}, "networks", id="an unknown network"),
-        pytest.param({"ssh_keys": ["nobody"]}, "ssh_keys", id="an unknown key"),
+        pytest.param({"ssh_keys": ["unknown"]}, "ssh_keys", id="an unknown key"),
         pytest.param({"firewalls": [{"firewall": 1}]}, "firewalls", id="an unknown firewall"),
         pytest.param(
             {"public_net": {"enable_ipv4": False, "enable_ipv6": False}}, "public_net", id="no network interface"

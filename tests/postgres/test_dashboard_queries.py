@@ -83,7 +83,7 @@ async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql
     await add_worker(sql, 0, "idle", concurrency=4)
     await add_worker(sql, 1, "idle", kind="dispatcher", concurrency=8)
     await add_worker(sql, 2, "idle", last_heartbeat=clock() - timedelta(hours=1))
-    for queue, count in (("a", 3), ("b", 2), ("stray", 1)):
+    for queue, count in (("a", 3), ("b", 2), ("orphaned", 1)):
         for _ in range(count):
             await store.enqueue(new_task(queue))
     await store.enqueue(new_task("a", run_after=clock() + timedelta(hours=1)))
@@ -107,16 +107,16 @@ async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql
     assert [alert.code for alert in gpus.alerts] == ["HOLD"]
     assert [alert.code for alert in seen.alerts] == ["NO_LEADER"]
     assert idle.work.queued == 0
-    assert seen.queues["stray"].queued == 1
+    assert seen.queues["orphaned"].queued == 1
     assert seen.leader is None
 
 
 async def test_overview_prefers_holder_of_orchestrator_lease(store: Store, sql: Any) -> None:
     take = "select windlass_internal.acquire_lease_term($1, $2, 60)"
-    for lease, holder, told in (("ray:x", "r", None), (CARETAKER, "c", "c"), ("orchestrator", "o", "o")):
+    for lease, holder, reported in (("ray:x", "r", None), (CARETAKER, "c", "c"), ("orchestrator", "o", "o")):
         await sql.execute(take, lease, holder)
         leader = (await store.overview()).leader
-        assert (leader.holder if leader is not None else None) == told
+        assert (leader.holder if leader is not None else None) == reported
 
 
 async def test_wait_times_and_throughput_use_recent_tasks(store: Store, sql: Any, clock: Any) -> None:
@@ -213,7 +213,7 @@ async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: A
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "gone"))
     clock.advance(Retention().samples_s + 1)
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "here"))
-    assert await store.purge_servers() == 2_503
+    assert await store.purge_dashboard_rows() == 2_503
     assert await sql.fetchval("select count(*) from windlass.samples") == 0
     assert await sql.fetchval("select host from windlass.http_servers") == "here"
 
@@ -260,7 +260,7 @@ async def test_worker_row_has_running_tasks_and_cost(store: Store, sql: Any, clo
     assert row.bill is not None
     meter = read_meter(row.bill, clock())
     assert (meter.cost_micros, meter.left_s) == (200_000, 40 * 60 - 12)
-    assert await store.worker_row("nobody") is None
+    assert await store.worker_row("unknown") is None
 
 
 async def fill(store: Store, sql: Any, clock: Any) -> dict[str, list[int]]:
@@ -297,7 +297,7 @@ async def test_each_task_list_has_its_tasks_in_order(store: Store, sql: Any, clo
     for which in TaskList:
         rows = await everything(store.tasks_page, which=which, limit=1)
         assert [row.id for row in rows] == ids[which], which
-        assert [row.id for row in await everything(store.tasks_page, which=which, queue="nobody")] == []
+        assert [row.id for row in await everything(store.tasks_page, which=which, queue="unknown")] == []
     newest = await everything(store.tasks_page, limit=2)
     assert [row.id for row in newest] == sorted((i for found in ids.values() for i in found), reverse=True)
     of_a = await everything(store.tasks_page, queue="a", limit=2)

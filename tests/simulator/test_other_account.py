@@ -61,7 +61,7 @@ class Shop:
             await self.cycle.run(CYCLE_S)
             await asyncio.sleep(CYCLE_S)
 
-    async def hire(self) -> None:
+    async def spawn_worker(self) -> None:
         for _ in range(3):
             await self.store.enqueue(new_task("red", {}))
         await self.live(20)
@@ -86,15 +86,15 @@ class Shop:
         workers = [worker.id for worker in await self.store.workers() if slot in (None, worker.slot)]
         await self.store.set_terminating(workers, "restarted by hand")
 
-    def told(self, code: str) -> list[Event]:
+    def reported(self, code: str) -> list[Event]:
         alerts = [event for event in self.store.tables.event_log.events if event.code == "ALERT"]
         return [event for event in alerts if event.detail["code"] == code]
 
     async def left_behind(self) -> dict[str, str]:
         """By worker, what was remembered of its machine."""
-        return {event.worker_id: event.reason for event in self.told("ABANDONED")}
+        return {event.worker_id: event.reason for event in self.reported("ABANDONED")}
 
-    async def hired(self) -> int:
+    async def spawned(self) -> int:
         return len(await self.store.workers())
 
 
@@ -114,9 +114,9 @@ def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> 
     async def story() -> None:
         shop = Shop(vendor)
         shop.is_heard = lived_s > 0
-        await shop.hire()
+        await shop.spawn_worker()
         before = machines(shop.former)
-        assert 0 < before == await shop.hired()
+        assert 0 < before == await shop.spawned()
         await shop.live(lived_s)
         shop.rent(shop.other, "another key")
         shop.is_heard = True
@@ -125,13 +125,13 @@ def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> 
         await shop.live(60)  # there is more to do, and nobody is hired for it
         await shop.finish()
         await shop.live(600)  # there is nothing to do, and nobody is let go
-        assert (machines(shop.former), machines(shop.other), await shop.hired()) == (before, 0, before)
+        assert (machines(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, before)
         assert await shop.hold() == "OTHER_ACCOUNT"
         # The former key is back: they are let go where they are.
         shop.rent(shop.former, "the first key")
         await shop.live(120)
         assert await shop.hold() is None
-        assert (machines(shop.former), await shop.hired()) == (0, 0)
+        assert (machines(shop.former), await shop.spawned()) == (0, 0)
 
     run(story())
 
@@ -149,10 +149,10 @@ def test_unanswered_creation_in_former_account_is_remembered(vendor: str) -> Non
         assert machines(shop.former) == 1
         shop.rent(shop.other, "another key")
         await shop.live(60)
-        assert (machines(shop.other), await shop.hired(), await shop.hold()) == (0, 1, "OTHER_ACCOUNT")
+        assert (machines(shop.other), await shop.spawned(), await shop.hold()) == (0, 1, "OTHER_ACCOUNT")
         shop.rent(shop.former, "the first key")
         await shop.live(60)
-        assert (machines(shop.former), await shop.hired(), await shop.hold()) == (1, 1, None)
+        assert (machines(shop.former), await shop.spawned(), await shop.hold()) == (1, 1, None)
 
     run(story())
 
@@ -161,7 +161,7 @@ def test_unanswered_creation_in_former_account_is_remembered(vendor: str) -> Non
 def test_new_key_of_the_same_account_is_accepted(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
-        await shop.hire()
+        await shop.spawn_worker()
         await shop.live(120)
         before = machines(shop.former)
         shop.rent(shop.former, "a new key")
@@ -170,7 +170,7 @@ def test_new_key_of_the_same_account_is_accepted(vendor: str) -> None:
         await shop.finish()
         await shop.live(120)
         assert before > 0
-        assert (machines(shop.former), await shop.hired()) == (0, 0)
+        assert (machines(shop.former), await shop.spawned()) == (0, 0)
 
     run(story())
 
@@ -179,12 +179,12 @@ def test_new_key_of_the_same_account_is_accepted(vendor: str) -> None:
 def test_silent_workers_do_not_release_the_former_account(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
-        await shop.hire()
+        await shop.spawn_worker()
         before = ids(shop.former)
         shop.is_heard = False
         shop.rent(shop.other, "another key")
         await shop.live(10 * SILENCE_S)
-        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
+        assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, len(before))
         hold = await shop.held()
         assert hold.code == "OTHER_ACCOUNT"
         assert f"lists none of the fleet's machines ({', '.join(sorted(before))})" in hold.reason
@@ -194,7 +194,7 @@ def test_silent_workers_do_not_release_the_former_account(vendor: str) -> None:
         shop.rent(shop.former, "the first key")
         await shop.live(3 * SILENCE_S)
         assert await shop.hold() is None
-        assert (machines(shop.former), await shop.hired()) == (0, 0)
+        assert (machines(shop.former), await shop.spawned()) == (0, 0)
 
     run(story())
 
@@ -204,7 +204,7 @@ def test_silent_workers_do_not_release_the_former_account(vendor: str) -> None:
 def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_heard: bool) -> None:
     async def story() -> None:
         shop = Shop(vendor)
-        await shop.hire()
+        await shop.spawn_worker()
         await shop.live(120)
         before = ids(shop.former)
         await shop.restart(slot=0)  # before anything was the matter
@@ -221,7 +221,7 @@ def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_h
         await shop.live(3 * SILENCE_S)
         assert await shop.hold() is None
         assert ids(shop.former) == before
-        assert machines(shop.other) == await shop.hired() > 0
+        assert machines(shop.other) == await shop.spawned() > 0
         # Nothing of them is open any more, and each stands in an event.
         assert former_workers.isdisjoint(worker.id for worker in await shop.store.workers())
         assert former_workers.isdisjoint(account.worker_id for account in await shop.store.open_accounts())
@@ -242,17 +242,17 @@ def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_h
 def test_slot_restarts_abandon_nothing(vendor: str, is_heard: bool, workers: int) -> None:
     async def story() -> None:
         shop = Shop(vendor, max_workers=workers)
-        await shop.hire()
+        await shop.spawn_worker()
         await shop.live(120)
         before = ids(shop.former)
-        assert len(before) == workers == await shop.hired()
+        assert len(before) == workers == await shop.spawned()
         shop.rent(shop.other, "another key")
         shop.is_heard = is_heard
         await shop.live(60)
         for slot in range(workers):
             await shop.restart(slot)
         await shop.live(3 * SILENCE_S)
-        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, workers)
+        assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, workers)
         assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
 
     run(story())
@@ -262,23 +262,23 @@ def test_slot_restarts_abandon_nothing(vendor: str, is_heard: bool, workers: int
 def test_restart_before_the_alert_abandons_nothing(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
-        await shop.hire()
+        await shop.spawn_worker()
         await shop.live(120)
         before = ids(shop.former)
         shop.rent(shop.other, "another key")
         shop.other.faults.burst(times=1000)
         await shop.live(60)
         hold = await shop.held()
-        assert (hold.code, hold.is_total, shop.told("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
+        assert (hold.code, hold.is_total, shop.reported("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
         assert (
             f"the fleet's machines ({', '.join(sorted(before))}) cannot be listed with the new one yet" in hold.reason
         )
         await shop.restart()
         shop.other.faults.clear()
         await shop.live(3 * SILENCE_S)
-        assert (ids(shop.former), machines(shop.other), await shop.hired()) == (before, 0, len(before))
+        assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, len(before))
         assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
-        assert len(shop.told("OTHER_ACCOUNT")) == 1
+        assert len(shop.reported("OTHER_ACCOUNT")) == 1
         # Said again by who knows of it, also while no list can be had: the next one shows what is given up.
         shop.other.faults.burst(times=1000)
         await shop.live(60)
@@ -296,14 +296,14 @@ def test_restart_before_the_alert_abandons_nothing(vendor: str) -> None:
 def test_new_account_is_accepted_if_no_machine_is_left(vendor: str) -> None:
     async def story() -> None:
         shop = Shop(vendor)
-        await shop.hire()
+        await shop.spawn_worker()
         await shop.finish()
         await shop.live(2 * SILENCE_S)
-        assert (machines(shop.former), await shop.hired()) == (0, 0)
+        assert (machines(shop.former), await shop.spawned()) == (0, 0)
         shop.rent(shop.other, "another key")
         shop.idle_s = 0.0
-        await shop.hire()
+        await shop.spawn_worker()
         assert await shop.hold() is None
-        assert machines(shop.other) == await shop.hired() > 0
+        assert machines(shop.other) == await shop.spawned() > 0
 
     run(story())

@@ -98,7 +98,7 @@ class Leader:
             self.candidate, self.term, self.fleet, cycle_id, outcomes, intents, {"n": len(outcomes)}
         )
 
-    async def hire(self, *slots: int) -> Committed:
+    async def spawn_worker(self, *slots: int) -> Committed:
         """Workers w0, w1, ... into these slots."""
         intents = tuple(intent(f"w{slot}", slot) for slot in slots)
         return await self.commit(*(Spawn(slot, "wanted") for slot in slots), intents=intents)
@@ -127,7 +127,7 @@ async def events(store: ControlStores, worker_id: str | None = None) -> list[str
 PARTS = (PricePart(3_000_000, 7_500_000), PricePart(600_000, 1_500_000))
 
 
-async def told(store: ControlStores, by: str) -> dict[str | None, tuple[int, int, int, int]]:
+async def reported(store: ControlStores, by: str) -> dict[str | None, tuple[int, int, int, int]]:
     costs = await store.costs(by, datetime(2029, 1, 1, tzinfo=UTC))
     return {c.key: (c.task_micros, c.boot_micros, c.idle_micros, c.tail_micros) for c in costs}
 

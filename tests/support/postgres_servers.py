@@ -201,7 +201,7 @@ def unprivileged_user() -> str | None:
     if os.geteuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
-    return "postgres" if "postgres" in names else "nobody"
+    return "postgres" if "postgres" in names else "unknown"
 
 
 class VirtualClock:

@@ -37,7 +37,7 @@ async def empty_tables(dsn: str) -> None:
         await connection.close()
 
 
-async def hire_in_postgres(dsn: str, now: datetime, worker_id: str, fleet: str, slot: int) -> None:
+async def spawn_in_postgres(dsn: str, now: datetime, worker_id: str, fleet: str, slot: int) -> None:
     """What an orchestrator will do: fleet, slot and worker exist before the machine does."""
     connection = await asyncpg.connect(dsn)
     try:

@@ -196,8 +196,9 @@ def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleDetai
         if decided:
             what = ", ".join(ACTION_KINDS[type(action)] for action in decided)
             answer.append(f"It decided: {'; '.join([what, *dict.fromkeys(reasons)])}.")
-    history = [(worker.created_at, "spawned" if worker.slot is not None else "started by hand")]
-    history += [(event.at, _event_line(event)) for event in events]
+    history = [(event.at, _event_line(event)) for event in events]
+    if not any(event.code == "WORKER_SPAWNED" for event in events):
+        history.append((worker.created_at, "spawned" if worker.slot is not None else "started by hand"))
     return Explanation(answer, sorted(history))
 
 

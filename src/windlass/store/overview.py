@@ -125,7 +125,7 @@ class PostgresOverview(DatabaseStore):
             )
         await self._database.execute("writing samples", QUERIES["add_samples"], json.dumps(rows), SAMPLE_INTERVAL_S)
 
-    async def purge_servers(self) -> int:
+    async def purge_dashboard_rows(self) -> int:
         return await self._database.sweep("windlass_internal.sweep_dashboard", self._database.retention.samples_s)
 
     async def fleet_metrics(self) -> list[FleetMetrics]:

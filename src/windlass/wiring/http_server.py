@@ -281,7 +281,7 @@ async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") 
         try:
             await store.take_samples(await overview_feed.overview())
             if number % SAMPLES_PER_PURGE == 0:
-                await store.purge_servers()
+                await store.purge_dashboard_rows()
         except WindlassError as error:
             log.warning("take sample failed", error=str(error))
         except Exception:

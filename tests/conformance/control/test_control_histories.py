@@ -162,8 +162,8 @@ VITALS: list[dict[str, Any]] = [
 
 
 async def live(twins: Twins, rng: Random) -> None:
-    hired = [f"w{number}" for number in range(12)]
-    names = [*hired, "hand", "nobody"]
+    spawned = [f"w{number}" for number in range(12)]
+    names = [*spawned, "hand", "unknown"]
     machines = [f"m{number}" for number in range(5)]
 
     def name() -> str:
@@ -171,12 +171,12 @@ async def live(twins: Twins, rng: Random) -> None:
 
     def some_intents() -> tuple[Intent, ...]:
         count = rng.randrange(4)
-        pairs = zip(rng.sample(hired, count), rng.sample(range(6), count), strict=True)
+        pairs = zip(rng.sample(spawned, count), rng.sample(range(6), count), strict=True)
         return tuple(Intent(worker_id, slot, "wanted", 30.0, rng.random() < 0.5) for worker_id, slot in pairs)
 
     def some_actions() -> tuple[Action, ...]:
         makers: list[Callable[[], Action]] = [
-            lambda: Promote(name(), "heard"),
+            lambda: Promote(name(), "first heartbeat"),
             lambda: Fail(name(), "X", "broke"),
             lambda: quarantine(name(), twins.clock() - timedelta(seconds=rng.choice([1, 300]))),
             lambda: Requeue(name(), "lost"),
@@ -206,8 +206,8 @@ async def live(twins: Twins, rng: Random) -> None:
             lambda: CreationRefused(name(), rng.choice(["REFUSED", "NO_CAPACITY", "LIMIT_REACHED"]), "no"),
             lambda: Deleted(name(), rng.choice([None, *machines]), "D", "deleted"),
             lambda: NotDeleted(name(), "denied"),
-            lambda: OrphanDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "stray"),
-            lambda: OrphanDeleted(replace(priced(), name=name()), "stray", 60, twins.clock()),
+            lambda: OrphanDeleted(Machine(rng.choice(machines), name(), MachineState.RUNNING), "orphaned"),
+            lambda: OrphanDeleted(replace(priced(), name=name()), "orphaned", 60, twins.clock()),
             lambda: HostKeySeen(name(), rng.choice(machines), rng.choice(["key 1", "key 2"])),
             lambda: Prepared(name(), rng.choice(machines), rng.choice([None, "key 1", "key 2"])),
             lambda: PreparationFailed(name(), rng.choice(machines), "DISK_FULL", "full", "df", rng.choice([None, "k"])),
@@ -270,7 +270,7 @@ async def live(twins: Twins, rng: Random) -> None:
         commit, commit, commit, report, report, work, work, finish, advance, advance, advance,
         lambda: twins.fail_any(rng),
         lambda: twins.beat(name(), rng.random() < 0.8, vitals()),
-        lambda: twins.beat(rng.choice(hired[:6]), True, vitals()),
+        lambda: twins.beat(rng.choice(spawned[:6]), True, vitals()),
         lambda: twins.both("enqueue", NewTask(rng.choice(["a", "b", "c"]), priority=rng.randrange(2))),
         lambda: twins.both("enqueue", NewTask("a", run_after=twins.clock() + timedelta(seconds=rng.randrange(20)))),
         lambda: twins.both("register", Registration(name(), ("a", "b"), fleet=rng.choice(["f", "g"]), concurrency=2)),

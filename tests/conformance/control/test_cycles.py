@@ -48,7 +48,7 @@ async def test_cycle_is_stored_with_snapshot_and_decision(
         traits=ProviderTraits(1.0, 2.0, 3.0),
     )
     actions: tuple[Action, ...] = (
-        Promote("a", "heard"),
+        Promote("a", "first heartbeat"),
         Fail("b", "X", "x"),
         Requeue("c", "x"),
         Drain("d", "IDLE", "idle"),
@@ -123,8 +123,8 @@ async def test_retention_deletes_old_cycles(store: ControlStores, clock: Virtual
 async def test_deregistered_worker_keeps_slot_until_machine_is_deleted(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
-    await ann.commit(Promote("w0", "heard"))
+    await ann.spawn_worker(0)
+    await ann.commit(Promote("w0", "first heartbeat"))
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
     clock.advance(3)
@@ -140,11 +140,11 @@ async def test_deregistered_worker_keeps_slot_until_machine_is_deleted(
 async def test_drained_worker_keeps_drain_reason_when_it_deregisters(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.commit(Drain("w0", "IDLE", "idle 41 s"))
     drained_at = clock()
     clock.advance(3)
-    await store.deregister("w0", "told to")
+    await store.deregister("w0", "requested")
     (view,) = (await ann.observe()).workers
     assert (view.terminating_at, view.code, view.reason) == (drained_at, "IDLE", "idle 41 s")
 
@@ -156,7 +156,7 @@ async def test_unmanaged_worker_is_terminated_when_it_deregisters(store: Control
 
 
 async def test_manual_drain_records_terminating_time(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     clock.advance(5)
     assert await store.set_terminating(["w0"], "enough") == 1
     (view,) = (await ann.observe()).workers

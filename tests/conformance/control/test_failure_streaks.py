@@ -43,7 +43,7 @@ async def join(store: ControlStores, *worker_ids: str) -> None:
 async def test_failing_worker_has_streak_with_results_of_others(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0, 1, 2)
+    await ann.spawn_worker(0, 1, 2)
     await join(store, "w0", "w1", "w2")
     await do(store, clock, "w0", 1.0)
     await do(store, clock, "w2", 1.0)
@@ -73,7 +73,7 @@ async def test_failing_worker_has_streak_with_results_of_others(
 async def test_busier_queue_does_not_hide_results_of_other_workers(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await join(store, "w0", "w1")
     await store.register(Registration("busy", ("c",)))
     for queue in "aaab":
@@ -104,7 +104,7 @@ async def complete_and_claim(store: ControlStores, worker_id: str) -> None:
 async def test_completed_task_ends_failure_streak(
     store: ControlStores, ann: Leader, complete: Callable[[ControlStores, str], Awaitable[None]]
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await join(store, "w0")
     for queue in "aaaab":
         await store.enqueue(NewTask(queue))
@@ -119,7 +119,7 @@ async def test_completed_task_ends_failure_streak(
 async def test_failure_streak_counts_tasks_once_and_is_bounded(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await join(store, "w0")
     again = await store.enqueue(NewTask("b", max_attempts=5))
     for _ in range(3):
@@ -136,7 +136,7 @@ async def test_failure_streak_counts_tasks_once_and_is_bounded(
 async def test_quarantine_refunds_attempts_of_failed_tasks(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await join(store, "w0", "w1")
     before = await store.enqueue(NewTask("b", max_attempts=2))
     await fail_one(store, "w0", "b")
@@ -160,9 +160,9 @@ async def test_quarantine_refunds_attempts_of_failed_tasks(
     (suspect,) = (await ann.observe()).failure_streaks
     committed = await ann.commit(Fail("w0", "QUARANTINED", "all fails here", suspect, AttemptRefund(suspect.since)))
     assert committed.requeued == 1
-    told = {task_id: await store.task(task_id) for task_id in (before, dead, waiting, others, cancelled, at_hand)}
+    reported = {task_id: await store.task(task_id) for task_id in (before, dead, waiting, others, cancelled, at_hand)}
     assert {
-        task_id: (task.status, task.attempts, task.worker_id) for task_id, task in told.items() if task is not None
+        task_id: (task.status, task.attempts, task.worker_id) for task_id, task in reported.items() if task is not None
     } == {
         before: (TaskStatus.QUEUED, 1, None),
         dead: (TaskStatus.QUEUED, 0, None),
@@ -185,7 +185,7 @@ async def test_trial_refund_happens_once_per_task(store: ControlStores, ann: Lea
     task_id = await store.enqueue(NewTask("a", max_attempts=1))
     attempts = []
     for slot, is_retried in ((0, False), (1, False), (2, True)):
-        await ann.hire(slot)
+        await ann.spawn_worker(slot)
         await join(store, f"w{slot}")
         if is_retried:
             assert await store.retry_task(task_id)
@@ -202,7 +202,7 @@ async def test_trial_refund_happens_once_per_task(store: ControlStores, ann: Lea
 
 
 async def test_worker_keeps_provider_when_fleet_changes_provider(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     seen = await ann.observe(FLEET.model_copy(update={"provider": "hetzner"}))
     assert [view.provider for view in seen.workers] == [FLEET.provider]
     await join(store, "by-hand")
@@ -210,7 +210,7 @@ async def test_worker_keeps_provider_when_fleet_changes_provider(store: ControlS
 
 
 async def test_completed_task_clears_failing_since(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await join(store, "w0")
     for queue in "ab":
         await store.enqueue(NewTask(queue))
@@ -243,7 +243,7 @@ async def test_failed_task_lists_workers_of_its_attempts(store: ControlStores, c
 
 
 async def test_snapshot_has_newest_reported_storage_use(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0, 1, 2)
+    await ann.spawn_worker(0, 1, 2)
     assert (await ann.observe()).storage is None
     await store.heartbeat("w1", (), {"storage_used_bytes": 10**13, "storage_free_bytes": None})
     clock.advance(1)
@@ -265,8 +265,8 @@ async def test_volume_growth_outcomes_record_events(store: ControlStores, ann: L
     assert cycle is not None
     assert cycle.cycle.finished_at is None
     await ann.report(VolumeGrown("v1", 150, "95 of 100 GB are used"), VolumeNotGrown("v2", 200, "no funds"))
-    told = [(event.code, event.reason, event.detail) for event in await store.events() if event.detail]
-    assert told == [
+    reported = [(event.code, event.reason, event.detail) for event in await store.events() if event.detail]
+    assert reported == [
         ("VOLUME_GROWN", "95 of 100 GB are used", {"volume_id": "v1", "size_gb": 150}),
         ("VOLUME_NOT_GROWN", "no funds", {"volume_id": "v2", "size_gb": 200}),
     ]

@@ -29,7 +29,7 @@ from windlass.store import fleets
 
 
 async def test_restarting_slots_clears_restart_counts_and_failures(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0, 1, 2)
+    await ann.spawn_worker(0, 1, 2)
     await ann.commit(Fail("w0", "X", "x"), Fail("w1", "X", "x"), FailSlot(0, "x"), FailSlot(1, "x"), FailSlot(2, "x"))
     assert await store.restart_slots("f", 1) == 1
     assert [slot.slot for slot in (await ann.observe()).slots] == [0, 2]
@@ -50,20 +50,20 @@ async def test_worker_requests_stay_open_until_spawned(store: ControlStores, ann
 
 
 async def test_worker_requests_never_exceed_free_slots(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0, 1, 2, 3)
+    await ann.spawn_worker(0, 1, 2, 3)
     await ann.report(Deleted("w3", None, "X", "x"))
     assert await store.request_workers("f", 9) == 1
     await ann.commit(FailSlot(3, "x"))
-    assert (await ann.observe()).requested == 0, "the last slot is failed: nobody can be hired for this wish"
+    assert (await ann.observe()).requested == 0, "the last slot is failed: no worker can be spawned for this request"
     await ann.commit(Drain("w0", "IDLE", "idle"))
-    assert await store.request_workers("f", 9) == 1, "whoever leaves makes room"
+    assert await store.request_workers("f", 9) == 1, "a terminated worker frees its slot"
 
 
 async def test_request_that_no_slot_can_take_is_dropped(store: ControlStores, ann: Leader) -> None:
     """Otherwise it would spawn workers again that were drained for being idle."""
     assert await store.request_workers("f", 3) == 3
-    await ann.hire(0, 1)
-    await ann.hire(2, 3)
+    await ann.spawn_worker(0, 1)
+    await ann.spawn_worker(2, 3)
     assert (await ann.observe()).requested == 0
 
 
@@ -76,11 +76,11 @@ async def test_restarting_slot_outside_fleet_is_bad_input(store: ControlStores, 
 
 async def test_snapshot_has_last_failure_with_reason(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     assert ann.snapshot.last_failure is None
-    await ann.hire(0, 1, 2)
+    await ann.spawn_worker(0, 1, 2)
     await ann.commit(Fail("w1", "MACHINE_GONE", "exit code 2"), Drain("w2", "IDLE", "idle"))
     assert (await ann.observe()).last_failure == RecentFailure("w1", "MACHINE_GONE", "exit code 2", clock())
     clock.advance(5)
-    await ann.hire(3)
+    await ann.spawn_worker(3)
     await ann.report(CreationRefused("w3", "REFUSED", "there is no folder /x"))
     assert (await ann.observe()).last_failure == RecentFailure("w3", "REFUSED", "there is no folder /x", clock())
 
@@ -103,7 +103,7 @@ async def test_fleet_has_last_cycle_time_and_leader_flag(
 async def test_worker_spawned_for_queue_fulfils_no_request(store: ControlStores, ann: Leader) -> None:
     """A request made after the observation stays open."""
     await store.request_workers("f", 2)
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     assert (await ann.observe()).requested == 2
     await ann.commit(intents=(replace(intent("not granted", 0), is_requested=True),))
     await ann.report(Deleted("w1", None, "X", "x"), intents=(replace(intent("y1", 1), is_requested=True),))
@@ -135,7 +135,7 @@ async def test_instance_id_is_constant(store: ControlStores) -> None:
 
 
 async def test_last_cycle_with_worker_is_found(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.observe()
     first = (await ann.commit(decision="one")).cycle_id
     await ann.report(Deleted("w0", None, "X", "x"))
@@ -143,7 +143,7 @@ async def test_last_cycle_with_worker_is_found(store: ControlStores, clock: Virt
     await ann.commit(decision="two")
     found = await store.last_cycle_with("f", "w0")
     assert (found.cycle.id, [view.id for view in found.snapshot.workers]) == (first, ["w0"])
-    assert await store.last_cycle_with("f", "nobody") is None
+    assert await store.last_cycle_with("f", "unknown") is None
     assert await store.last_cycle_with("g", "w0") is None
     # The search starts at the end of the worker, however long ago that was.
     for number in range(201):
@@ -192,7 +192,7 @@ async def test_queues_with_tasks_returns_only_queues_with_queued_tasks(
 
 
 async def test_pausing_fleet_pauses_present_and_future_workers(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await store.set_paused(["w1"], True)
     assert await store.pause_fleet("f", True) == 1
     assert (await ann.observe()).is_paused
@@ -207,7 +207,7 @@ async def test_pausing_fleet_pauses_present_and_future_workers(store: ControlSto
 
 
 async def test_terminated_worker_loses_tasks_without_counting_a_restart(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
     assert await store.terminate_worker("w0", "it annoys me") is True
@@ -218,7 +218,7 @@ async def test_terminated_worker_loses_tasks_without_counting_a_restart(store: C
     assert [hiring.has_failed for hiring in snapshot.launches] == [False]
     assert snapshot.slots == ()
     assert await store.terminate_worker("w0", "again") is False
-    assert await store.terminate_worker("nobody", "x") is False
+    assert await store.terminate_worker("unknown", "x") is False
 
 
 async def test_forced_end_of_unmanaged_worker_terminates_it(store: ControlStores, ann: Leader) -> None:
@@ -232,7 +232,7 @@ async def test_forced_end_of_unmanaged_worker_terminates_it(store: ControlStores
 async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
     store: ControlStores, ann: Leader, clock: VirtualClock
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     for worker_id in ("w0", "judge"):
         await store.register(Registration(worker_id, ("a",)))
         await store.heartbeat(worker_id)

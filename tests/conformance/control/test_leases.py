@@ -95,13 +95,13 @@ LOSSES = [lose_by_time, lose_to_another, lose_and_win_back, lose_by_resigning]
 async def test_plan_without_lease_changes_nothing(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.observe()
     await lose(store, clock)
     before = await store.events(limit=1000), await store.workers(), await store.cycles("f"), await store.fleets()
     with pytest.raises(LeaseLost):
         await ann.commit(
-            Promote("w0", "heard"),
+            Promote("w0", "first heartbeat"),
             Drain("w0", "IDLE", "idle"),
             RaiseAlert("X", "x"),
             intents=(intent("w1", 1),),
@@ -115,7 +115,7 @@ async def test_plan_without_lease_changes_nothing(
 async def test_outcomes_are_recorded_without_lease_but_intents_are_not(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await lose(store, clock)
     with pytest.raises(LeaseLost):
         await ann.report(Created("w0", machine(1)), Deleted("w1", None, "X", "gone"), intents=(intent("w9", 2),))
@@ -127,7 +127,7 @@ async def test_outcomes_are_recorded_without_lease_but_intents_are_not(
 async def test_outcomes_without_intents_need_no_lease(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await lose(store, clock)
     assert await ann.report(Deleted("w0", None, "X", "gone")) == frozenset()
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED

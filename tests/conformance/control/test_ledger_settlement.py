@@ -13,7 +13,7 @@ from support.control_actions import (
     Leader,
     VirtualClock,
     do,
-    told,
+    reported,
 )
 from support.stores import PostgresStores
 from windlass.cost.ledger import settle
@@ -38,7 +38,7 @@ PRICED = Machine("m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_0
 
 async def hire_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: int = 3600, born_s: float = 0) -> None:
     await ann.observe()
-    await ann.hire(slot)
+    await ann.spawn_worker(slot)
     made = replace(PRICED, id=f"m{slot}", name=f"w{slot}", created_at=clock() - timedelta(seconds=born_s))
     await ann.report(Created(f"w{slot}", made, billing_unit_s=unit_s))
 
@@ -55,21 +55,21 @@ async def test_costs_by_queue_add_up_to_costs_by_fleet(store: ControlStores, clo
         await do(store, clock, "w0", seconds, queue)
         clock.advance(300)
     assert await settle_all(store) == 1
-    by_queue, by_fleet = await told(store, "queue"), await told(store, "fleet")
+    by_queue, by_fleet = await reported(store, "queue"), await reported(store, "fleet")
     assert set(by_queue) == {"a", "b", None}
     assert by_queue["a"][1:] == by_queue["b"][1:] == (0, 0, 0)
     assert [sum(parts) for parts in zip(*by_queue.values(), strict=True)] == list(by_fleet["f"])
     if isinstance(store, PostgresStores):
         async with store.database.connection("forgetting the charges themselves") as connection:
             await connection.execute("truncate windlass.charges")
-        assert await told(store, "queue") == by_queue
+        assert await reported(store, "queue") == by_queue
 
 
 async def test_priced_machine_is_billed_from_its_creation(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     await hire_priced(ann, clock, born_s=7)
-    await ann.hire(1)
+    await ann.spawn_worker(1)
     await ann.report(Created("w1", Machine("m1", "w1", MachineState.RUNNING)))
     priced, free = (await ann.observe()).workers
     assert priced.bill == Bill(Tariff(3_600_000, "EUR", 3600, PARTS), clock() - timedelta(seconds=7))
@@ -77,21 +77,21 @@ async def test_priced_machine_is_billed_from_its_creation(
 
 
 async def test_orphaned_machine_is_billed_once(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    orphan = replace(PRICED, id="m9", name="nobody", created_at=clock() - timedelta(seconds=30))
+    orphan = replace(PRICED, id="m9", name="unknown", created_at=clock() - timedelta(seconds=30))
     for _ in range(2):
-        await ann.report(OrphanDeleted(orphan, "nobody's", 60, clock() - timedelta(seconds=10)))
+        await ann.report(OrphanDeleted(orphan, "orphaned", 60, clock() - timedelta(seconds=10)))
     clock.advance(60)
     await settle_all(store)
-    assert await told(store, "worker") == {"orphan-m9": (0, 20_000, 0, 40_000)}
+    assert await reported(store, "worker") == {"orphan-m9": (0, 20_000, 0, 40_000)}
     worker = await store.worker("orphan-m9")
     assert (worker.status, worker.code) == (WorkerStatus.TERMINATED, "ORPHAN")
-    assert worker.reason == "machine of nobody: nobody's"
+    assert worker.reason == "machine of unknown: orphaned"
 
 
 async def test_adopted_machine_is_billed_at_its_listed_price(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.observe()
     found = replace(PRICED, created_at=clock() - timedelta(seconds=3))
     ann.snapshot = replace(ann.snapshot, machines=(found,), traits=ProviderTraits(billing_unit_s=60))
@@ -101,7 +101,7 @@ async def test_adopted_machine_is_billed_at_its_listed_price(
 
 
 async def test_price_without_currency_is_summed_separately(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", replace(PRICED, currency=None)))
     (view,) = (await ann.observe()).workers
     assert view.bill is not None
@@ -109,7 +109,7 @@ async def test_price_without_currency_is_summed_separately(store: ControlStores,
 
 
 async def test_late_price_applies_from_machine_creation(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", replace(PRICED, price_micros_per_hour=None)))
     born = clock()
     clock.advance(60)
@@ -135,7 +135,7 @@ async def test_billing_period_is_charged_after_worker_ends(
     await ann.observe()
     clock.advance(20)
     await ann.observe()
-    await ann.commit(Promote("w0", "heard"))
+    await ann.commit(Promote("w0", "first heartbeat"))
     first = await do(store, clock, "w0", 100)
     second = await do(store, clock, "w0", 200, "b")
     clock.advance(40)
@@ -150,13 +150,13 @@ async def test_billing_period_is_charged_after_worker_ends(
     snapshot = await ann.observe()
     assert (snapshot.is_settlement_due, snapshot.ended_bills) == (False, ())
     assert snapshot.spending == (Spending("EUR", 3_600_000, 3_600_000, 3_600_000),)
-    assert await told(store, "worker") == {"w0": (300_000, 60_000, 30_000, 3_210_000)}
-    assert await told(store, "fleet") == {"f": (300_000, 60_000, 30_000, 3_210_000)}
-    assert await told(store, "day") == {"2030-01-01": (300_000, 60_000, 30_000, 3_210_000)}
-    assert await told(store, "queue") == {
+    assert await reported(store, "worker") == {"w0": (300_000, 60_000, 30_000, 3_210_000)}
+    assert await reported(store, "fleet") == {"f": (300_000, 60_000, 30_000, 3_210_000)}
+    assert await reported(store, "day") == {"2030-01-01": (300_000, 60_000, 30_000, 3_210_000)}
+    assert await reported(store, "queue") == {
         "a": (100_000, 0, 0, 0), "b": (200_000, 0, 0, 0), None: (0, 60_000, 30_000, 3_210_000),
     }  # fmt: skip
-    assert list(await told(store, "task")) == [None, str(second), str(first)]
+    assert list(await reported(store, "task")) == [None, str(second), str(first)]
     (charge,) = await store.charges_of_task(second)
     assert (charge.worker_id, charge.queue, charge.amount_micros) == ("w0", "b", 200_000)
     assert await store.open_accounts() == []
@@ -164,7 +164,7 @@ async def test_billing_period_is_charged_after_worker_ends(
 
 async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await hire_priced(ann, clock)
-    await ann.commit(Promote("w0", "heard"))
+    await ann.commit(Promote("w0", "first heartbeat"))
     task_id = await store.enqueue(NewTask("a"))
     (claim,) = await store.claim("w0", ("a",), 1)
     clock.advance(3600)
@@ -172,7 +172,7 @@ async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: Vi
     clock.advance(60)
     assert (await ann.observe()).is_settlement_due
     assert await settle_all(store) == 1
-    assert await told(store, "task") == {str(task_id): (3_600_000, 0, 0, 0)}
+    assert await reported(store, "task") == {str(task_id): (3_600_000, 0, 0, 0)}
     (view,) = (await ann.observe()).workers
     assert view.bill is not None
     assert view.bill.settled_until == view.bill.since + timedelta(hours=1)
@@ -180,7 +180,7 @@ async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: Vi
     await store.finish_and_claim("w0", [Finished(task_id, claim.token, None)], (), 0)
     clock.advance(1860)
     await settle_all(store)
-    assert await told(store, "worker") == {"w0": (5_400_000, 0, 1_800_000, 0)}
+    assert await reported(store, "worker") == {"w0": (5_400_000, 0, 1_800_000, 0)}
     assert [charge.amount_micros for charge in await store.charges_of_task(task_id)] == [3_600_000, 1_800_000]
     assert (await ann.observe()).spending == (Spending("EUR", 0, 7_200_000, 7_200_000),)
 
@@ -192,7 +192,7 @@ async def test_monthly_cap_makes_rest_of_month_free(store: ControlStores, clock:
     await ann.report(Deleted("w0", "m0", "X", "x"))
     clock.advance(60)
     await settle_all(store)
-    assert await told(store, "fleet") == {"f": (0, 9_000_000, 0, 0)}
+    assert await reported(store, "fleet") == {"f": (0, 9_000_000, 0, 0)}
 
 
 async def end_by_finish(store: ControlStores, claim: Any, ann: Leader) -> None:
@@ -221,7 +221,7 @@ async def end_by_losing_the_worker(store: ControlStores, claim: Any, ann: Leader
 
 
 async def end_by_leaving(store: ControlStores, claim: Any, ann: Leader) -> None:
-    await store.deregister("w0", "told to")
+    await store.deregister("w0", "requested")
 
 
 WAYS_TO_END = [
@@ -238,7 +238,7 @@ async def test_every_end_of_attempt_records_billed_span(
     if is_priced:
         await hire_priced(ann, clock)
     else:
-        await ann.hire(0)
+        await ann.spawn_worker(0)
         await ann.report(Created("w0", Machine("m0", "w0", MachineState.RUNNING)))
     await store.enqueue(NewTask("a"))
     (claim,) = await store.claim("w0", ("a",), 1)
@@ -249,12 +249,12 @@ async def test_every_end_of_attempt_records_billed_span(
     accounts = await store.open_accounts(fleet="f")
     spans = [span for account in accounts for span in account.spans]
     assert spans == ([Span(claim.task_id, "a", begun, clock())] if is_priced else [])
-    assert await store.open_accounts(worker_id="nobody") == []
+    assert await store.open_accounts(worker_id="unknown") == []
 
 
 async def test_span_before_machine_is_known_is_recorded(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     """A worker may run tasks before its creation is recorded, or before its machine is adopted."""
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     begun = clock()
     task_id = await do(store, clock, "w0", 20)
     await ann.report(Created("w0", replace(PRICED, created_at=begun), billing_unit_s=3600))
@@ -273,7 +273,7 @@ async def test_settlement_of_changed_account_is_skipped(store: ControlStores, cl
     clock.advance(60)
     assert await settle_all(store) == 1
     assert await store.settle([closed, closed]) == 0
-    assert await told(store, "worker") == {"w0": (0, 3_700_000, 0, 3_500_000)}
+    assert await reported(store, "worker") == {"w0": (0, 3_700_000, 0, 3_500_000)}
 
 
 async def test_accounts_to_settle_are_bounded_longest_due_first(
@@ -299,7 +299,7 @@ async def test_retention_keeps_workers_with_unsettled_bills(
     assert await settle_all(store) == 1
     await store.sweep()
     assert await store.worker("w0") is None
-    assert await told(store, "worker") == {"w0": (0, 0, 0, 3_600_000)}
+    assert await reported(store, "worker") == {"w0": (0, 0, 0, 3_600_000)}
     clock.advance(RETENTION.charges_s)
     await store.sweep()
-    assert await told(store, "worker") == await told(store, "fleet") == {}
+    assert await reported(store, "worker") == await reported(store, "fleet") == {}

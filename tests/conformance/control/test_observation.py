@@ -55,7 +55,7 @@ async def test_first_observation_is_empty_and_creates_fleet(
 
 async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     created_at = clock()
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", machine(1)))
     machine_at = clock()
     clock.advance(5)
@@ -64,7 +64,7 @@ async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: 
     await store.heartbeat("w0", (), {"vram_total_mb": 100, "vram_used_mb": 7, "idle_s": 2.5})
     heard_at = clock()
     await ann.observe()
-    await ann.commit(Promote("w0", "heard"))
+    await ann.commit(Promote("w0", "first heartbeat"))
     activated_at = clock()
     first = await store.enqueue(NewTask("a", timeout_s=9.0))
     second = await store.enqueue(NewTask("b"))
@@ -91,7 +91,7 @@ async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: 
 
 
 async def test_gpu_loss_time_is_the_first_heartbeat_without_vram(store: ControlStores, ann: Leader, clock: Any) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await store.register(Registration("w0", ("a",), fleet="f"))
 
     async def lost_after(**vitals: int | None) -> datetime | None:
@@ -116,7 +116,7 @@ async def test_snapshot_omits_other_fleets_and_terminated_workers(store: Control
     other = Leader(store, ANN, "g")
     await other.observe()
     await other.commit(Spawn(0, "x"), intents=(intent("g0", 0),))
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await ann.report(Deleted("w0", None, "X", "gone"))
     assert [worker.id for worker in (await ann.observe()).workers] == ["w1"]
 
@@ -215,12 +215,12 @@ async def test_busy_queue_does_not_hide_durations_of_another(
 async def test_snapshot_has_launches_and_failures_in_window(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     first = clock()
     await ann.report(Deleted("w1", None, "X", "gone"))
     clock.advance(200)
     await ann.observe()
-    await ann.hire(1, 2)
+    await ann.spawn_worker(1, 2)
     second = clock()
     assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).launches] == [
         (first, False), (first, False), (second, False),
@@ -239,7 +239,7 @@ async def test_snapshot_has_launches_and_failures_in_window(
 
 
 async def test_snapshot_has_slot_restarts_within_window(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await ann.commit(Fail("w0", "CRASHED", "x"))
     broke_at = clock()
     (slot,) = (await ann.observe()).slots

@@ -29,7 +29,7 @@ from windlass.model.worker import WorkerStatus
 async def test_created_machine_is_stored_with_its_worker(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     clock.advance(2)
     await ann.report(Created("w0", machine(1)))
     known_at = clock()
@@ -42,7 +42,7 @@ async def test_created_machine_is_stored_with_its_worker(
 
 
 async def test_ambiguous_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(CreationUnclear("w0", "no answer"))
     (view,) = (await ann.observe()).workers
     assert (view.status, view.creation, view.machine_id) == ("spawning", "ambiguous", None)
@@ -53,7 +53,7 @@ async def test_ambiguous_creation_keeps_its_slot(store: ControlStores, ann: Lead
 async def test_refused_creation_terminates_worker(
     store: ControlStores, ann: Leader, code: str, is_failure: bool
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(CreationRefused("w0", code, "said no"))
     worker = await store.worker("w0")
     assert (worker.status, worker.code, worker.reason) == (WorkerStatus.TERMINATED, code, "said no")
@@ -67,7 +67,7 @@ async def test_refused_creation_terminates_worker(
 async def test_refusal_terminates_failed_or_draining_worker(
     store: ControlStores, ann: Leader, meanwhile: Action
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.commit(meanwhile)
     await ann.report(CreationRefused("w0", "NO_CAPACITY", "said no"))
     assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
@@ -76,7 +76,7 @@ async def test_refusal_terminates_failed_or_draining_worker(
 @pytest.mark.parametrize("code", ["LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY", "PROVIDER_PAUSE"])
 async def test_fleet_refusal_is_observed_until_next_machine(clock: VirtualClock, ann: Leader, code: str) -> None:
     assert (await ann.observe()).refusal is None
-    await ann.hire(0, 1, 2, 3)
+    await ann.spawn_worker(0, 1, 2, 3)
     clock.advance(5)
     refused_at = clock()
     await ann.report(CreationRefused("w0", code, "said no"))
@@ -89,7 +89,7 @@ async def test_fleet_refusal_is_observed_until_next_machine(clock: VirtualClock,
 
 
 async def test_latest_spawned_wins_among_simultaneous_refusals(ann: Leader) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await ann.report(CreationRefused("w0", "DENIED", "zero"), CreationRefused("w1", "DENIED", "one"))
     refusal = (await ann.observe()).refusal
     assert refusal is not None
@@ -97,7 +97,7 @@ async def test_latest_spawned_wins_among_simultaneous_refusals(ann: Leader) -> N
 
 
 async def test_refusal_does_not_terminate_worker_with_machine(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.commit(Adopt("w0", "m1", "found"))
     await ann.report(CreationRefused("w0", "REFUSED", "said no"))
     (view,) = (await ann.observe()).workers
@@ -107,7 +107,7 @@ async def test_refusal_does_not_terminate_worker_with_machine(store: ControlStor
 async def test_deleted_machine_terminates_worker_and_requeues_tasks(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     task_id = await store.enqueue(NewTask("a"))
     await store.claim("w0", ("a",), 1)
     await ann.commit(Drain("w0", "IDLE", "idle"))
@@ -117,7 +117,7 @@ async def test_deleted_machine_terminates_worker_and_requeues_tasks(
     task = await store.task(task_id)
     assert (task.status, task.error_code) == (TaskStatus.QUEUED, "DRAIN_TIMEOUT")
     before = await events(store)
-    await ann.report(Deleted("w0", None, "X", "x"), Deleted("nobody", None, "X", "x"))
+    await ann.report(Deleted("w0", None, "X", "x"), Deleted("unknown", None, "X", "x"))
     assert await events(store) == before
 
 
@@ -135,7 +135,7 @@ async def test_deletion_of_old_machine_keeps_worker_with_a_new_one(
     store: ControlStores, ann: Leader, known: str | None, deleted: str | None, is_over: bool
 ) -> None:
     """Outcomes are recorded for any reporter: a former leader may report an outdated one."""
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     if known is not None:
         await ann.report(Created("w0", machine(int(known[1:]))))
     task_id = await store.enqueue(NewTask("a"))
@@ -146,9 +146,9 @@ async def test_deletion_of_old_machine_keeps_worker_with_a_new_one(
 
 
 async def test_failed_deletions_and_orphans_only_record_events(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     before = await store.workers()
-    await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "nobody's"))
+    await ann.report(NotDeleted("w0", "denied"), OrphanDeleted(Machine("m7", "w7", MachineState.RUNNING), "orphaned"))
     assert await store.workers() == before
     assert await events(store, "w0") == ["WORKER_SPAWNED", "MACHINE_NOT_DELETED"]
     assert await events(store, "w7") == ["ORPHAN_DELETED"]

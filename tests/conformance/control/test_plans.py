@@ -38,14 +38,14 @@ from windlass.model.worker import Registration, WorkerStatus
 
 
 async def test_promote_activates_spawning_worker_once(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     clock.advance(3)
-    await ann.commit(Promote("w0", "heard"))
+    await ann.commit(Promote("w0", "first heartbeat"))
     worker = await store.worker("w0")
     assert (worker.status, worker.activated_at) == (WorkerStatus.ACTIVE, clock())
     activated_at = clock()
     clock.advance(3)
-    await ann.commit(Promote("w0", "heard"), Promote("nobody", "heard"))
+    await ann.commit(Promote("w0", "first heartbeat"), Promote("unknown", "first heartbeat"))
     assert (await store.worker("w0")).activated_at == activated_at
     assert await events(store, "w0") == ["WORKER_SPAWNED", "WORKER_ACTIVATED"]
 
@@ -53,7 +53,7 @@ async def test_promote_activates_spawning_worker_once(store: ControlStores, cloc
 async def test_failed_worker_requeues_tasks_and_counts_a_restart(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await store.register(Registration("w0", ("a",), fleet="f", concurrency=2))
     again = await store.enqueue(NewTask("a"))
     over = await store.enqueue(NewTask("a", max_attempts=1))
@@ -74,7 +74,7 @@ async def test_failed_worker_requeues_tasks_and_counts_a_restart(
 
 
 async def test_failed_worker_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.commit(Fail("w0", "CRASHED", "x"))
     assert (await ann.commit(intents=(intent("again", 0),))).granted == frozenset()
 
@@ -82,7 +82,7 @@ async def test_failed_worker_keeps_its_slot(store: ControlStores, ann: Leader) -
 async def test_drain_sets_worker_terminating_with_its_time(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     clock.advance(2)
     await ann.commit(Drain("w0", "IDLE", "idle 41 s"))
     drained_at = clock()
@@ -97,7 +97,7 @@ async def test_drain_sets_worker_terminating_with_its_time(
 
 
 async def test_adopt_assigns_listed_machine_to_worker(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.observe()
     ann.snapshot = replace(ann.snapshot, machines=(machine(1), machine(2)), traits=ProviderTraits())
     clock.advance(4)
@@ -111,14 +111,14 @@ async def test_adopt_assigns_listed_machine_to_worker(store: ControlStores, cloc
 
 
 async def test_adopted_machine_that_needs_preparation_is_unprepared(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     await ann.commit(Adopt("w1", "m2", "found", is_prepared=False))
     assert [view.prepared_at for view in (await ann.observe()).workers] == [None, None]
 
 
 async def test_preparation_is_recorded_before_and_after(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     began_at = clock()
     await ann.commit(Prepare("w0", "m1", "it runs"))
@@ -134,12 +134,12 @@ async def test_preparation_is_recorded_before_and_after(store: ControlStores, cl
     await ann.report(Prepared("w0", "m1", "another"), PreparationFailed("w0", "m1", "DISK_FULL", "too late"))
     (view,) = (await ann.observe()).workers
     assert (view.prepared_at, view.prepare_code, view.host_key) == (done_at, None, "ssh-ed25519 AAAA")
-    told = ["WORKER_SPAWNED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
-    assert await events(store, "w0") == told
+    reported = ["WORKER_SPAWNED", "MACHINE_PREPARING", "PREPARATION_UNCLEAR", "MACHINE_PREPARED"]
+    assert await events(store, "w0") == reported
 
 
 async def test_first_host_key_is_stored_before_preparation(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     before = await events(store, "w0")
     await ann.report(HostKeySeen("w0", "m2", "not its machine"))
@@ -151,7 +151,7 @@ async def test_first_host_key_is_stored_before_preparation(store: ControlStores,
 
 
 async def test_failed_preparation_records_code_and_output(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     failed = PreparationFailed("w0", "m1", "GPU_NOT_DETECTED", "no GPU answers", "No devices were found", "key")
     await ann.report(failed)
@@ -164,7 +164,7 @@ async def test_failed_preparation_records_code_and_output(store: ControlStores, 
 
 
 async def test_failed_preparation_is_ignored_after_a_heartbeat(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     await store.heartbeat("w0")
     await ann.report(PreparationFailed("w0", "m1", "SSH_UNREACHABLE", "nobody answers"))
@@ -173,15 +173,15 @@ async def test_failed_preparation_is_ignored_after_a_heartbeat(store: ControlSto
 
 
 async def test_failed_slot_and_alert_record_events(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.commit(FailSlot(0, "too often"), RaiseAlert("SLOT_FAILED", "slot 0 is failed", "w0", "0"))
-    told = {event.code: event for event in await store.events(limit=1000)}
-    assert (told["SLOT_FAILED"].reason, told["SLOT_FAILED"].detail) == ("too often", {"slot": 0})
-    assert (told["ALERT"].worker_id, told["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED", "about": "0"})
+    reported = {event.code: event for event in await store.events(limit=1000)}
+    assert (reported["SLOT_FAILED"].reason, reported["SLOT_FAILED"].detail) == ("too often", {"slot": 0})
+    assert (reported["ALERT"].worker_id, reported["ALERT"].detail) == ("w0", {"code": "SLOT_FAILED", "about": "0"})
 
 
 async def test_provider_actions_change_no_worker_before_outcome(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     before = await store.workers()
     await ann.commit(Delete("w0", "m0", "X", "x"), DeleteOrphan("m9", "w9", "x"), Spawn(1, "x"))
     assert await store.workers() == before
@@ -196,13 +196,13 @@ async def test_intents_are_granted_for_free_slots_below_maximum(store: ControlSt
 
 
 async def test_intent_is_granted_once(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.report(Deleted("w0", None, "X", "gone"))
     assert (await ann.commit(intents=(intent("w0", 0),))).granted == frozenset()
 
 
 async def test_failed_slot_is_not_filled_until_restarted(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0)
+    await ann.spawn_worker(0)
     await ann.commit(FailSlot(0, "too often"))
     await ann.report(Deleted("w0", None, "X", "gone"))
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == frozenset()
@@ -212,7 +212,7 @@ async def test_failed_slot_is_not_filled_until_restarted(store: ControlStores, a
 
 
 async def test_workers_above_lowered_maximum_count(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(1, 2, 3)
+    await ann.spawn_worker(1, 2, 3)
     await ann.observe(FleetConfig(queues=("a",), min_workers=0, max_workers=3))
     await ann.report(Deleted("w1", None, "X", "gone"))
     # Two workers are left, one of them in a slot above the maximum: one slot is free.
@@ -225,11 +225,16 @@ async def test_spawned_worker_inherits_queues_and_pause_of_fleet(store: ControlS
     worker = await store.worker("w0")
     assert (worker.fleet, worker.slot, worker.status) == ("f", 0, WorkerStatus.SPAWNING)
     assert (worker.queues, worker.is_paused, worker.lease_s) == (("a", "b"), True, 12.5)
-    (hired,) = await store.events(worker_id="w0")
-    assert (hired.code, hired.reason, hired.fleet, hired.detail) == ("WORKER_SPAWNED", "wanted", "f", {"slot": 0})
+    (spawned,) = await store.events(worker_id="w0")
+    assert (spawned.code, spawned.reason, spawned.fleet, spawned.detail) == (
+        "WORKER_SPAWNED",
+        "wanted",
+        "f",
+        {"slot": 0},
+    )
 
 
 async def test_outcomes_free_slots_for_their_intents(store: ControlStores, ann: Leader) -> None:
-    await ann.hire(0, 1)
+    await ann.spawn_worker(0, 1)
     granted = await ann.report(Deleted("w0", None, "X", "gone"), intents=(intent("y0", 0), intent("y1", 1)))
     assert granted == {"y0"}

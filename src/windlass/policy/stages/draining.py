@@ -60,7 +60,8 @@ def drain_workers(
         context.is_cut_short = len(drains) < len(first)
         idle_s = min((state.idle_s or 0.0 for state in spare), default=0.0)
         needed = len(staying) - len(proposal.spare)
-        why = forced[0].reason if forced else f"idle {idle_s:.0f} s, {len(staying)} workers, {needed} needed"
+        workers = f"{len(staying)} worker{'' if len(staying) == 1 else 's'}"
+        why = forced[0].reason if forced else f"idle {idle_s:.0f} s, {workers}, {needed} needed"
         context.decision = f"drain {len(drains)}: {why}"
     return [*drains]
 
