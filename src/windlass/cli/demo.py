@@ -39,7 +39,7 @@ async def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep everything running until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Show autoscaling and crash recovery on this host, in about a minute.
+    """Show autoscaling and crash recovery on this host, in under a minute.
 
     Runs `windlass up` with real worker processes and prints what happens and why. A burst of tasks arrives, workers are
     spawned, one worker is killed, and one task kills every worker that runs it. At the end every other task must be
@@ -53,7 +53,7 @@ async def demo(
     claims, one loses its GPU, one hangs, one is drained. Each is terminated for its own reason and replaced.
 
     --on ray: workers are nodes of a Ray cluster on this host. Ray places the tasks, and one node is killed. Needs
-    `pip install "windlass[ray]"`.
+    `pip install "./windlass[ray]"` from a clone.
 
     Uses its own PostgreSQL in a temporary folder, which is deleted afterwards.
     """

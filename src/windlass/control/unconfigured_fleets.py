@@ -6,7 +6,7 @@ process led without interruption and no orchestrator ran the fleet: an operator 
 that long to notice. Only the leader acts, because another orchestrator's configuration may include the fleet.
 
 A process without fleets of its own holds the caretaker lease, which shows that an orchestrator is present. It leaves
-the leader's lease free for any process that has fleets, even for a single cycle.
+the leader's lease free, so that a process with fleets, such as one `windlass cycle`, can lead.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class UnconfiguredFleets:
     async def run(self) -> None:
         while not self._is_stopped:
             try:
-                if await self._is_leader():
+                if await self._try_to_lead():
                     await self._check()
                 else:
                     for fleet in self._fleets.values():
@@ -106,7 +106,8 @@ class UnconfiguredFleets:
         """Release the caretaker lease."""
         await self._store.release_lease(self._caretaker)
 
-    async def _is_leader(self) -> bool:
+    async def _try_to_lead(self) -> bool:
+        """Whether this process leads. Without fleets of its own it holds the caretaker lease while it does."""
         if running := self._running():
             return any(task.last is not None and task.last.summary.is_leader for task in running.values())
         # No cycle acquires the leader's lease, so try it here and release it at once.
@@ -150,7 +151,7 @@ class UnconfiguredFleets:
             return
         if fleet.unattended_since is None:
             fleet.unattended_since = now
-        # A cycle between two checks shows only in the database's figure.
+        # A cycle that ran between two checks is visible only in without_orchestrator_s.
         if min(without_orchestrator_s, now - fleet.unattended_since) < GRACE_S:
             return
         try:

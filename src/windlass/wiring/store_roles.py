@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class OrchestratorStores(PostgresControlStore, PostgresFleetQueries, PostgresMaintenance, PostgresWorkSignal):
-    """OrchestratorStore of control/orchestrator.py."""
+    """Implements OrchestratorStore of control/unconfigured_fleets.py."""
 
 
 class WorkerProtocolStores(PostgresTransport, PostgresAuthStore):
