@@ -1,9 +1,10 @@
 """Standard error with a writer thread, so that a reader that stalls blocks no one else.
 
 A write to an unread pipe, a terminal after Ctrl-S or a hanging log driver blocks until it is read. On the event loop,
-time limits and signals would stop while heartbeats continue, so the tasks would never be requeued. Output is therefore queued up to a limit. Beyond
-the limit it is dropped and counted until the queue is empty; then a line says how much is missing. `is_behind` lets
-large producers wait for a slow reader, but not for one that has stalled. Write errors are ignored.
+time limits and signals would stop while heartbeats continue, so the tasks would never be requeued. Output is therefore
+queued up to a limit. Beyond the limit it is dropped and counted until the queue is empty; then a line says how much is
+missing. `is_behind` lets large producers wait for a slow reader, but not for one that has stalled. Write errors are
+ignored.
 """
 
 import atexit
