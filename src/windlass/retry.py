@@ -63,4 +63,7 @@ async def retrying(
             if is_stopped() or time.monotonic() >= give_up_at:
                 raise
             log.warning(event, **fields, error=str(error) or type(error).__name__, failures=backoff.failures)
+            last_error = error
         await pause(delay_s)
+        if is_stopped():
+            raise last_error

@@ -58,6 +58,17 @@ def test_stop_in_the_first_cycle_leaves_no_machine_running(after_s: float) -> No
     run_in_virtual_time(scenario)
 
 
+def test_stop_during_start_up_starts_no_fleet() -> None:
+    async def scenario(fixture: OrchestratorFixture) -> None:
+        running = fixture.start()
+        # The task has not begun: the signal came while the program was still opening its server and pools.
+        running.orchestrator.stop()
+        await running.ends_within(1.0)
+        assert await fixture.store.workers(include_terminated=True) == []
+
+    run_in_virtual_time(scenario)
+
+
 def test_standby_stops_without_touching_workers() -> None:
     async def scenario(fixture: OrchestratorFixture) -> None:
         leader = fixture.start()

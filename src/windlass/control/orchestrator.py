@@ -63,6 +63,7 @@ class Orchestrator:
             store, candidate, self._running, make_cycle, lambda cycle: self._add(cycle).shut_down(), self.stop
         )
         self._is_stopping = asyncio.Event()
+        self._is_reconfigured = False
         # Queues of idle fleets that are watched for tasks, and whether there are others by now.
         self._watched_queues: set[str] = set()
         self._has_new_idle_queues = asyncio.Event()
@@ -74,18 +75,18 @@ class Orchestrator:
 
         `stops_when_empty`: no fleet is configured; also end when all unconfigured fleets are shut down.
         """
+        # A reload during start-up has replaced the fleets already; a stop during start-up starts none.
+        if not self._is_reconfigured and not self._is_stopping.is_set():
+            self._unconfigured.stops_when_empty = stops_when_empty
+            # Before the task group: an error here must not be wrapped, and no fleet runs yet.
+            for cycle in [self._make_cycle(name, config) for name, config in fleets.items()]:
+                self._add(cycle)
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 group.create_task(self._is_stopping.wait())
-                # A reload that came during start-up has replaced the fleets already.
-                if not self._tasks:
-                    self._unconfigured.stops_when_empty = stops_when_empty
-                    for name, config in fleets.items():
-                        self._add(self._make_cycle(name, config))
-                else:
-                    for task in self._tasks:
-                        self._start(task)
+                for task in self._tasks:
+                    self._start(task)
                 for service in (self._wake_idle_fleets(), self._sweep(), self._unconfigured.run()):
                     self._start_service(service)
         finally:
@@ -119,6 +120,7 @@ class Orchestrator:
             for made in unused:
                 self._start_service(made.close())
             raise
+        self._is_reconfigured = True
         self._unconfigured.stops_when_empty = stops_when_empty
         changes: dict[str, list[str]] = {"new": list(new)} if new else {}
         for name in fleets.keys() & running.keys():
