@@ -140,7 +140,7 @@ def test_auto_start_needs_an_ssh_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fleet gpu has auto_start_worker, which needs an SSH key. Create one"):
         providers.make_provider("gpu", fleet, config, "this")
     missing = config.model_copy(update={"runpod_ssh_key_file": tmp_path / "none"})
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read SSH key"):
         providers.make_provider("gpu", fleet, missing, "this")
     assert not providers.make_provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
 

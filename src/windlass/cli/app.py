@@ -39,7 +39,7 @@ COMMANDS = {
         CommandEntry("up", "up", "up", "Run the fleets in windlass.toml: spawn, supervise and terminate workers."),
         CommandEntry("worker", "worker", "worker", "Claim tasks and run a handler for each."),
         CommandEntry("cycle", "up", "cycle", "Run one control cycle of every fleet and print a summary as JSON."),
-        CommandEntry("demo", "demo", "demo", "Show autoscaling and crash recovery on this host, in about a minute."),
+        CommandEntry("demo", "demo", "demo", "Show autoscaling and crash recovery on this host, in under a minute."),
     ),
     "Tasks": (
         CommandEntry("enqueue", "enqueue", "enqueue", "Add a task to a queue, or one task per line of a file."),
