@@ -86,7 +86,7 @@ REFUSALS = [
     (
         "a command is to run inline",
         ["--inline", "--exec", "cat"],
-        "--inline goes with --handler: a command cannot run inside the worker.",
+        "--inline needs --handler: a command cannot run inside the worker.",
     ),
     (
         "there is no such command",

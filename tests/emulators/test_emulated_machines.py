@@ -337,9 +337,8 @@ def test_taken_port_is_reported(command: Command) -> None:
         capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert (
-        done.stderr == f"windlass: cannot listen on port {port} (Address already in use); choose another with --port.\n"
-    )
+    reason = f"cannot listen on port {port}: Address already in use. Choose another port with --port."
+    assert done.stderr == f"windlass: {reason}\n"
 
 
 def _is_alive(pid: int) -> bool:

@@ -202,7 +202,7 @@ async def test_schema_of_a_modified_program_is_not_migrated(empty_dsn: str) -> N
 
 async def test_failing_schema_leaves_an_empty_database_empty(empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SCHEMA", Migration(LATEST_VERSION, "schema", f"{SCHEMA.sql}; select 1 / 0"))
-    with pytest.raises(DatabaseUnavailable, match="migrating: .* refused .division by zero."):
+    with pytest.raises(DatabaseUnavailable, match="migrating: .* refused the statement .division by zero."):
         await migrate(empty_dsn)
     assert await objects(empty_dsn) == set()
 
@@ -212,7 +212,7 @@ async def test_failing_migration_leaves_the_schema_unchanged(empty_dsn: str, mon
     before = await objects(empty_dsn)
     with monkeypatch.context() as broken:
         pretend_migrations(broken, [*MIGRATIONS, NEXT, BROKEN])
-        with pytest.raises(DatabaseUnavailable, match="migrating: .* refused .division by zero."):
+        with pytest.raises(DatabaseUnavailable, match="migrating: .* refused the statement .division by zero."):
             await migrate(empty_dsn)
     assert await objects(empty_dsn) == before
     assert await versions(empty_dsn) == [LATEST_VERSION]
@@ -226,6 +226,6 @@ async def test_migration_waits_for_a_lock_only_until_its_timeout(
     monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.01)
     async with connected(empty_dsn) as connection, connection.transaction():
         await connection.execute("select pg_advisory_xact_lock($1)", module.LOCK_KEY)
-        with pytest.raises(DatabaseUnavailable, match=r"migrating: .*lock timeout\): try again\.$"):
+        with pytest.raises(DatabaseUnavailable, match=r"migrating: .*lock timeout\)\. Try again\.$"):
             await migrate(empty_dsn)
     assert await objects(empty_dsn) == set()

@@ -76,7 +76,7 @@ async def test_deadlock_raises_unavailable_and_retry_succeeds(
         finishing = asyncio.create_task(store.finish_and_claim("w1", done, (), 0))
         await eventually(lambda: is_blocked(second_connection), "finish_and_claim blocks at the second task")
         await connection.execute("select from windlass.tasks where id = $1 for update", first.task_id)
-        with pytest.raises(DatabaseUnavailable, match=r"\(deadlock detected\): try again\.$"):
+        with pytest.raises(DatabaseUnavailable, match=r"\(deadlock detected\)\. Try again\.$"):
             await finishing
     result = await store.finish_and_claim("w1", done, (), 0)
     assert result.lost == []

@@ -7,6 +7,7 @@ A violation prints the trace of its seed. `PYTHONPATH=tests python -m support.si
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_seed_gives_same_trace_in_every_process() -> None:
     def replay(hash_seed: str) -> str:
         process = subprocess.run(
             [sys.executable, "-m", "support.simulator", "--seed", "9"],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[1])},
             capture_output=True,
             text=True,
             check=True,
