@@ -6,7 +6,7 @@ When the queue is empty, the fleet shrinks to its minimum.
 
 from typing import Any
 
-from windlass.demo.environment import QUERIES, DemoEnvironment, DemoPlace
+from windlass.demo.environment import QUERIES, DemoEnvironment
 from windlass.demo.report import DemoReport
 from windlass.demo.scenario import DemoScenario
 
@@ -17,7 +17,6 @@ POISON_AT = 1 / 2
 
 class LocalDemo(DemoScenario):
     toml_tail = """\
-min_workers = {min_workers}
 poll_interval_s = 0.5
 heartbeat_interval_s = 0.5
 heartbeat_timeout_s = 10
@@ -28,9 +27,6 @@ stop_timeout_s = 10
     work_s = (0.2, 0.3, 0.4)
     min_workers = 1
     base_time_limit_s = 60.0
-
-    def config_values(self, place: DemoPlace) -> dict[str, object]:  # noqa: ARG002
-        return {"min_workers": self.min_workers}
 
     async def advance(self, environment: DemoEnvironment, progress: Any) -> bool:
         if not progress["enqueued"]:

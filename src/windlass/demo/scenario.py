@@ -53,6 +53,7 @@ lease_s = 10
 [fleets.{fleet}]
 queues = ["{queue}"]
 handler = "{handler}"
+min_workers = {min_workers}
 max_workers = {max_workers}
 {tail}"""
 # The line that is printed for an event.
@@ -116,7 +117,8 @@ class DemoScenario(ABC):
         return {}
 
     def render_toml(self, place: DemoPlace) -> str:
-        values = {"port": free_port(), "max_workers": self.max_workers, **self.config_values(place)}
+        limits = {"min_workers": self.min_workers, "max_workers": self.max_workers}
+        values = {"port": free_port(), **limits, **self.config_values(place)}
         head, tail = (text.format(fleet=FLEET, **values) for text in (self.toml_head, self.toml_tail))
         names = {"data_dir": place.data_dir, "fleet": FLEET, "queue": QUEUE, "handler": HANDLER}
         return TOML.format(head=head, tail=tail, **names, **values)
