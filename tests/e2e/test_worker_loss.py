@@ -160,11 +160,12 @@ async def test_blocked_maintenance_does_not_stop_heartbeats(harness: WorkerHarne
     assert await harness.wait_for_result(task_id) == "the second attempt"
 
 
-async def test_worker_drains_after_migration_to_unknown_schema(harness: WorkerHarness) -> None:
+async def test_worker_drains_when_its_contract_is_no_longer_supported(harness: WorkerHarness) -> None:
     process = await harness.start_registered(handler="wait_for_file", **SHORT_LEASE)
     task_id = await harness.enqueue(gate(harness.folder, 1))
     await until((harness.folder / "running-1").exists, "the handler runs")
-    await harness.sql("insert into windlass.migrations (version, name, checksum) values (9999, 'from_the_future', '')")
+    contract = "create or replace function windlass.contract_versions(out oldest integer, out newest integer)"
+    await harness.sql(f"{contract} language sql immutable parallel safe as 'select 2, 2'")
     # The connection breaks during a heartbeat.
     locker = await asyncpg.connect(harness.dsn)
     try:
@@ -180,9 +181,9 @@ async def test_worker_drains_after_migration_to_unknown_schema(harness: WorkerHa
     (harness.folder / "go-1").touch()
     assert await process.exit_code() == 2
     said = process.log().splitlines()[-1]
-    assert said.startswith("windlass: the database's schema is at version 9999 and this program knows only")
+    assert "the database supports contract versions 2 to 2" in said
     assert (await harness.sql("select status from windlass.tasks where id = $1", task_id)) == "complete"
-    await harness.sql("delete from windlass.migrations where version = 9999")
+    await harness.sql(f"{contract} language sql immutable parallel safe as 'select 1, 1'")
 
 
 async def test_unanswered_claim_times_out_after_half_a_lease(harness: WorkerHarness) -> None:
