@@ -2,7 +2,7 @@
 
     python orchestrator_process.py DSN NAME
 
-Its machines never join, so each is hired, given up, deleted and replaced, over and over. A creation runs inside the
+Its machines never join, so each is spawned, times out, is deleted and replaced repeatedly. A creation runs inside the
 database and goes on there when whoever asked for it is killed. Ends by being killed.
 """
 

@@ -122,7 +122,7 @@ def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> 
         shop.is_heard = True
         for _ in range(9):
             await shop.store.enqueue(new_task("red", {}))
-        await shop.live(60)  # there is more to do, and nobody is hired for it
+        await shop.live(60)  # more tasks are queued, and no worker is spawned for them
         await shop.finish()
         await shop.live(600)  # there is nothing to do, and nobody is let go
         assert (machines(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, before)

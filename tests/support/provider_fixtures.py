@@ -1,4 +1,4 @@
-"""The same small world around both stores: short retention, hired workers.
+"""The same set-up for both stores: short retention, spawned workers.
 
 Tests over PostgreSQL share one database and empty its tables, which is hundreds of times faster than a new database.
 """

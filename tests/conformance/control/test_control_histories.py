@@ -238,7 +238,7 @@ async def live(twins: Twins, rng: Random) -> None:
         term, snapshot = twins.seen[fleet]
         snapshot = replace(snapshot, machines=(priced(), priced()), traits=ProviderTraits(billing_unit_s=3600))
         planner_state = PlannerState(Cadence(cycle=rng.randrange(5)), ScalingState(rng.choice([None, twins.clock()])))
-        decided = Plan(some_actions(), planner_state, rng.choice(["steady", "hiring"]))
+        decided = Plan(some_actions(), planner_state, rng.choice(["no change", "spawn"]))
         committed = await twins.both("commit_plan", candidate, term, snapshot, decided, some_intents())
         if isinstance(committed, Committed):
             twins.cycle_ids.append(committed.cycle_id)

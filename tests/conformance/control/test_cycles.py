@@ -59,12 +59,12 @@ async def test_cycle_is_stored_with_snapshot_and_decision(
         Spawn(1, "x"),
         RaiseAlert("Y", "y"),
     )
-    committed = await ann.commit(*actions, decision="hiring 1: 1 waiting")
+    committed = await ann.commit(*actions, decision="spawn 1: 1 queued")
     stored = await store.cycle(committed.cycle_id)
     assert stored.snapshot == ann.snapshot
     assert stored.cycle.actions == actions
     assert (stored.cycle.fleet, stored.cycle.term, stored.cycle.started_at) == ("f", 1, clock())
-    assert (stored.cycle.decision, stored.cycle.repeats) == ("hiring 1: 1 waiting", 0)
+    assert (stored.cycle.decision, stored.cycle.repeats) == ("spawn 1: 1 queued", 0)
     assert (stored.cycle.finished_at, stored.cycle.summary) == (None, None)
     clock.advance(2)
     await ann.report(Deleted("e", None, "X", "x"), cycle_id=committed.cycle_id)

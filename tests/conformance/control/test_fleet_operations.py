@@ -215,7 +215,7 @@ async def test_terminated_worker_loses_tasks_without_counting_a_restart(store: C
     assert (worker.status, worker.code, worker.reason) == (WorkerStatus.ERROR, "MANUAL", "it annoys me")
     assert (await store.task(task_id)).status is TaskStatus.QUEUED
     snapshot = await ann.observe()
-    assert [hiring.has_failed for hiring in snapshot.launches] == [False]
+    assert [launch.has_failed for launch in snapshot.launches] == [False]
     assert snapshot.slots == ()
     assert await store.terminate_worker("w0", "again") is False
     assert await store.terminate_worker("unknown", "x") is False
@@ -258,7 +258,7 @@ async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
     (broken,) = snapshot.workers
     assert (broken.id, broken.status, broken.code) == ("w0", WorkerStatus.ERROR, "STALE_HEARTBEAT")
     assert [(slot.slot, len(slot.restarts)) for slot in snapshot.slots] == [(0, 1)]
-    assert [hiring.has_failed for hiring in snapshot.launches] == [True]
+    assert [launch.has_failed for launch in snapshot.launches] == [True]
 
 
 async def test_operation_on_unknown_fleet_is_bad_input(store: ControlStores) -> None:

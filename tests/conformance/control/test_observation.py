@@ -222,14 +222,14 @@ async def test_snapshot_has_launches_and_failures_in_window(
     await ann.observe()
     await ann.spawn_worker(1, 2)
     second = clock()
-    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).launches] == [
+    assert [(launch.at, launch.has_failed) for launch in (await ann.observe()).launches] == [
         (first, False), (first, False), (second, False),
     ]  # fmt: skip
     clock.advance(200)
     await ann.observe()
     # Spawned before the window, failed in it.
     await ann.commit(Fail("w0", "SPAWNING_TIMEOUT", "too slow"), Fail("w2", "SPAWNING_TIMEOUT", "too slow"))
-    assert [(hiring.at, hiring.has_failed) for hiring in (await ann.observe()).launches] == [
+    assert [(launch.at, launch.has_failed) for launch in (await ann.observe()).launches] == [
         (first, True), (second, True),
     ]  # fmt: skip
     clock.advance(299)

@@ -58,7 +58,7 @@ async def test_refused_creation_terminates_worker(
     worker = await store.worker("w0")
     assert (worker.status, worker.code, worker.reason) == (WorkerStatus.TERMINATED, code, "said no")
     snapshot = await ann.observe()
-    assert [hiring.has_failed for hiring in snapshot.launches] == [is_failure]
+    assert [launch.has_failed for launch in snapshot.launches] == [is_failure]
     assert snapshot.slots == ()
     assert (await ann.commit(intents=(intent("y0", 0),))).granted == {"y0"}
 

@@ -68,7 +68,7 @@ async def test_failed_worker_requeues_tasks_and_counts_a_restart(
     assert len(turn.lost) == 2
     snapshot = await ann.observe()
     assert [slot.restarts for slot in snapshot.slots] == [(clock(),)]
-    assert [hiring.has_failed for hiring in snapshot.launches] == [True]
+    assert [launch.has_failed for launch in snapshot.launches] == [True]
     assert (await ann.commit(Fail("w0", "AGAIN", "again"))).requeued == 0
     assert (await store.worker("w0")).code == "CRASHED"
 
