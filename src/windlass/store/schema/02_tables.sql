@@ -294,7 +294,7 @@ create table windlass.leases (
   holder text not null,
   term bigint not null,
   expires_at timestamptz not null,
-  ttl_s double precision not null check (ttl_s > 0 and ttl_s <= 86400)
+  ttl_s double precision not null check (ttl_s > 0 and ttl_s <= 315360000)
 );
 
 -- The latest time that follow_clock has seen. A time before it means that the database's clock was set back.
