@@ -8,7 +8,7 @@ connection. Does not follow redirects, and uses no proxy: a proxy in the environ
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -41,9 +41,12 @@ class ConnectionEnded(NoResponse):
 @dataclass(frozen=True, slots=True)
 class Response:
     status: int
-    # Names are in lower case.
-    headers: Mapping[str, str]
+    headers: Sequence[tuple[bytes, bytes]]
     body: bytes
+
+    def header(self, name: str) -> str:
+        """The first value of a header, or "". `name` is in lower case."""
+        return next((value.decode("latin-1") for key, value in self.headers if key.lower() == name.encode()), "")
 
 
 class HttpClient:
@@ -241,8 +244,7 @@ class _Connection(asyncio.Protocol):
             self.is_open = False
 
     def _make_response(self) -> Response:
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._headers}
-        return Response(self._parser.get_status_code(), headers, b"".join(self._body))
+        return Response(self._parser.get_status_code(), self._headers, b"".join(self._body))
 
     def _ends_with_connection(self) -> bool:
         """Whether the body has no stated length, so that the end of the connection ends it."""

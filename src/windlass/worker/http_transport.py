@@ -115,7 +115,7 @@ class ControlPlaneClient:
                 return UnknownWorker(message)
             case http.UNAUTHORIZED | http.GONE:
                 return TokenRefused(f"{doing}: {message}")
-        retry_after = response.headers.get("retry-after", "")
+        retry_after = response.header("retry-after")
         if retry_after.isdigit():
             # Jitter: other workers got the same answer at the same time.
             spread = 1.0 + 0.5 * random.random()  # noqa: S311
@@ -166,7 +166,7 @@ class HttpTransport:
         for batch in first:
             lost += (await self._finish(http.FinishCall(tuple(batch)))).lost
         result = await self._finish(http.FinishCall(tuple(last), tuple(queues), limit))
-        return replace(result, lost=lost + result.lost)
+        return replace(result, lost=lost + result.lost) if lost else result
 
     async def _finish(self, call: http.FinishCall) -> ClaimResult:
         return await self._post("finishing tasks", http.FINISH, call, _CLAIM_RESULT)
