@@ -39,7 +39,7 @@ class ConnectionEnded(NoResponse):
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class HttpResponse:
     status: int
     headers: Sequence[tuple[bytes, bytes]]
     body: bytes
@@ -78,7 +78,7 @@ class HttpClient:
 
     async def request(
         self, method: str, path: str, body: bytes | None, timeout_s: float, encoding: str | None = None
-    ) -> Response:
+    ) -> HttpResponse:
         """Raises NoResponse or OSError. `encoding`: that of the body, for the header Content-Encoding."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._encoded_headers}"
         if encoding is not None:
@@ -131,7 +131,9 @@ class HttpClient:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    async def _exchange(self, connection: "_Connection", message: tuple[bytes, bytes], timeout_s: float) -> Response:
+    async def _exchange(
+        self, connection: "_Connection", message: tuple[bytes, bytes], timeout_s: float
+    ) -> HttpResponse:
         self._busy.add(connection)
         try:
             response = await connection.send(message, timeout_s)
@@ -157,9 +159,9 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._max_bytes = max_response_bytes + MAX_HEAD_BYTES
         self._on_lost = on_lost
-        self._pending: asyncio.Future[Response] | None = None
+        self._pending: asyncio.Future[HttpResponse] | None = None
 
-    def send(self, message: tuple[bytes, bytes], timeout_s: float) -> asyncio.Future[Response]:
+    def send(self, message: tuple[bytes, bytes], timeout_s: float) -> asyncio.Future[HttpResponse]:
         loop = asyncio.get_running_loop()
         self._pending = pending = loop.create_future()
         self._timer = loop.call_later(timeout_s, self._time_out, timeout_s)
@@ -168,7 +170,7 @@ class _Connection(asyncio.Protocol):
         self._has_head = False
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
-        self._response: Response | None = None
+        self._response: HttpResponse | None = None
         head, body = message
         if not self.is_open:
             self._fail(ConnectionEnded("the connection was closed"))
@@ -243,8 +245,8 @@ class _Connection(asyncio.Protocol):
         if not self._parser.should_keep_alive():
             self.is_open = False
 
-    def _make_response(self) -> Response:
-        return Response(self._parser.get_status_code(), self._headers, b"".join(self._body))
+    def _make_response(self) -> HttpResponse:
+        return HttpResponse(self._parser.get_status_code(), self._headers, b"".join(self._body))
 
     def _ends_with_connection(self) -> bool:
         """Whether the body has no stated length, so that the end of the connection ends it."""
@@ -254,7 +256,7 @@ class _Connection(asyncio.Protocol):
     def _time_out(self, timeout_s: float) -> None:
         self.abort(f"no answer within {timeout_s:g} s")
 
-    def _finish(self, response: Response) -> None:
+    def _finish(self, response: HttpResponse) -> None:
         if pending := self._take_pending():
             pending.set_result(response)
 
@@ -262,7 +264,7 @@ class _Connection(asyncio.Protocol):
         if pending := self._take_pending():
             pending.set_exception(error)
 
-    def _take_pending(self) -> asyncio.Future[Response] | None:
+    def _take_pending(self) -> asyncio.Future[HttpResponse] | None:
         """The request that waits for its response, once. None if it was cancelled."""
         pending, self._pending = self._pending, None
         if pending is None:

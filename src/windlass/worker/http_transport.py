@@ -26,7 +26,7 @@ from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished,
 from windlass.model.work_order import WorkOrder
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.ports import http
-from windlass.worker.http_client import HttpClient, NoResponse, Response
+from windlass.worker.http_client import HttpClient, HttpResponse, NoResponse
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -106,7 +106,7 @@ class ControlPlaneClient:
             return response.body
         raise self._error(doing, response)
 
-    def _error(self, doing: str, response: Response) -> Exception:
+    def _error(self, doing: str, response: HttpResponse) -> Exception:
         code, message = _parse_problem(response)
         match code:
             case http.BAD_INPUT | http.TOO_LARGE | http.FORBIDDEN | http.NOT_FOUND:
@@ -123,7 +123,7 @@ class ControlPlaneClient:
         return ControlPlaneUnavailable(f"{doing}: the control plane at {self._url} could not answer ({message})")
 
 
-def _parse_problem(response: Response) -> tuple[str | None, str]:
+def _parse_problem(response: HttpResponse) -> tuple[str | None, str]:
     """Code and message of an error. The code is None if a proxy or another server answered."""
     try:
         problem = json.loads(response.body)
