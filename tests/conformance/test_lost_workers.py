@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from support.queue_actions import add, claim_one, claimed, codes, complete, held, register, status_of, task_of
+from support.queue_actions import add, claim_one, claimed, codes, complete, fail, held, register, status_of, task_of
 from support.stores import AnyStore
 from windlass.model.errors import UnknownWorker
 from windlass.model.task import TaskStatus
@@ -45,6 +45,23 @@ async def test_tasks_of_lost_worker_are_requeued(store: AnyStore, clock: Any) ->
         "LATE_RESULT",
     ]
     assert await store.recover_lost_workers("judge") == []
+
+
+async def test_lost_worker_loses_only_its_running_tasks(store: AnyStore, clock: Any) -> None:
+    await register(store, "lost", "judge", lease_s=30)
+    for _ in range(5):
+        await add(store)
+    complete_, failed, retrying, cancelled, running = await store.claim("lost", ("q",), 5)
+    assert await complete(store, complete_, "lost", "1") == []
+    assert await fail(store, failed, "lost", retry=False) is TaskStatus.FAILED
+    assert await fail(store, retrying, "lost") is TaskStatus.ERROR
+    assert await store.cancel_task(cancelled.task_id, "no longer wanted")
+    ended = (complete_, failed, retrying, cancelled)
+    before = [await task_of(store, claim) for claim in ended]
+    await beat(store, clock, "judge", 35)
+    assert await store.recover_lost_workers("judge") == [RecoveredTasks("lost", tasks_requeued=1, tasks_failed=0)]
+    assert [await task_of(store, claim) for claim in ended] == before
+    assert await status_of(store, running) is TaskStatus.QUEUED
 
 
 async def test_task_that_kills_its_workers_becomes_failed(store: AnyStore, clock: Any) -> None:

@@ -83,11 +83,11 @@ def test_checker_detects_accepted_stale_result() -> None:
             red(simulation).next_delete(raises=Unavailable("503"), takes_effect=False)
         honest = simulation.store._complete
 
-        def accept_all(done: Any) -> bool:
+        def accept_all(_worker_id: str, done: Any) -> bool:
             row = simulation.store.tables.tasks.rows[done.task_id]
             if row.status == "running":
                 row.token = done.token
-            return bool(honest(done))
+            return bool(honest(row.worker_id, done))
 
         simulation.store._complete = accept_all
 

@@ -109,3 +109,27 @@ async def test_lost_handler_releases_task_drains_worker_and_is_raised() -> None:
         assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
         assert result_of(scenario.store.workers()) == []
         assert executor.is_closed
+
+
+async def test_attempt_ends_when_a_heartbeat_says_that_its_claim_is_lost() -> None:
+    has_begun, was_cancelled = asyncio.Event(), asyncio.Event()
+
+    async def runs_on(_task: RunningTask) -> None:
+        has_begun.set()
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            was_cancelled.set()
+            raise
+
+    async with running_worker(runs_on) as scenario:
+        task_id = scenario.enqueue()
+        await scenario.wait_until(has_begun.is_set, "the handler runs")
+        result_of(scenario.store.cancel_task(task_id, "no longer wanted"))
+        heartbeats = scenario.transport.count("heartbeat")
+        # Counted, not timed: one heartbeat may be on its way, and the answer reaches the attempt from another thread.
+        await scenario.wait_until(
+            lambda: was_cancelled.is_set() or scenario.transport.count("heartbeat") > heartbeats + 20, "more heartbeats"
+        )
+        assert was_cancelled.is_set()
+        assert scenario.task(task_id).error_code == "CANCELLED"

@@ -18,6 +18,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
 # Preceded by an even number of backslashes, which are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200
+# Results in one call of finish_and_claim; the database refuses more.
+MAX_RESULTS_PER_CALL = 1_000
 # The database truncates both to these lengths.
 MAX_NOTE_CHARACTERS = 500
 MAX_ERROR_CHARACTERS = 8_000

@@ -29,6 +29,8 @@ class WorkerStatus(StrEnum):
     TERMINATED = "terminated"
 
 
+# The database refuses a heartbeat with more claims.
+MAX_CLAIMS_PER_HEARTBEAT = 10_000
 LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
 
 

@@ -45,7 +45,8 @@ grant select (id, slot, machine_id, price_micros_per_hour) on windlass.workers t
 grant execute on function
   windlass_internal.truncate_for_event, windlass_internal.truncate_error, windlass_internal.retry_delay_s,
   windlass_internal.record_attempt_spans, windlass_internal.record_failure, windlass_internal.record_successes,
-  windlass_internal.failed_attempts, windlass_internal.failed_attempts_text, windlass_internal.is_duplicate_completion,
+  windlass_internal.failed_attempts, windlass_internal.failed_attempts_text, windlass_internal.reject_late_results,
+  windlass_internal.acts_for,
   windlass_internal.max_heartbeat_gap_s, windlass_internal.requeue_tasks_of, windlass_internal.dispatcher_and_nodes,
   windlass_internal.fail_worker, windlass_internal.refund_attempts, windlass_internal.is_held,
   windlass_internal.follow_clock

@@ -16,7 +16,7 @@ from uuid import UUID
 import structlog
 
 from windlass.model.errors import BadInput, DatabaseUnavailable
-from windlass.model.task import Claim, ClaimResult, Finished
+from windlass.model.task import MAX_RESULTS_PER_CALL, Claim, ClaimResult, Finished
 from windlass.model.worker import HeldClaim
 from windlass.ports.transport import WorkerTransport
 from windlass.retry import Backoff
@@ -207,7 +207,7 @@ class Delivery:
         for item in self._outbox.finished:
             # Characters stand for bytes: counting bytes would copy each result, and a few times the limit still passes.
             room -= len(item.result or "")
-            if batch and room < 0:
+            if (batch and room < 0) or len(batch) == MAX_RESULTS_PER_CALL:
                 break
             batch.append(item)
         return batch

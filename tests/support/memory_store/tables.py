@@ -184,6 +184,16 @@ class Tables:
         """Whether an attempt was refunded since the task was enqueued or retried by hand."""
         return any(event.code == "ATTEMPTS_REFUNDED" for event in self.event_log.since_retried(task_id))
 
+    def acts_for(self, worker_id: str, holder_id: str | None) -> bool:
+        """Whether a worker may end the holder's attempts: its own; a dispatcher also those on its fleet's nodes."""
+        dispatcher, node = self.workers.get(worker_id), self.workers.get(holder_id)
+        if worker_id == holder_id or dispatcher is None or node is None:
+            return worker_id == holder_id
+        return (dispatcher.kind, node.kind) == (
+            WorkerKind.DISPATCHER,
+            WorkerKind.NODE,
+        ) and dispatcher.fleet == node.fleet
+
     def lost_with(self, worker: MemoryWorker) -> list[str]:
         """Nodes whose tasks are lost with this dispatcher: none while another dispatcher holds the lease."""
         if worker.kind is not WorkerKind.DISPATCHER or self.leases.is_held(dispatcher_lease(worker.fleet)):

@@ -10,10 +10,12 @@ from support.memory_store.constraints import check_json, check_limit, check_regi
 from support.memory_store.interval import whole_seconds
 from support.memory_store.retention import sweep
 from support.memory_store.tables import Tables, TableStore
+from support.memory_store.tasks import MemoryTask
 from support.memory_store.workers import MemoryWorker, lost
-from windlass.model.errors import UnknownWorker
+from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import (
     MAX_NOTE_CHARACTERS,
+    MAX_RESULTS_PER_CALL,
     Claim,
     ClaimResult,
     Finished,
@@ -23,6 +25,7 @@ from windlass.model.task import (
 )
 from windlass.model.worker import (
     LIVE,
+    MAX_CLAIMS_PER_HEARTBEAT,
     HeartbeatReply,
     HeldClaim,
     RecoveredTasks,
@@ -139,23 +142,26 @@ class MemoryTransport(MemoryWorkSignal):
         worker = None
         if limit > 0:
             worker = self._known_worker(worker_id) if finished else self._live_worker(worker_id)
+        if len(finished) > MAX_RESULTS_PER_CALL:
+            raise BadInput(f"finishing tasks: at most 1000 results are accepted in one call, not {len(finished)}.")
         for done in finished:
             check_json("finishing tasks", done.result)
-        accepted = {done.token for done in finished if self._complete(done)}
+        accepted = {done.token for done in finished if self._complete(worker_id, done)}
         for done in finished:
             doer = self._workers.get(self._tasks.rows[done.task_id].worker_id) if done.token in accepted else None
             if doer is not None:
                 doer.forget_failures()
-        late = [
-            done.token
-            for done in finished
-            if done.token not in accepted
-            and not self._is_repeat(worker_id, done.task_id, done.token, (TaskStatus.COMPLETE,))
-        ]
+        refused = [(done.task_id, done.token) for done in finished if done.token not in accepted]
+        late = self._reject_late_results(worker_id, refused, (TaskStatus.COMPLETE,))
         return ClaimResult(claims=self._claim(worker, queues, limit) if worker is not None else [], lost=late)
 
-    def _complete(self, done: Finished) -> bool:
-        row = self._tasks.held(done.task_id, done.token)
+    def _held(self, worker_id: str, task_id: int, token: UUID) -> MemoryTask | None:
+        """The running task with this claim, if this worker may act for it."""
+        row = self._tasks.held(task_id, token)
+        return row if row is not None and self._tables.acts_for(worker_id, row.worker_id) else None
+
+    def _complete(self, worker_id: str, done: Finished) -> bool:
+        row = self._held(worker_id, done.task_id, done.token)
         if row is None:
             return False
         self._tables.end(row, TaskStatus.COMPLETE, code=None, error=None)
@@ -173,10 +179,10 @@ class MemoryTransport(MemoryWorkSignal):
         retry: bool = True,
         jitter: float | None = None,
     ) -> TaskStatus | None:
-        row = self._tasks.rows.get(task_id)
-        if row is None or not row.is_held_by(token):
-            is_repeat = self._is_repeat(worker_id, task_id, token, (TaskStatus.ERROR, TaskStatus.FAILED))
-            return row.status if row is not None and is_repeat else None
+        row = self._held(worker_id, task_id, token)
+        if row is None:
+            late = self._reject_late_results(worker_id, [(task_id, token)], (TaskStatus.ERROR, TaskStatus.FAILED))
+            return None if late else self._tasks.rows[task_id].status
         error = truncate_error(storable(error))
         jitter = self._tables.chance.random() if jitter is None else jitter
         if retry and row.attempts < row.max_attempts:
@@ -190,25 +196,39 @@ class MemoryTransport(MemoryWorkSignal):
         self._tables.record_attempt(event, row, row.worker_id, code, error)
         return row.status
 
-    def _is_repeat(self, worker_id: str, task_id: int, token: UUID, statuses: tuple[TaskStatus, ...]) -> bool:
-        """Whether the call repeats an accepted one. Otherwise it is counted as a late result."""
-        row = self._tasks.rows.get(task_id)
-        if row is not None and row.token == token and row.status in statuses:
-            return True
+    def _reject_late_results(
+        self, worker_id: str, claims: Sequence[tuple[int, UUID]], statuses: tuple[TaskStatus, ...]
+    ) -> list[UUID]:
+        """The claims that do not repeat an accepted call. They are counted, with one event."""
+        late = [
+            (task_id, token) for task_id, token in claims if not self._is_repeat(worker_id, task_id, token, statuses)
+        ]
+        if not late:
+            return []
         worker = self._workers.get(worker_id)
         if worker is not None:
-            worker.late_results += 1
+            worker.late_results += len(late)
+        is_one = len(late) == 1
+        ids = [task_id for task_id, _ in late]
         self._add_event(
             "LATE_RESULT",
-            "result rejected: its claim is no longer valid",
+            "result rejected: its claim is no longer valid"
+            if is_one
+            else f"{len(late)} results rejected: their claims are no longer valid",
             fleet=worker.fleet if worker is not None else None,
             worker_id=worker_id,
-            task_id=task_id,
+            task_id=ids[0],
+            **({} if is_one else {"detail": {"count": len(late), "task_ids": ids[:20]}}),
         )
-        return False
+        return [token for _, token in late]
+
+    def _is_repeat(self, worker_id: str, task_id: int, token: UUID, statuses: tuple[TaskStatus, ...]) -> bool:
+        row = self._tasks.rows.get(task_id)
+        is_known = row is not None and row.token == token and row.status in statuses
+        return row is not None and is_known and self._tables.acts_for(worker_id, row.worker_id)
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
-        row = self._tasks.held(task_id, token)
+        row = self._held(worker_id, task_id, token)
         if row is None:
             return False
         self._tables.release(row, worker_id, reason, delay_s)
@@ -217,6 +237,8 @@ class MemoryTransport(MemoryWorkSignal):
     async def heartbeat(
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
     ) -> HeartbeatReply:
+        if len(claims) > MAX_CLAIMS_PER_HEARTBEAT:
+            raise BadInput(f"sending a heartbeat: a heartbeat names at most 10000 claims, not {len(claims)}.")
         worker = self._workers.get(worker_id)
         named = {claim.token for claim in claims}
         if worker is None or worker.status not in LIVE:
@@ -227,7 +249,7 @@ class MemoryTransport(MemoryWorkSignal):
         worker.record_heartbeat(now)
         lost_claims = set()
         for claim, progress in reported:
-            row = self._tasks.held(claim.task_id, claim.token)
+            row = self._held(worker_id, claim.task_id, claim.token)
             if row is None:
                 lost_claims.add(claim.token)
             elif progress is not None:

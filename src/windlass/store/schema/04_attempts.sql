@@ -6,25 +6,54 @@
 -- ... and finished_at is null`, without the status. With the status the planner would consider tasks_running, which it
 -- believes to be empty, and read all running tasks to find one.
 
--- An attempt was ended with an invalid claim. True if it repeats a result that was accepted (its answer was lost).
--- Otherwise it is counted and changes nothing.
-create function windlass_internal.is_duplicate_completion(
-  p_worker_id text, p_task_id bigint, p_token uuid, p_statuses text[]
-) returns boolean
+-- Whether a worker may end the attempt of p_holder_id: its own; a dispatcher also those on the nodes of its fleet.
+create function windlass_internal.acts_for(p_worker_id text, p_holder_id text) returns boolean
+language sql stable
+as $$
+  select p_worker_id = p_holder_id or exists (
+    select from windlass.workers d
+    join windlass.workers n on n.fleet = d.fleet
+    where d.id = p_worker_id and d.kind = 'dispatcher' and n.id = p_holder_id
+      and n.kind = 'node'
+  )
+$$;
+
+-- Attempts were ended with invalid claims. Those that repeat an accepted result (its answer was lost) are fine. Returns
+-- the others: they are counted and change nothing. One update and one event, however many there are: made-up claims
+-- must cost the database no more than a valid one.
+create function windlass_internal.reject_late_results(
+  p_worker_id text, p_task_ids bigint[], p_tokens uuid[], p_statuses text[]
+) returns table (task_id bigint, token uuid)
 language plpgsql
 as $$
+#variable_conflict use_column
+declare
+  v_task_ids bigint[];
+  v_tokens uuid[];
+  v_count integer;
+  v_fleet text;
 begin
-  if exists (
+  select array_agg(f.task_id), array_agg(f.token), count(*) into v_task_ids, v_tokens, v_count
+  from unnest(p_task_ids, p_tokens) as f (task_id, token)
+  where not exists (
     select from windlass.tasks t
-    where t.id = p_task_id and t.claim_token = p_token and t.status = any (p_statuses)
-  ) then
-    return true;
+    where t.id = f.task_id and t.claim_token = f.token and t.status = any (p_statuses)
+      and windlass_internal.acts_for(p_worker_id, t.worker_id)
+  );
+  if v_count = 0 then
+    return;
   end if;
-  update windlass.workers set late_results = late_results + 1 where id = p_worker_id;
-  perform windlass_internal.add_event('LATE_RESULT', 'result rejected: its claim is no longer valid', w.fleet,
-    p_worker_id, p_task_id)
-  from (select (select fleet from windlass.workers where id = p_worker_id) as fleet) w;
-  return false;
+  update windlass.workers set late_results = least(late_results::bigint + v_count, 2147483647) where id = p_worker_id
+  returning fleet into v_fleet;
+  perform windlass_internal.add_event(
+    'LATE_RESULT',
+    case v_count
+      when 1 then 'result rejected: its claim is no longer valid'
+      else format('%s results rejected: their claims are no longer valid', v_count)
+    end,
+    v_fleet, p_worker_id, v_task_ids[1],
+    case when v_count > 1 then jsonb_build_object('count', v_count, 'task_ids', to_jsonb(v_task_ids[1:20])) end);
+  return query select * from unnest(v_task_ids, v_tokens);
 end
 $$;
 
@@ -40,9 +69,13 @@ begin
   update windlass.tasks t
   set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
   where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
+    and windlass_internal.acts_for(p_worker_id, t.worker_id)
   returning t.* into v_task;
   if not found then
-    return windlass_internal.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['complete']);
+    return not exists (
+      select from windlass_internal.reject_late_results(
+        p_worker_id, array[p_task_id], array[p_token], array['complete'])
+    );
   end if;
   perform windlass_internal.record_attempt_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at,
     v_task.finished_at);
@@ -77,12 +110,16 @@ begin
         then v_now + make_interval(secs => windlass_internal.retry_delay_s(t.attempts, p_jitter)) end,
       finished_at = v_now, error_code = p_code, error = v_error
   where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
+    and windlass_internal.acts_for(p_worker_id, t.worker_id)
   returning t.* into v_task;
   if not found then
-    if windlass_internal.is_duplicate_completion(p_worker_id, p_task_id, p_token, array['error', 'failed']) then
-      return (select t.status from windlass.tasks t where t.id = p_task_id);
+    if exists (
+      select from windlass_internal.reject_late_results(
+        p_worker_id, array[p_task_id], array[p_token], array['error', 'failed'])
+    ) then
+      return null;
     end if;
-    return null;
+    return (select t.status from windlass.tasks t where t.id = p_task_id);
   end if;
   perform windlass_internal.record_attempt_span(v_task.worker_id, p_task_id, v_task.queue, v_task.started_at, v_now);
   perform windlass_internal.record_failure(v_task.worker_id, p_task_id);
@@ -113,6 +150,7 @@ declare
 begin
   select t.* into v_before from windlass.tasks t
   where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
+    and windlass_internal.acts_for(p_worker_id, t.worker_id)
   for no key update;
   if not found then
     return false;
@@ -134,6 +172,7 @@ $$;
 
 -- Complete tasks and claim the next ones in one round trip. The three arrays belong together. Returns the new claims,
 -- and a row with is_lost for every finished task whose claim was not valid. With a limit of 0 it only completes.
+-- Accepts at most 1,000 results and claims at most 10,000 tasks.
 --
 -- Claims up to p_limit tasks: by priority, then first in, first out, per queue. Of several queues, the one whose head
 -- comes first. A paused or terminating worker gets none. A worker that has ended (error, terminated) gets is_lost for
@@ -160,18 +199,34 @@ declare
   v_worker record;
   v_queue text;
   v_queues text[] := p_queues;
-  v_left integer := p_limit;
+  -- One call claims no more than this: the caller repeats it.
+  v_limit integer := least(p_limit, 10000);
+  v_left integer := v_limit;
   v_count integer := cardinality(p_task_ids);
 begin
+  if v_count > 1000 then
+    raise exception 'at most 1000 results are accepted in one call, not %', v_count
+      using errcode = 'program_limit_exceeded';
+  end if;
+  if v_count > 0 and (v_count, v_count) is distinct from (cardinality(p_tokens), cardinality(p_results)) then
+    raise exception 'each finished task needs a token and a result: the arrays differ in length'
+      using errcode = 'invalid_parameter_value';
+  end if;
+  if cardinality(p_queues) > 1000 then
+    raise exception 'at most 1000 queues are accepted in one call, not %', cardinality(p_queues)
+      using errcode = 'program_limit_exceeded';
+  end if;
   if v_count = 1 then
     update windlass.tasks t
     set status = 'complete', result = p_results[1], finished_at = v_now, error = null, error_code = null
-    where t.id = p_task_ids[1] and t.claim_token = p_tokens[1] and t.finished_at is null;
+    where t.id = p_task_ids[1] and t.claim_token = p_tokens[1] and t.finished_at is null
+      and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id));
   elsif v_count > 1 then
     update windlass.tasks t
     set status = 'complete', result = f.result, finished_at = v_now, error = null, error_code = null
     from unnest(p_task_ids, p_tokens, p_results) as f (task_id, token, result)
-    where t.id = f.task_id and t.claim_token = f.token and t.finished_at is null;
+    where t.id = f.task_id and t.claim_token = f.token and t.finished_at is null
+      and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id));
   end if;
   if v_count > 0 then
     get diagnostics v_count = row_count;
@@ -179,8 +234,7 @@ begin
       return query
         select f.task_id, f.token, null::text, null::jsonb, null::integer, null::integer, null::double precision,
           null::integer, null::timestamptz, true
-        from unnest(p_task_ids, p_tokens) as f (task_id, token)
-        where not windlass_internal.is_duplicate_completion(p_worker_id, f.task_id, f.token, array['complete']);
+        from windlass_internal.reject_late_results(p_worker_id, p_task_ids, p_tokens, array['complete']) as f;
     end if;
   end if;
   if p_task_ids is not null and p_limit <= 0 then
@@ -263,7 +317,7 @@ begin
     exit when v_left <= 0;
   end loop;
 
-  if v_worker.is_first and v_left < p_limit then
+  if v_worker.is_first and v_left < v_limit then
     update windlass.workers set first_claimed_at = v_now where id = p_worker_id and first_claimed_at is null;
   end if;
 end

@@ -132,6 +132,10 @@ declare
   v_progress real[];
   v_notes text[];
 begin
+  if jsonb_array_length(p_claims) > 10000 then
+    raise exception 'a heartbeat names at most 10000 claims, not %', jsonb_array_length(p_claims)
+      using errcode = 'program_limit_exceeded';
+  end if;
   -- Unpacked once: searching the JSON for each claim would take quadratic time.
   select array_agg((c ->> 'task_id')::bigint), array_agg((c ->> 'token')::uuid), array_agg((c ->> 'progress')::real),
     array_agg(left(c ->> 'note', 500))
@@ -173,6 +177,7 @@ begin
     where not exists (
       select from windlass.tasks t
       where t.id = h.task_id and t.claim_token = h.token and t.finished_at is null
+        and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id))
     )
   );
 
@@ -183,7 +188,8 @@ begin
     select r.id, h.progress, h.note
     from unnest(v_ids, v_tokens, v_progress, v_notes) as h (task_id, token, progress, note)
     join windlass.tasks r on r.id = h.task_id and r.claim_token = h.token and r.finished_at is null
-    where h.progress is not null and (r.progress, r.progress_note) is distinct from (h.progress, h.note)
+    where (r.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, r.worker_id))
+      and h.progress is not null and (r.progress, r.progress_note) is distinct from (h.progress, h.note)
     for no key update of r skip locked
   ) as changed
   where t.id = changed.id;
