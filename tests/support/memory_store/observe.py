@@ -156,7 +156,9 @@ def _slots(fleet: FleetRow, since: datetime) -> tuple[SlotView, ...]:
 
 def _launches(spawned: Sequence[MemoryWorker], since: datetime) -> tuple[LaunchRecord, ...]:
     recent = [
-        LaunchRecord(worker.created_at, worker.spawned.failed_at is not None)
+        LaunchRecord(
+            worker.created_at, worker.spawned.failed_at is not None and not worker.spawned.is_proven, worker.slot
+        )
         for worker in spawned
         if worker.created_at > since or (worker.spawned.failed_at is not None and worker.spawned.failed_at > since)
     ]

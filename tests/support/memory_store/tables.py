@@ -137,6 +137,7 @@ class Tables:
         counts: bool,
         evidence: FailureStreak | None = None,
         attempt_refund: AttemptRefund | None = None,
+        is_proven: bool = False,
     ) -> int:
         """Set a worker to error and requeue its tasks. Returns how many. `counts`: count a restart of its slot."""
         worker, now = self.workers.among(LIVE, worker_id), self.now()
@@ -145,6 +146,7 @@ class Tables:
         worker.move(WorkerStatus.ERROR)
         worker.code, worker.reason = code, reason
         worker.spawned.failed_at = now if counts else None
+        worker.spawned.is_proven = is_proven
         values = {} if evidence is None else {"evidence": _FAILURE_STREAK.dump_python(evidence, mode="json")}
         self.event_log.add(
             "WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **values}
