@@ -195,7 +195,7 @@ async def test_broken_handler_causes_a_hold_that_restart_lifts(host: FleetHost) 
     async def hold() -> str | None:
         return next((fleet.hold.code for fleet in await host.store.fleets() if fleet.hold), None)
 
-    await until(hold, f"a hold\n{host.log()}")
+    await until(hold, f"a hold\n{host.log()}", 150.0)
     assert await hold() == "FAILURE_RATE"
     workers = await host.store.workers(include_terminated=True)
     assert [worker.slot for worker in workers] == [0, 0, 0, 1, 1], "slot 0 fails first, then the fleet is held"

@@ -183,7 +183,7 @@ async def test_health_view_shows_slots_without_their_worker(connection: Any, clo
     planned = {"cadence": {"next_plan_in_s": 10}}
     await connection.execute(
         "insert into windlass.fleets (name, queues, min_workers, max_workers, planner_state) values"
-        " ('new', '{a}', 2, 4, $1), ('crashing', '{b}', 2, 4, $1), ('held', '{c}', 0, 4, $2), ('shut-down', '{d}', 1, 1,"
+        " ('new', '{a}', 2, 4, $1), ('crashing', '{b}', 2, 4, $1), ('held', '{c}', 0, 4, $2), ('ended', '{d}', 1, 1,"
         " $3), ('twin', '{a}', 1, 1, $1), ('full', '{e}', 1, 2, $1)",
         json.dumps(planned),
         json.dumps({**planned, "hold": {"code": "FAILURE_RATE", "reason": "failure rate 5 of 5 in 5 min"}}),

@@ -39,6 +39,7 @@ from windlass.model.errors import (
     Refused,
     Throttled,
     Unavailable,
+    Unreachable,
 )
 from windlass.model.hetzner import Choice, HetznerSettings
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits
@@ -276,7 +277,7 @@ class HetznerProvider:
             case ErrorKind.THROTTLED | ErrorKind.BUSY:
                 return self._throttled(message)
             case ErrorKind.UNSENT:
-                return Throttled(message, retry_after_s=UNREACHABLE_PAUSE_S)
+                return Unreachable(message, retry_after_s=UNREACHABLE_PAUSE_S)
             case ErrorKind.LOST:
                 return Ambiguous(message)
             case ErrorKind.REFUSED | ErrorKind.NOT_FOUND:
