@@ -14,7 +14,8 @@ from windlass.model.errors import BadInput
 # Larger payloads and results belong into object storage, with their address in the task.
 MAX_PAYLOAD_BYTES = 1024 * 1024
 # The same rule as windlass_internal.is_name() in the database.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$"
+_NAME = re.compile(NAME_PATTERN)
 # Preceded by an even number of backslashes, which are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200

@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from windlass.model.listing import MAX_PAGE, Page
 from windlass.model.task import MAX_TASK_ID
 from windlass.operations import OperationResult
-from windlass.server.auth import operator, producer, viewer
+from windlass.server.auth import form_operator, open_to_all, operator, producer, viewer
 from windlass.server.errors import raise_if_refused
 from windlass.server.event_stream import OverviewFeed
 
 API = "/api/v1"
 VIEWER, PRODUCER, OPERATOR = Depends(viewer), Depends(producer), Depends(operator)
+FORM_OPERATOR, OPEN = Depends(form_operator), Depends(open_to_all)
 
 FleetName = Annotated[str, Path(max_length=63)]
 WorkerId = Annotated[str, Path(max_length=200)]

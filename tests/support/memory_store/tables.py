@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import islice, takewhile
 from random import Random
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from pydantic import TypeAdapter
 
@@ -55,6 +55,8 @@ class Tables:
         self.api_tokens: dict[bytes, ApiToken] = {}
         # Sessions and links by hash.
         self.sessions: dict[bytes, Session] = {}
+        # Rates of heavy callers by server, with the time of their record.
+        self.caller_rates: dict[UUID, tuple[datetime, dict[tuple[str, str], float]]] = {}
         # Time of the last report by address, newest last.
         self.servers: dict[ServerAddress, datetime] = {}
 

@@ -18,6 +18,7 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
+    FORM_OPERATOR,
     OPERATOR,
     PRODUCER,
     VIEWER,
@@ -203,15 +204,15 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
 def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     store = context.store
 
-    @router.post("/tasks/{task_id}/retry", include_in_schema=False)
+    @router.post("/tasks/{task_id}/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def retry(request: Request, task_id: TaskId) -> Response:
         return await submit_form(context, request, lambda _: operations.retry_task(store, task_id))
 
-    @router.post("/tasks/{task_id}/cancel", include_in_schema=False)
+    @router.post("/tasks/{task_id}/cancel", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def cancel(request: Request, task_id: TaskId) -> Response:
         return await submit_form(context, request, lambda _: operations.cancel_task(store, task_id))
 
-    @router.post("/queues/{queue}/retry", include_in_schema=False)
+    @router.post("/queues/{queue}/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def retry_failed(request: Request, queue: str) -> Response:
         return await submit_form(
             context, request, lambda _: operations.retry_failed_tasks(store, queue, limit=MAX_RETRIED_BY_FORM)
