@@ -26,6 +26,7 @@ from windlass.model.auth import (
     JOIN_PREFIX,
     SESSION_PREFIX,
     WORKER_PREFIX,
+    Caller,
     JoinCaller,
     Role,
     TokenCaller,
@@ -212,19 +213,13 @@ def check_access(access: Access, identity: Identity, method: str, headers: Heade
         case Access.OPEN | Access.ANYONE:
             pass
         case Access.WORKER:
-            if not isinstance(caller, WorkerCaller):
-                raise forbidden("this path needs a worker token: join first")
-            _check_not_terminated(caller)
+            check_worker(caller)
         case Access.JOINING:
             if not isinstance(caller, JoinCaller):
                 raise forbidden("this path needs a join token")
             _check_not_terminated(caller)
         case Access.MACHINE:
-            if not isinstance(caller, WorkerCaller | JoinCaller):
-                raise forbidden("this path needs a join token or a worker token")
-            if isinstance(caller, JoinCaller) and caller.is_expired:
-                raise gone(f"the join token of worker {caller.worker_id} has expired")
-            _check_not_terminated(caller)
+            _check_machine(caller)
         case Access.WORKER_ROLE:
             if not isinstance(caller, TokenCaller) or caller.role is not Role.WORKER:
                 raise forbidden("this path needs a token of role worker: `windlass tokens create NAME --role worker`")
@@ -235,6 +230,22 @@ def check_access(access: Access, identity: Identity, method: str, headers: Heade
             _check_origin(headers)  # the CSRF token is in the body
         else:
             check_csrf(identity.session, headers.get(CSRF_HEADER.lower().encode(), b"").decode("latin-1"))
+
+
+def check_worker(caller: Caller | None) -> WorkerCaller:
+    """Raise ApiError unless the caller is a worker that has not terminated."""
+    if not isinstance(caller, WorkerCaller):
+        raise forbidden("this path needs a worker token: join first")
+    _check_not_terminated(caller)
+    return caller
+
+
+def _check_machine(caller: Caller | None) -> None:
+    if not isinstance(caller, WorkerCaller | JoinCaller):
+        raise forbidden("this path needs a join token or a worker token")
+    if isinstance(caller, JoinCaller) and caller.is_expired:
+        raise gone(f"the join token of worker {caller.worker_id} has expired")
+    _check_not_terminated(caller)
 
 
 def _check_role(identity: Identity, needed: Role) -> None:

@@ -69,7 +69,8 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         uvicorn.Config(
             app,
             http=cast(type[asyncio.Protocol], functools.partial(TimedConnection, tracker)),
-            lifespan="off",
+            # The application has background tasks of its own.
+            lifespan="auto",
             ws="none",
             log_config=None,
             access_log=False,
