@@ -12,24 +12,24 @@ from support.simulator.loop import run
 from windlass.ports import http
 from windlass.server.connections import MIN_BODY_BYTES_PER_S
 from windlass.server.errors import ApiError
-from windlass.server.request_body import BODY_TIMEOUT_S, BufferedBytes, RequestBody, inflate
+from windlass.server.request_body import BODY_TIMEOUT_S, BodyReader, BufferedBytes, inflate
 
 CHUNKED = {b"transfer-encoding": b"chunked"}
 
 
 def body_of(
     pieces: list[bytes], headers: dict[bytes, bytes] | None = None, buffered: BufferedBytes | None = None
-) -> RequestBody:
+) -> BodyReader:
     left = list(pieces)
 
     async def receive() -> dict[str, Any]:
         piece = left.pop(0)
         return {"type": "http.request", "body": piece, "more_body": bool(left)}
 
-    return RequestBody(receive, CHUNKED if headers is None else headers, buffered=buffered or BufferedBytes())
+    return BodyReader(receive, CHUNKED if headers is None else headers, buffered=buffered or BufferedBytes())
 
 
-async def content_of(body: RequestBody, max_bytes: int) -> bytes:
+async def content_of(body: BodyReader, max_bytes: int) -> bytes:
     body.set_limit(max_bytes)
     await body.read()
     message = await body.receive()
@@ -48,7 +48,7 @@ def test_body_timeout_is_extended_by_bytes_at_the_minimum_rate() -> None:
             return {"type": "http.request", "body": piece, "more_body": left > 0}
 
         began = asyncio.get_running_loop().time()
-        body, status = RequestBody(receive, CHUNKED, buffered=BufferedBytes()), 200
+        body, status = BodyReader(receive, CHUNKED, buffered=BufferedBytes()), 200
         try:
             await content_of(body, 100 << 20)
         except ApiError as error:

@@ -39,7 +39,7 @@ from windlass.model.auth import (
 from windlass.model.errors import DatabaseUnavailable
 from windlass.ports.auth import AuthStore
 from windlass.server.errors import ApiError, forbidden, gone, unauthorized
-from windlass.server.identity_cache import Identity, IdentityCache
+from windlass.server.identity_cache import CallerIdentity, IdentityCache
 from windlass.server.rate_limit import FailedLoginLimiter, RequestRateLimiter
 from windlass.server.route_table import Access
 
@@ -53,8 +53,8 @@ MAX_SESSION_LOOKUPS_PER_S = 50.0
 MAX_LOOKUPS = 2
 
 LOCALHOST_CALLER = TokenCaller("localhost", Role.VIEWER)
-ANONYMOUS = Identity(None)
-_LOCALHOST = Identity(LOCALHOST_CALLER)
+ANONYMOUS = CallerIdentity(None)
+_LOCALHOST = CallerIdentity(LOCALHOST_CALLER)
 _RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
 _ROLES = {
     Access.VIEWER: Role.VIEWER,
@@ -89,7 +89,7 @@ class Authenticator:
         self._user_lookups = asyncio.Semaphore(MAX_LOOKUPS)
         self._session_lookups = RequestRateLimiter("session", MAX_SESSION_LOOKUPS_PER_S, clock)
 
-    async def authenticate(self, scope: Scope, headers: Headers, *, needs_token: bool = False) -> Identity:
+    async def authenticate(self, scope: Scope, headers: Headers, *, needs_token: bool = False) -> CallerIdentity:
         """By token, by session, or as a request from this host. Raises ApiError for a wrong token."""
         token = _bearer_token(headers)
         if token is not None:
@@ -105,7 +105,7 @@ class Authenticator:
                 return identity
         return _LOCALHOST if await self._is_open_to(scope, headers) else ANONYMOUS
 
-    async def is_still_allowed(self, identity: Identity, scope: Scope, headers: Headers) -> bool:
+    async def is_still_allowed(self, identity: CallerIdentity, scope: Scope, headers: Headers) -> bool:
         """Whether a long-lived request would be authenticated again as the same caller."""
         try:
             return (await self.authenticate(scope, headers)).caller == identity.caller
@@ -114,7 +114,7 @@ class Authenticator:
         except DatabaseUnavailable:
             return True  # cannot be checked now; the next check decides
 
-    async def _look_up_token(self, token: str, token_hash: bytes, scope: Scope) -> Identity:
+    async def _look_up_token(self, token: str, token_hash: bytes, scope: Scope) -> CallerIdentity:
         caller, generation = None, self.cache.generation
         if is_token(token, API_PREFIX):
             async with self._user_lookups:
@@ -126,13 +126,13 @@ class Authenticator:
             self.failures.count(address_of(scope))
             raise unauthorized("unknown or revoked token")
         name = f"token {caller.name}" if isinstance(caller, TokenCaller) else f"worker {caller.worker_id}"
-        identity = Identity(caller, name, token_hash=token_hash)
+        identity = CallerIdentity(caller, name, token_hash=token_hash)
         # A join token expires, so it is looked up every time. It is used once.
         if isinstance(caller, TokenCaller) or (isinstance(caller, WorkerCaller) and not caller.has_ended):
             self.cache.add(token_hash, identity, generation)
         return identity
 
-    async def _look_up_session(self, session: str, session_hash: bytes, scope: Scope) -> Identity | None:
+    async def _look_up_session(self, session: str, session_hash: bytes, scope: Scope) -> CallerIdentity | None:
         self._session_lookups.check(address_of(scope))
         generation = self.cache.generation
         async with self._user_lookups:
@@ -140,7 +140,7 @@ class Authenticator:
         if role is None:
             return None
         name = f"session {session_id(session_hash)}"
-        identity = Identity(TokenCaller("dashboard", role), name, session=session, token_hash=session_hash)
+        identity = CallerIdentity(TokenCaller("dashboard", role), name, session=session, token_hash=session_hash)
         self.cache.add(session_hash, identity, generation)
         return identity
 
@@ -206,7 +206,7 @@ def _bearer_token(headers: Headers) -> str | None:
 # ------------------------------------------------------------------------------------------------------ decisions
 
 
-def check_access(access: Access, identity: Identity, method: str, headers: Headers) -> None:
+def check_access(access: Access, identity: CallerIdentity, method: str, headers: Headers) -> None:
     """Raise ApiError unless the caller may use a route with this access. Decided from the headers alone."""
     caller = identity.caller
     match access:
@@ -248,7 +248,7 @@ def _check_machine(caller: Caller | None) -> None:
     _check_not_terminated(caller)
 
 
-def _check_role(identity: Identity, needed: Role) -> None:
+def _check_role(identity: CallerIdentity, needed: Role) -> None:
     caller = identity.caller
     if caller is None:
         raise unauthorized(

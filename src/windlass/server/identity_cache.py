@@ -17,7 +17,7 @@ MAX_CACHED_IDENTITIES = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class CallerIdentity:
     """The authenticated caller of a request. `caller` None: a request without a token or session."""
 
     caller: Caller | None
@@ -31,12 +31,12 @@ class IdentityCache:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._is_listening = False
-        self._entries: dict[bytes, tuple[Identity, float]] = {}
+        self._entries: dict[bytes, tuple[CallerIdentity, float]] = {}
         self._has_tokens: bool | None = None
         # Changes with every revocation. A lookup that began before it may have read the old state.
         self.generation = 0
 
-    def get(self, key: bytes) -> Identity | None:
+    def get(self, key: bytes) -> CallerIdentity | None:
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -45,7 +45,7 @@ class IdentityCache:
             return None
         return entry[0]
 
-    def add(self, key: bytes, identity: Identity, generation: int) -> None:
+    def add(self, key: bytes, identity: CallerIdentity, generation: int) -> None:
         """`generation`: as it was before the lookup."""
         if self._is_listening and generation == self.generation:
             self._entries.pop(key, None)

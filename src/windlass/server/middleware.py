@@ -23,9 +23,9 @@ from windlass.ports import http
 from windlass.server.access_log import AccessLog, short_path
 from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers, address_of, check_access
 from windlass.server.errors import ApiError, ErrorPage, defect, error_response, not_found, to_api_error
-from windlass.server.identity_cache import Identity
+from windlass.server.identity_cache import CallerIdentity
 from windlass.server.rate_limit import BYTES_PER_REQUEST, MAX_REFUSALS_PER_S, LeakyBuckets, RequestRateLimiter
-from windlass.server.request_body import BufferedBytes, RequestBody
+from windlass.server.request_body import BodyReader, BufferedBytes
 from windlass.server.route_table import Access, RouteEntry, RouteTable
 
 # After a refusal the rest of a body is dropped within these limits. Closing a connection with unread data would reset
@@ -110,7 +110,7 @@ class AdmissionMiddleware:
             case "lifespan":
                 await self._run_background_tasks(receive, send)
 
-    async def admit(self, scope: Scope, headers: Headers, body: RequestBody) -> tuple[RouteEntry, Identity]:
+    async def admit(self, scope: Scope, headers: Headers, body: BodyReader) -> tuple[RouteEntry, CallerIdentity]:
         """The route and the caller of a request. Raises ApiError, or DatabaseUnavailable."""
         identity = ANONYMOUS
         try:
@@ -141,7 +141,7 @@ class AdmissionMiddleware:
         error.headers = {"Allow": ", ".join(sorted(found))}
         raise error
 
-    def _check_rate(self, identity: Identity, scope: Scope, body: RequestBody) -> None:
+    def _check_rate(self, identity: CallerIdentity, scope: Scope, body: BodyReader) -> None:
         if isinstance(identity.caller, WorkerCaller | JoinCaller):
             calls = 1.0 + (body.announced_bytes or 0) / BYTES_PER_REQUEST
             self._worker_requests.check(identity.caller.worker_id, calls)
@@ -177,7 +177,7 @@ class _RequestContext:
         self._scope = scope
         self._send_to_client = send
         self._headers: Headers = dict(scope["headers"])
-        self._body = RequestBody(receive, self._headers, buffered=middleware.buffered)
+        self._body = BodyReader(receive, self._headers, buffered=middleware.buffered)
         self._identity = ANONYMOUS
         # None until the response has started.
         self._status: int | None = None

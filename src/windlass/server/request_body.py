@@ -40,7 +40,7 @@ class BufferedBytes:
         self.used -= size_bytes
 
 
-class RequestBody:
+class BodyReader:
     """The body of one request. `receive` is an ASGI receive function that applies the limits."""
 
     __slots__ = (
