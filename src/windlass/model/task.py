@@ -215,6 +215,22 @@ def to_json(value: Any, what: str, max_bytes: int) -> str:
     return text
 
 
+def check_json_text(content: bytes, what: str, max_bytes: int) -> str:
+    """Valid JSON as text that PostgreSQL's jsonb accepts. Its size is judged as it was written, before anything else.
+
+    PostgreSQL refuses what is left: half of a surrogate pair, and numbers beyond its range.
+    """
+    if len(content) > max_bytes:
+        raise _too_large(what, len(content), max_bytes)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise BadInput(f"{what} is not valid UTF-8.") from None
+    if "\\u0000" in text and _ESCAPED_NUL.search(text):
+        raise BadInput(f"{what} contains a NUL character, which PostgreSQL cannot store: remove it.")
+    return text
+
+
 def check_payload_size(task: NewTask, max_bytes: int) -> NewTask:
     """For tasks that were created with another limit, or none."""
     # A character takes at most four bytes, so most payloads need not be encoded to be measured.

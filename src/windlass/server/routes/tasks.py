@@ -12,7 +12,7 @@ from windlass.dashboard.tasks import task_page, tasks_page
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.listing import TaskList, TaskRow
-from windlass.model.task import TaskStatus, TaskSummary, new_task
+from windlass.model.task import NAME_PATTERN, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import EnqueueResult, OperationOutcome, OperationResult, RetryFailedResult, task_not_found
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
@@ -23,6 +23,7 @@ from windlass.server.json_api import (
     PRODUCER,
     VIEWER,
     Cursor,
+    LargeBody,
     Limit,
     PageResponse,
     QueueFilter,
@@ -58,7 +59,7 @@ _Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class NewTaskBody(RequestBody):
-    queue: str = Field(description="The queue.", pattern="^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$", examples=["renders"])
+    queue: str = Field(description="The queue.", pattern=NAME_PATTERN, examples=["renders"])
     payload: JsonValue = Field(default=None, description="Any JSON value.", examples=[{"prompt": "a lighthouse"}])
     priority: _Integer = Field(default=0, description="Tasks with a higher priority are claimed first.")
     run_after: AwareDatetime | None = Field(default=None, description="Not claimed before this time.")
@@ -74,6 +75,7 @@ class RetryFailedBody(RequestBody):
     limit: Annotated[int, Field(ge=1, le=1_000)] = Field(default=1_000, description="Maximum number, oldest first.")
 
 
+_NEW_TASK = LargeBody(NewTaskBody, "payload")
 _TASK = TypeAdapter(TaskResponse)
 _tasks = json_response(PageResponse[TaskRow])
 
@@ -125,10 +127,16 @@ def _add_json_routes(viewer: APIRouter, producer: APIRouter, operator: APIRouter
         parts = (rest, found.payload.encode(), (found.result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
 
-    @producer.post("/tasks", **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200))
-    async def enqueue(body: NewTaskBody) -> Response:
+    @producer.post(
+        "/tasks",
+        **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200),
+        openapi_extra=_NEW_TASK.openapi_extra,
+    )
+    async def enqueue(request: Request) -> Response:
         """201 for a new task, 200 if the unique key already has one."""
-        new = new_task(**body.model_dump(), max_payload_bytes=context.max_payload_bytes)
+        body, payload = await _NEW_TASK.read(request)
+        new = new_task(**body.model_dump(exclude={"payload"}))
+        new = new._replace(payload=check_json_text(payload, "the payload", context.max_payload_bytes))
         result = await operations.enqueue_task(store, new)
         response = operation_response(feed, result)
         response.status_code = 201 if result.outcome is OperationOutcome.DONE else 200
