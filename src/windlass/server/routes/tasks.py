@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
-from pydantic import AwareDatetime, Field, JsonValue, TypeAdapter
+from pydantic import AwareDatetime, Field, TypeAdapter
 
 from windlass import operations
 from windlass.cost.queries import task_cost
@@ -60,7 +60,7 @@ _Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 class NewTaskBody(RequestBody):
     queue: str = Field(description="The queue.", pattern=NAME_PATTERN, examples=["renders"])
-    payload: JsonValue = Field(default=None, description="Any JSON value.", examples=[{"prompt": "a lighthouse"}])
+    payload: Any = Field(default=None, description="Any JSON value.", examples=[{"prompt": "a lighthouse"}])
     priority: _Integer = Field(default=0, description="Tasks with a higher priority are claimed first.")
     run_after: AwareDatetime | None = Field(default=None, description="Not claimed before this time.")
     max_attempts: Annotated[int, Field(ge=1, lt=2**31)] = Field(default=3, description="Attempts before it fails.")
