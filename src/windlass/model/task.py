@@ -31,6 +31,8 @@ _MIN_INTEGER, _MAX_INTEGER = -(2**31), 2**31 - 1
 
 
 class TaskStatus(StrEnum):
+    """Where a task is. `complete` and `failed` are final."""
+
     QUEUED = "queued"
     RUNNING = "running"
     COMPLETE = "complete"
