@@ -39,7 +39,7 @@ class Tables:
     def __init__(
         self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
     ) -> None:
-        """`clock` returns aware datetimes and never runs backwards. `chance` makes claim tokens and jitter."""
+        """`clock` returns aware datetimes; see clock.py for steps back. `chance` makes claim tokens and jitter."""
         self.now = clock
         self.retention = retention or Retention()
         self.chance = chance or Random()  # noqa: S311 - tokens need not be secret within one process
@@ -48,6 +48,8 @@ class Tables:
         self.workers = WorkerTable()
         self.fleets: dict[str, FleetRow] = {}
         self.leases = LeaseTable(clock)
+        # The latest time that follow_clock has seen.
+        self.clock_seen_at: datetime | None = None
         self.event_log = EventLog(clock)
         self.notifications = NotificationHub()
         self.ledger = ChargeLedger()
