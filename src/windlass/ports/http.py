@@ -41,6 +41,8 @@ MAX_DELAY_S = 3600.0
 MAX_QUEUES = 1_000
 # Claims in one reply: more than any worker has slots, and few enough to hold in memory.
 MAX_CLAIMS = 2_000
+# Results in one call, and claims in one heartbeat: a worker holds no more tasks than this (MAX_CONCURRENCY).
+MAX_ITEMS = 10_000
 # Results in one call have at most this size together; a single result may be larger.
 MAX_BATCH_BYTES = 1 << 20
 

@@ -4,9 +4,11 @@ It depends on ports only. A new route module is added to the lists below. Each r
 """
 
 import functools
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.ports.http import max_body_bytes
 from windlass.server.auth import CSRF_HEADER, AuthMiddleware
@@ -28,6 +30,7 @@ from windlass.server.routes import (
     worker_protocol,
     workers,
 )
+from windlass.server.worker_calls import worker_call_handlers
 
 
 def make_app(context: WorkerApiContext) -> FastAPI:
@@ -46,6 +49,7 @@ def make_app(context: WorkerApiContext) -> FastAPI:
         add_openapi(app)
     add_error_handlers(app, error_page)
     # Middleware that is added later runs earlier.
+    app.add_middleware(_WorkerCalls, handlers=worker_call_handlers(context))
     if isinstance(context, AppContext):
         app.add_middleware(PageCompression)
         app.add_middleware(
@@ -69,3 +73,15 @@ def make_app(context: WorkerApiContext) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", CSRF_HEADER],
         )
     return app
+
+
+class _WorkerCalls:
+    """Answers the calls in `handlers` in place of the routes."""
+
+    def __init__(self, app: ASGIApp, handlers: Mapping[str, ASGIApp]) -> None:
+        self._app = app
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (handler or self._app)(scope, receive, send)

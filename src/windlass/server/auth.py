@@ -286,7 +286,11 @@ def _bearer_token(scope: Scope) -> str | None:
 
 
 async def worker_caller(request: Request) -> WorkerCaller:
-    caller = request.state.caller
+    return check_worker(request.state.caller)
+
+
+def check_worker(caller: Caller | None) -> WorkerCaller:
+    """Raise ApiError unless the caller is a worker that has not terminated."""
     if not isinstance(caller, WorkerCaller):
         raise forbidden("this path needs a worker token: join first")
     return _check_not_terminated(caller)
