@@ -31,6 +31,7 @@ from windlass.server.routes import (
     worker_protocol,
     workers,
 )
+from windlass.server.worker_calls import worker_call_handlers
 
 
 class Application:
@@ -74,6 +75,7 @@ def make_app(context: WorkerApiContext) -> Application:
             ACCESS_OF,
             max_payload_bytes=context.max_payload_bytes,
             static_files=static_paths() if isinstance(context, AppContext) else (),
+            handlers=worker_call_handlers(context),
         ),
         authenticator,
         rate_limit=context.rate_limit,

@@ -1,6 +1,5 @@
 """Shared parts of the JSON routes: the path prefix, parameter types, paging, request bodies and serialisation."""
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -18,7 +17,7 @@ from windlass.operations import OperationResult
 from windlass.server.auth import form_operator, open_to_all, operator, producer, viewer
 from windlass.server.errors import raise_if_refused
 from windlass.server.event_stream import OverviewFeed
-from windlass.server.route_table import MAX_SMALL_BODY_BYTES
+from windlass.server.request_body import decode_body
 
 API = "/api/v1"
 VIEWER, PRODUCER, OPERATOR = Depends(viewer), Depends(producer), Depends(operator)
@@ -99,9 +98,7 @@ class LargeBody(Generic[Body]):
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (media_type == "application/json" or media_type.endswith("+json")):
             raise BadInput(f"{_NOT_AN_OBJECT}.")
-        if len(content) > MAX_SMALL_BODY_BYTES:
-            return await asyncio.to_thread(self.decode, content)
-        return self.decode(content)
+        return await decode_body(self.decode, content)
 
     def decode(self, content: bytes) -> tuple[Body, bytes]:
         try:

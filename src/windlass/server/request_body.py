@@ -7,7 +7,8 @@ are still read.
 
 import asyncio
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from starlette.types import Message, Receive
 
@@ -22,6 +23,8 @@ MAX_BUFFERED_BYTES = 256 << 20
 # Decompressed at once: the limits are judged after each piece.
 _INFLATED_BYTES = 256 * 1024
 _GZIP_WBITS = 31
+
+Value = TypeVar("Value")
 
 
 class BufferedBytes:
@@ -160,6 +163,11 @@ class BodyReader:
         self._buffered.give_back(self._taken_bytes - before - len(content))
         self._taken_bytes = before + len(content)
         return content
+
+
+async def decode_body(decode: Callable[[bytes], Value], content: bytes) -> Value:
+    """Decode in a thread what would occupy the event loop for long."""
+    return decode(content) if len(content) <= MAX_SMALL_BODY_BYTES else await asyncio.to_thread(decode, content)
 
 
 def inflate(compressed: bytes, max_bytes: int) -> bytes:
