@@ -23,6 +23,10 @@ class WorkerProcesses:
         self._tally = counters
         self._log = log
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def counts(self) -> list[int]:
         return self._tally.counts(len(self._processes))
 

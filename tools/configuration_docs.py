@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from windlass.config_loader import PREFIX
+from windlass.config_sources import PREFIX
 from windlass.model.config import Config
 from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
 from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT
@@ -40,10 +40,14 @@ Settings are read from these sources; later sources override earlier ones.
 
 | source | example |
 | --- | --- |
+| `.env` in the current folder: the variables below, for settings only | `RUNPOD_API_KEY=...` |
 | `windlass.toml` in the current folder, or the file given with `--config` | `max_payload_bytes = 4096` |
+| secrets: a file called like the variable in `$CREDENTIALS_DIRECTORY` (systemd) or `/run/secrets` (Docker) | \
+`/run/secrets/database_url` |
 | environment variables that other programs use too, in the column "also" | `DATABASE_URL` |
 | environment variables `{PREFIX}<KEY>` and `{PREFIX}<SECTION>__<KEY>` | `{PREFIX}WORKER__LEASE_S=60` |
 | the same for a fleet: `{PREFIX}FLEETS__<NAME>__<KEY>` | `{PREFIX}FLEETS__RENDERS__MAX_WORKERS=4` |
+| secrets: a file named by the variable with `_FILE` | `RUNPOD_API_KEY_FILE=/etc/windlass/runpod` |
 | options of the command line | `windlass up --max 4` |
 
 - An empty environment variable counts as not set.
@@ -51,12 +55,44 @@ Settings are read from these sources; later sources override earlier ones.
 - A name that is not a setting is an error, in every source. The message names the key, its value and its source.
 - Fleet settings are read by `up`, `cycle` and the status commands only.
   `windlass worker` and the Python client ignore them.
-- In the column "also", names of fleet settings configure the fleet `{DEFAULT_FLEET}`, and create it if necessary.
+- In the column "also", names of fleet settings configure the only fleet.
+  Without a fleet they create the fleet `{DEFAULT_FLEET}`.
+  With several fleets they configure `{DEFAULT_FLEET}`, or have no effect if there is no fleet of that name.
+- `windlass up` logs all settings with their sources at start, without secrets.
+  It warns about each setting that has no effect, and so does `windlass doctor`.
 - The unit of a setting is the end of its key: `_s` is seconds.
   The only exception is the variable `FAILURE_WINDOW_MINUTES`.
 - A relative `data_dir` in a file given with `--config` is relative to that file.
   All other paths are relative to the current folder.
 - `--data-dir` selects the embedded PostgreSQL, even if `DATABASE_URL` is set.
+
+## Secrets
+
+Every setting of type "secret" can come from a file or a command, so that a secret manager needs no code:
+
+```toml
+runpod_api_key = "cmd:op read op://infra/runpod/key"
+
+[fleets.renders.env]
+HF_TOKEN = "cmd:vault kv get -field=token secret/hugging-face"
+```
+
+- A value that begins with `cmd:` is replaced by what the command prints.
+  The command runs without a shell, for at most 30 seconds, each time the configuration is loaded.
+- `cmd:` also works for the variables in `env` of a fleet.
+- A file may end with a line break, which is removed.
+- Kubernetes: mount the secret as a file and set `DATABASE_URL_FILE`, or set the variable from the secret.
+- systemd: `LoadCredential=database_url:/etc/windlass/database_url`.
+
+## Names of the original orchestrators
+
+- A fleet that sets `TASKS_PER_GPU_THRESHOLD` and none of `MACHINES_TO_KEEP_IDLE`, `SCALE_UP_MULTIPLIER` and
+  `SCALE_DOWN_MULTIPLIER` uses the policy `threshold`, unless `policy` is set.
+- A Runpod fleet that is configured by variables alone keeps at least two workers, as the original did.
+  A fleet in `windlass.toml` has `min_workers = 0` unless the file says otherwise.
+- `GPU_IDLE_TIMEOUT_SEC` is the heartbeat timeout.
+  One of the original documents used it for idle workers instead; here that is `GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC`.
+- If two variables set the same setting, for example `RGRID_MAX_WORKERS` and `MAX_ACTIVE_GPUS`, the last name applies.
 
 ## Limits
 

@@ -6,10 +6,10 @@ from datetime import timedelta
 from random import Random, SystemRandom
 from typing import Any
 
-import httpx
 import pytest
 
-from support.http_transport_fixture import URL, worker_api_context
+from support.asgi_server import serve_asgi
+from support.http_transport_fixture import worker_api_context
 from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables
 from support.stores import PostgresStores
@@ -289,25 +289,26 @@ async def test_self_registered_workers_recover_lost_peers(store: Stores, clock: 
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     long_poll_hub = LongPollHub(store.wait_for_work)
     app = make_app(worker_api_context(store, store, long_poll_hub))
-    enlistments = [new_self_registration(URL, API, False, httpx.ASGITransport(app)) for _ in range(2)]
-    async with SelfRegisteredTransport(enlistments[0]) as one, SelfRegisteredTransport(enlistments[1]) as other:
-        await one.register(MINE)
-        await other.register(replace(MINE, worker_id="other"))
-        task_id = await store.enqueue(new_task("a", 1))
-        (claim,) = await other.claim("other", ["a"])
-        assert claim.task_id == task_id
-        # The heartbeat uses its own transport.
-        async with SelfRegisteredTransport(enlistments[0]) as heart:
-            for _ in range(8):
+    async with serve_asgi(app) as url:
+        enlistments = [new_self_registration(url, API, False) for _ in range(2)]
+        async with SelfRegisteredTransport(enlistments[0]) as one, SelfRegisteredTransport(enlistments[1]) as other:
+            await one.register(MINE)
+            await other.register(replace(MINE, worker_id="other"))
+            task_id = await store.enqueue(new_task("a", 1))
+            (claim,) = await other.claim("other", ["a"])
+            assert claim.task_id == task_id
+            # The heartbeat uses its own transport.
+            async with SelfRegisteredTransport(enlistments[0]) as heart:
+                for _ in range(8):
+                    await heart.heartbeat("mine")
+                    clock.advance(5)
                 await heart.heartbeat("mine")
-                clock.advance(5)
-            await heart.heartbeat("mine")
-        assert await one.run_maintenance("mine") == [RecoveredTasks("other", 1, 0)]
-        assert (await other.heartbeat("other")).status is not WorkerStatus.ACTIVE
-        # After it was declared lost, it registers under a new name.
-        assert await other.register(replace(MINE, worker_id="again")) is WorkerStatus.ACTIVE
-        with pytest.raises(BadInput, match="not c"):
-            await other.claim("again", ["c"])
+            assert await one.run_maintenance("mine") == [RecoveredTasks("other", 1, 0)]
+            assert (await other.heartbeat("other")).status is not WorkerStatus.ACTIVE
+            # After it was declared lost, it registers under a new name.
+            assert await other.register(replace(MINE, worker_id="again")) is WorkerStatus.ACTIVE
+            with pytest.raises(BadInput, match="not c"):
+                await other.claim("again", ["c"])
     await long_poll_hub.close()
 
 

@@ -69,7 +69,7 @@ async def test_invalid_requests_name_the_field_and_the_rule(api: ApiFixture) -> 
         assert problem_of(refused) == (400, "BAD_INPUT"), body
     for content, sentence in (
         ('{"queue": "a"}', "the body must be a JSON object, sent with Content-Type: application/json."),
-        ("{", "invalid request: body.1: not valid JSON."),
+        ("{", "invalid request: body: not valid JSON."),
         ("{}", "invalid request: body.queue: required field is missing."),
         (
             '{"queue": "a", "priority": "x"}',

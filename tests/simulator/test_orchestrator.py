@@ -24,7 +24,7 @@ from windlass.control.orchestrator import (
     SHUTDOWN_PER_MACHINE_S,
     SWEEP_INTERVAL_S,
 )
-from windlass.model.errors import DatabaseUnavailable, Unavailable, Unreachable, WindlassError
+from windlass.model.errors import DatabaseUnavailable, ProviderUnreachable, Unavailable, WindlassError
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
@@ -203,7 +203,7 @@ def test_shutdown_with_nothing_created_ends_at_once(creation: str) -> None:
             for _ in range(100):
                 cloud.next_list(raises=Unavailable("listing machines: Name or service not known"))
                 if creation == "refused":
-                    cloud.next_create(raises=Unreachable("creating machine: Name or service not known", 5.0))
+                    cloud.next_create(raises=ProviderUnreachable("creating machine: Name or service not known", 5.0))
                 else:
                     cloud.next_create(fails_without_effect=True)
         running = fixture.start()

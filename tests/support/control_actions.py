@@ -40,8 +40,8 @@ ANN = Candidate("ann", ttl_s=30.0)
 BOB = Candidate("bob", ttl_s=30.0)
 EMPTY = """
 truncate windlass.charges, windlass.spending, windlass.attempt_spans;
-truncate windlass.tasks, windlass.events, windlass.cycles, windlass.leases, windlass.workers, windlass.slots,
-  windlass.fleets restart identity cascade
+truncate windlass.tasks, windlass.events, windlass.cycles, windlass.leases, windlass.clock, windlass.workers,
+  windlass.slots, windlass.fleets restart identity cascade
 """
 
 

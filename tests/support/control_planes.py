@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from support.asgi_server import serve_asgi
 from support.fake_control_plane import FakeControlPlane
 from support.memory_store.stores import MemoryStores
 from windlass.model.action import Plan
@@ -87,6 +88,8 @@ class InMemoryControlPlane:
             wheel=WHEEL,
         )
         self.app = make_app(replace(context, **changed))
+        # The address of the application over a real connection.
+        self.url = ""
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url=URL)
 
     async def spawn_worker(self, worker_id: str = "w0", slot: int = 0) -> str:
@@ -125,8 +128,8 @@ class InMemoryControlPlane:
         return await self.client.get(path, headers=bearer(token))
 
     def transport(self, token: str, worker_id: str = "w0") -> HttpTransport:
-        credentials = WorkerCredentials(worker_id, URL, token, max_payload_bytes=10_000)
-        return HttpTransport(credentials, False, httpx.ASGITransport(self.app))
+        credentials = WorkerCredentials(worker_id, self.url, token, max_payload_bytes=10_000)
+        return HttpTransport(credentials, False)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -137,7 +140,8 @@ def bearer(token: str) -> dict[str, str]:
 async def open_control_plane(clock: Any, **other: Any) -> AsyncIterator[InMemoryControlPlane]:
     plane = InMemoryControlPlane(clock, **other)
     try:
-        yield plane
+        async with serve_asgi(plane.app) as plane.url:
+            yield plane
     finally:
         await plane.long_poll_hub.close()
         await plane.client.aclose()

@@ -1,7 +1,7 @@
 """A store whose worker calls go over HTTP. All other calls go to the store directly.
 
-The application runs in the process, without a network. Routes, auth, limits and messages are those of production.
-Only tokens are simplified: every worker id has one, so that a test can act as any worker.
+The application runs in the process, behind a real connection. Routes, auth, limits and messages are those of
+production. Only tokens are simplified: every worker id has one, so that a test can act as any worker.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,8 +10,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-import httpx
-
+from support.asgi_server import serve_asgi
 from support.fake_control_plane import FakeControlPlane
 from support.stores import AnyStore
 from windlass.model.auth import WORKER_PREFIX, Activation, ApiToken, Caller, Role, WorkerCaller, hash_of
@@ -23,7 +22,6 @@ from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
-URL = "http://127.0.0.1:1"
 QUEUES = ("q", "r", "a", "b", "c", "other")
 
 
@@ -73,10 +71,10 @@ def worker_api_context(store: Any, auth_store: Any, long_poll_hub: LongPollHub) 
 class OverHttp:
     """Worker calls go over HTTP, one connection per worker. Other calls go to the store `behind` it."""
 
-    def __init__(self, behind: AnyStore, access: OpenAccess, app: Any) -> None:
+    def __init__(self, behind: AnyStore, access: OpenAccess, url: str) -> None:
         self.behind = behind
         self._access = access
-        self._app = app
+        self._url = url
         self._transports: dict[str, HttpTransport] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -86,8 +84,8 @@ class OverHttp:
         if worker_id not in self._transports:
             token = token_of(worker_id)
             self._access.names[hash_of(token)] = worker_id
-            credentials = WorkerCredentials(worker_id, URL, token)
-            self._transports[worker_id] = HttpTransport(credentials, False, httpx.ASGITransport(self._app))
+            credentials = WorkerCredentials(worker_id, self._url, token)
+            self._transports[worker_id] = HttpTransport(credentials, False)
         return self._transports[worker_id]
 
     async def close(self) -> None:
@@ -133,9 +131,12 @@ class OverHttp:
 @asynccontextmanager
 async def over_http(store: AnyStore) -> AsyncIterator[OverHttp]:
     access, long_poll_hub = OpenAccess(), LongPollHub(store.wait_for_work)
-    seen = OverHttp(store, access, make_app(worker_api_context(store, access, long_poll_hub)))
     try:
-        yield seen
+        async with serve_asgi(make_app(worker_api_context(store, access, long_poll_hub))) as url:
+            seen = OverHttp(store, access, url)
+            try:
+                yield seen
+            finally:
+                await seen.close()
     finally:
-        await seen.close()
         await long_poll_hub.close()

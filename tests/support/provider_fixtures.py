@@ -26,6 +26,7 @@ delete from windlass.spending;
 delete from windlass.sessions;
 delete from windlass.tokens;
 delete from windlass.leases;
+delete from windlass.clock;
 """
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import windlass
-from windlass.config_loader import ENVIRONMENT_ALIASES, load_config
+from windlass.config_loader import load_config
+from windlass.config_sources import ENVIRONMENT_ALIASES
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
@@ -416,7 +417,7 @@ def test_fleet_variables_are_ignored_without_fleets(
     """The other settings of the fleet may be in a file that is not read here."""
     monkeypatch.setenv("MIN_ACTIVE_GPUS", "5")
     monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDER", "runpod")
-    with pytest.raises(ConfigError, match="min_workers is 5 and max_workers is 4"):
+    with pytest.raises(ConfigError, match="neither runpod.image nor runpod.template_id is set"):
         load_config()
     assert load_config(has_fleets=False).config.fleets == {}
     assert windlass.Client("postgresql://nobody@127.0.0.1:1/nothing") is not None

@@ -6,9 +6,8 @@ import shutil
 import ssl
 import stat
 import subprocess
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
 from windlass.server.server import listen, serving
 from windlass.worker import join as module
-from windlass.worker.http_transport import ControlPlaneClient, HttpTransport
+from windlass.worker.http_transport import HttpTransport
 from windlass.worker.join import join, read_join_file
 
 JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"
@@ -93,31 +92,6 @@ async def test_join_is_retried_while_control_plane_is_unavailable(plane: InMemor
         plane.store.error = None
         credentials, _, _ = await asyncio.wait_for(joining, 30)
     assert credentials.worker_id == "w0"
-
-
-async def test_calls_of_a_worker_share_one_connection() -> None:
-    """A handshake per heartbeat would be most of the control plane's load."""
-    connections, calls = 0, 0
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections, calls
-        connections += 1
-        with suppress(asyncio.IncompleteReadError):
-            while calls < 5:
-                await reader.readuntil(b"\r\n\r\n")
-                calls += 1
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    control_plane = ControlPlaneClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "any", tls=False)
-    try:
-        for _ in range(5):
-            assert await control_plane.call("asking", "GET", "/") == b"{}"
-    finally:
-        await control_plane.close()
-        server.close()
-    assert (calls, connections) == (5, 1)
 
 
 async def test_join_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +214,3 @@ async def test_https_verifies_certificate_of_control_plane(
         credentials, tls, order = await join(write_join_file(tmp_path, **content, ca_file=str(certificate)))
         async with HttpTransport(credentials, tls) as transport:
             assert await transport.order() == order
-
-
-def test_importing_transport_does_not_mark_sniffio_missing() -> None:
-    """Only a worker's own process may mark it as missing."""
-    code = "import sys, windlass.worker.http_transport; print('sniffio' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"

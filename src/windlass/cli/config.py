@@ -1,12 +1,17 @@
-"""`windlass config`: every setting, its value and its source."""
+"""`windlass config`, and the log entry at start: every setting, its value and its source, without secrets."""
 
+import sys
 from dataclasses import replace
 
 import typer
 
+from windlass.cli.logs import get_logger
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table
+from windlass.config_loader import Loaded
 from windlass.wiring import stores
+
+log = get_logger(__name__)
 
 app = typer.Typer(help="Show the configuration.", no_args_is_help=True)
 
@@ -38,3 +43,12 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
         text = str(value).lower() if isinstance(value, bool) else value
         rows.append((setting.key, text, setting.source, setting.description))
     print_table(rows, "setting", "value", "source", "description")
+
+
+def log_settings(loaded: Loaded) -> None:
+    """Log all settings with their sources, and those that have no effect. A terminal gets no defaults."""
+    settings = {s.key: {"value": s.shown(), "source": s.source} for s in loaded.settings()}
+    given = {key: setting for key, setting in settings.items() if setting["source"] != "default"}
+    log.info("loaded configuration", settings=given if sys.stderr.isatty() else settings)
+    for warning in loaded.warnings:
+        log.warning("setting has no effect", reason=warning)

@@ -70,11 +70,14 @@ async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncG
     yield _check_platform()
     yield _check_gpu()
     try:
-        config = load(config_file, data_dir).config
+        loaded = load(config_file, data_dir)
     except WindlassError as error:
         yield Finding("configuration", CheckStatus.FAIL, _clause(error))
         return
+    config = loaded.config
     yield Finding("configuration", CheckStatus.OK, "readable")
+    for warning in loaded.warnings:
+        yield Finding("configuration", CheckStatus.WARN, warning)
     async with aclosing(_check_providers(config)) as found:
         async for finding in found:
             yield finding

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
+from windlass.cli.config import log_settings
 from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
 from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
@@ -90,6 +91,7 @@ async def up(
         loaded = load(config, data_dir, **chosen)
         check_fleets(loaded)
         hide(secrets_of(loaded.config))
+        log_settings(loaded)
         return loaded
 
     await run_up(

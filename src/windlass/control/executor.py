@@ -19,7 +19,15 @@ import structlog
 
 from windlass.control.outcome_log import OutcomeLog
 from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Prepare
-from windlass.model.errors import LONG_PAUSE_S, NoCapacity, NotPrepared, ProviderError, Refused, Throttled, Unreachable
+from windlass.model.errors import (
+    LONG_PAUSE_S,
+    NoCapacity,
+    NotPrepared,
+    ProviderError,
+    ProviderUnreachable,
+    Refused,
+    Throttled,
+)
 from windlass.model.lease import LeaseGuard
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.outcome import (
@@ -308,12 +316,12 @@ class ProviderExecutor:
         """When the provider may be called again, by the loop's clock."""
         if not isinstance(error, Throttled):
             return float("-inf")
-        self._is_unreachable = isinstance(error, Unreachable)
+        self._is_unreachable = isinstance(error, ProviderUnreachable)
         return asyncio.get_running_loop().time() + min(error.retry_after_s, max_s)
 
     def _check_throttle(self, until: float) -> None:
         left_s = until - asyncio.get_running_loop().time()
         if left_s > 0 and self._is_unreachable:
-            raise Unreachable(f"the provider could not be reached; next attempt in {left_s:.0f} s", left_s)
+            raise ProviderUnreachable(f"the provider could not be reached; next attempt in {left_s:.0f} s", left_s)
         if left_s > 0:
             raise Throttled(f"the provider asked for a pause; {left_s:.0f} s left", left_s)

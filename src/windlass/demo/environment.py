@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.output import last_line
-from windlass.config_loader import ENVIRONMENT_ALIASES, PREFIX
+from windlass.config_sources import ENVIRONMENT_ALIASES, PREFIX
 from windlass.demo.cleanup import MARK
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError

@@ -12,6 +12,8 @@ from windlass.model.worker import WorkerStatus
 # How late a cycle may be without a leader, and with one.
 LATE_CYCLE_S = 5.0
 SLOW_CYCLE_S = 60.0
+# A cycle further in the future than this was planned before the database's clock was set back.
+CLOCK_STEP_S = 1.0
 # During a shutdown, cycles follow each other closely.
 WINDING_DOWN_S = 15.0
 # Keys of a cycle summary and of the status routes: what a cycle did, and what it observed.
@@ -56,6 +58,9 @@ class Fleet:
         if self.planned_at is None:
             return None
         silent_s = (now - self.planned_at).total_seconds()
+        if silent_s < -CLOCK_STEP_S and not self.is_led:
+            # The database's clock was set back, and no leader has planned since.
+            return 0.0
         if self.next_plan_in_s is None:
             late_s = WINDING_DOWN_S if self.is_led else 0.0
         else:

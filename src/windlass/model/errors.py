@@ -124,7 +124,7 @@ class Throttled(ProviderError):
         self.retry_after_s = retry_after_s
 
 
-class Unreachable(Throttled):
+class ProviderUnreachable(Throttled):
     """The provider could not be reached, by name or by address. Nothing was done; retry after `retry_after_s`."""
 
     code = "UNREACHABLE"

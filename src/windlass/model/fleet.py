@@ -1,7 +1,7 @@
 """Settings of a fleet: one table per fleet in windlass.toml.
 
 Some defaults depend on the provider: a process starts in a second, a GPU pod in minutes. `env` names the environment
-variables that set a value for the fleet called `default`. The descriptions appear in --help and docs/configuration.md.
+variables that set a value of the only fleet, or of `default`. The descriptions appear in --help and the documentation.
 """
 
 import re
@@ -79,7 +79,7 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "policy": "buffered",
         "concurrency": 1,
         "has_gpu": True,
-        "min_workers": 2,
+        "min_workers": 0,
         "max_workers": 10,
         "poll_interval_s": 30.0,
         "heartbeat_interval_s": 20.0,

@@ -1,13 +1,17 @@
 """Removes secrets from text and settings before they reach logs, reasons, HTTP responses and pages.
 
-`masked` hides passwords in URLs. `Mask` also hides known secrets, our tokens, and values of variables with names like
-API_KEY, as a shell prints them. Both take time proportional to the length of the text, whatever it contains.
+`masked` hides passwords and tokens in URLs. `Mask` also hides known secrets, plain and encoded (URL, JSON, hexadecimal,
+base64), our tokens, authorization headers, and values with names like API_KEY. Both take time proportional to the
+length of the text, whatever it contains.
 """
 
+import base64
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from windlass.model.auth import without_tokens
 
@@ -17,7 +21,7 @@ MIN_SECRET_LENGTH = 6
 _URL_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 # A variable with one of these words in its name holds a secret.
-_SECRET_WORDS = "KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL"  # noqa: S105
+_SECRET_WORDS = "KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH(?!OR)|DSN"  # noqa: S105
 _SECRET_NAME = re.compile(_SECRET_WORDS, re.IGNORECASE)
 # A quoted part of a value, also with quotes escaped as in JSON. A quote before one of the signs , : } ] or white space
 # ends a string around the value.
@@ -28,10 +32,22 @@ _QUOTED = r"""(?:"(?![,:}\]\s])(?:\\.|[^"\\])*"|'(?![,:}\]\s])[^']*'|\\"(?:[^"\\
 _ASSIGNMENT = re.compile(
     rf"""\b(?=[A-Z0-9_]*(?:{_SECRET_WORDS}))([A-Z0-9_]+)=(?:\$?(?:{_QUOTED}|\\.|[^\s"'\\])+|["'](?![,:}}\]\s])[^\n]+)"""
 )
+# "api_key": "value", as JSON and Python print it. Only names that say that the value is a secret.
+_MEMBER = re.compile(
+    r"""(["'])((?:[\w-]{0,40}[_-])?(?:api[_-]?key|access[_-]?key|private[_-]?key|secret|token|password|passwd|authorization))"""
+    r"""\1(\s*:\s*)(["'])(?:\\.|(?!\4)[^\\])*\4""",
+    re.IGNORECASE,
+)
+# password=value of a libpq connection string.
+_PARAMETER = re.compile(r"\b(password|passwd|sslpassword)(\s*=\s*)(?:'(?:\\.|[^'\\])*'|[^\s'&,;]+)", re.IGNORECASE)
+_AUTHORIZATION = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
+# Tokens of forges and package indexes take the place of the user.
+_WEB_USER = re.compile(r"(?<![\w+.-])((?:[\w.-]{1,20}\+)?https?://)[^\s/?#@:]+@", re.IGNORECASE)
 
 
 def masked(text: str) -> str:
-    """Hide the passwords of the URLs in a text."""
+    """Hide the passwords of the URLs in a text, and the users of web addresses, which are tokens."""
+    text = _WEB_USER.sub(rf"\1{HIDDEN}@", text) if "://" in text else text
     return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _replace_passwords(text, f":{HIDDEN}"))
 
 
@@ -65,6 +81,9 @@ class Mask:
         text = without_tokens(masked(text))
         for secret in self.secrets:
             text = text.replace(secret, HIDDEN)
+        text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
+        text = _PARAMETER.sub(rf"\1\2{HIDDEN}", text)
+        text = _MEMBER.sub(rf"\1\2\1\3\4{HIDDEN}\4", text)
         return _ASSIGNMENT.sub(rf"\1={HIDDEN}", text)
 
     def __repr__(self) -> str:
@@ -72,8 +91,27 @@ class Mask:
 
 
 def mask_of(secrets: Iterable[str]) -> Mask:
-    # The longest first: one secret may be a part of another.
-    return Mask(tuple(sorted({s for s in secrets if len(s) >= MIN_SECRET_LENGTH}, key=len, reverse=True)))
+    forms = {form for secret in secrets if len(secret) >= MIN_SECRET_LENGTH for form in _forms(secret)}
+    # The longest first: one may be a part of another.
+    return Mask(tuple(sorted(forms, key=len, reverse=True)))
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """The secret as it is, and as programs encode it. Base64 has three forms, depending on what stands before it."""
+    content = secret.encode(errors="surrogatepass")
+    yield secret
+    yield quote(secret, safe="", errors="surrogatepass")
+    yield quote_plus(secret, errors="surrogatepass")
+    yield json.dumps(secret)[1:-1]
+    yield json.dumps(secret, ensure_ascii=False)[1:-1].replace("/", "\\/")
+    yield content.hex()
+    for before in range(3):
+        # Leave out the characters that also encode neighbouring bytes.
+        start, end = (0, 2, 3)[before], len(content) + before
+        encoded = base64.b64encode(b"\0" * before + content).decode()[start : end // 3 * 4]
+        if len(encoded) >= MIN_SECRET_LENGTH:
+            yield encoded
+            yield encoded.replace("+", "-").replace("/", "_")
 
 
 def is_named_secret(variable: str) -> bool:

@@ -5,9 +5,9 @@
 select
   windlass.now() as now,
   (
-    select extract(epoch from windlass.now() - max(l.expires_at))::float8
+    select extract(epoch from windlass.now() - max(least(l.expires_at, windlass.now())))::float8
     from windlass.leases l where l.name not like 'ray:%'
-    having max(l.expires_at) <= windlass.now()
+    having not bool_or(windlass_internal.is_held(l))
   ) as leaderless_s;
 
 -- name: planner_alerts

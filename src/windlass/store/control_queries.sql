@@ -7,7 +7,7 @@ select
   nullif(f.planner_state -> 'hold', 'null') as hold,
   (f.planner_state #>> '{cadence,planned_at}')::timestamptz as planned_at,
   (f.planner_state #>> '{cadence,next_plan_in_s}')::float8 as next_plan_in_s,
-  exists (select from windlass.leases l where l.expires_at > windlass.now() and l.name not like 'ray:%') as is_led,
+  exists (select from windlass.leases l where windlass_internal.is_held(l) and l.name not like 'ray:%') as is_led,
   array(
     select s.slot from windlass.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot
   ) as failed_slots

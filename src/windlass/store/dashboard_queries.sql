@@ -126,7 +126,7 @@ from windlass.alerts where resolved_at is null order by since, id limit 500;
 -- name: leader
 -- overview; a few rows. Prefers the orchestrator's lease to those of other lease names.
 select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::float8 as expires_in_s
-from windlass.leases l where l.name not like 'ray:%' and l.expires_at > windlass.now()
+from windlass.leases l where l.name not like 'ray:%' and windlass_internal.is_held(l)
 order by l.name = 'orchestrator' desc limit 1;
 
 -- name: overview_time

@@ -1,6 +1,6 @@
 """The notifiers of the configuration."""
 
-from windlass.config_loader import secret_variables
+from windlass.config_sources import secret_variables
 from windlass.model.config import Config
 from windlass.notify.command import CommandNotifier
 from windlass.notify.email import EmailNotifier

@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from windlass.config_loader import environment_of, secret_variables, secrets_of
+from windlass.config_loader import environment_of, secrets_of
+from windlass.config_sources import secret_variables
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError

@@ -4,9 +4,7 @@ Imports of the worker package are local to the functions, because other commands
 """
 
 import contextlib
-import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,8 +124,6 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
         logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
     )
     executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
-    if not order.is_inline:
-        _mark_sniffio_missing()
     async with trace_attempts(config, settings.version) as traced:
         return await WorkerRuntime(settings, open_transport, traced(executor)).run()
 
@@ -152,15 +148,6 @@ async def _run_joined_node(
         head_versions=Versions(ray.ray_version, ray.python_version),
     )
     return await NodeProgram(settings, open_transport).run()
-
-
-def _mark_sniffio_missing() -> None:
-    """Make failed imports of sniffio cheap: httpcore tries four per request, which take a fifth of its time.
-
-    Only for processes that run no user code.
-    """
-    if importlib.util.find_spec("sniffio") is None:
-        sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 
 def _executor(

@@ -12,41 +12,40 @@ import random
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import UUID
 
-import httpx
-from pydantic import TypeAdapter, ValidationError
+import msgspec
 
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, TokenRefused, UnknownWorker
+from windlass.model.ray import RaySettings
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus, storable
 from windlass.model.work_order import WorkOrder
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.ports import http
+from windlass.worker.http_client import HttpClient, HttpResponse, NoResponse
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from windlass.ports.transport import WorkerTransport
 
-CONNECT_TIMEOUT_S = 10.0
 # Longer than the control plane's own database timeout.
 ANSWER_TIMEOUT_S = 45.0
 # Added to the time that a wait for work may take.
 WAIT_MARGIN_S = 15.0
-# Shorter than the control plane's own limit, so that it never closes a connection that a request is about to use.
-KEEP_ALIVE_S = 30.0
-# The loop, the wait for work, and a reserve.
-MAX_CONNECTIONS = 4
 # Upper limit for a Retry-After header.
 MAX_RETRY_AFTER_S = 10.0
+# Largest answer: many claims with large payloads. Above it the worker asks for fewer tasks.
+MAX_ANSWER_BYTES = 256 << 20
 # Characters of an unexpected answer in error messages.
 MAX_QUOTED = 200
 
 _Value = TypeVar("_Value")
+Decoder = msgspec.json.Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +76,17 @@ def tls_context(url: str, ca_file: Path | None) -> ssl.SSLContext | bool:
 class ControlPlaneClient:
     """HTTP calls to one control plane with one token."""
 
-    def __init__(
-        self, url: str, token: str, tls: ssl.SSLContext | bool, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, token: str, tls: ssl.SSLContext | bool) -> None:
         self._url = url
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_S),
-            verify=tls,
-            transport=transport,
-            # A proxy in the environment is meant for the handler.
-            trust_env=False,
-        )
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._client = HttpClient(url, headers, tls, max_response_bytes=MAX_ANSWER_BYTES)
         self._not_before = float("-inf")
 
     def set_token(self, token: str) -> None:
-        self._client.headers["Authorization"] = f"Bearer {token}"
+        self._client.set_header("Authorization", f"Bearer {token}")
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def call(
         self, doing: str, method: str, path: str, body: bytes | None = None, timeout_s: float = ANSWER_TIMEOUT_S
@@ -106,19 +95,18 @@ class ControlPlaneClient:
         wait_s = self._not_before - time.monotonic()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         try:
-            response = await self._client.request(method, path, content=body, timeout=timeout)
-        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, ssl.SSLError, OSError) as error:
+            response = await self._client.request(method, path, body, timeout_s)
+        except (NoResponse, OSError) as error:
             reason = str(error) or type(error).__name__
             raise ControlPlaneUnavailable(
                 f"{doing}: the control plane at {self._url} did not answer ({reason}). Check that it is running."
             ) from None
-        if response.is_success:
-            return response.content
+        if 200 <= response.status < 300:
+            return response.body
         raise self._error(doing, response)
 
-    def _error(self, doing: str, response: httpx.Response) -> Exception:
+    def _error(self, doing: str, response: HttpResponse) -> Exception:
         code, message = _parse_problem(response)
         match code:
             case http.BAD_INPUT | http.TOO_LARGE | http.FORBIDDEN | http.NOT_FOUND:
@@ -127,7 +115,7 @@ class ControlPlaneClient:
                 return UnknownWorker(message)
             case http.UNAUTHORIZED | http.GONE:
                 return TokenRefused(f"{doing}: {message}")
-        retry_after = response.headers.get("retry-after", "")
+        retry_after = response.header("retry-after")
         if retry_after.isdigit():
             # Jitter: other workers got the same answer at the same time.
             spread = 1.0 + 0.5 * random.random()  # noqa: S311
@@ -135,26 +123,20 @@ class ControlPlaneClient:
         return ControlPlaneUnavailable(f"{doing}: the control plane at {self._url} could not answer ({message})")
 
 
-def _parse_problem(response: httpx.Response) -> tuple[str | None, str]:
+def _parse_problem(response: HttpResponse) -> tuple[str | None, str]:
     """Code and message of an error. The code is None if a proxy or another server answered."""
     try:
-        problem = response.json()
+        problem = json.loads(response.body)
         return str(problem["code"]), str(problem["detail"])
-    except (ValueError, LookupError, TypeError):
-        return None, f"{response.status_code}: {response.text[:MAX_QUOTED]!r}"
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text = response.body[: 4 * MAX_QUOTED].decode(errors="replace")
+        return None, f"{response.status}: {text[:MAX_QUOTED]!r}"
 
 
 class HttpTransport:
-    """`transport` replaces the network in tests."""
-
-    def __init__(
-        self,
-        credentials: WorkerCredentials,
-        tls: ssl.SSLContext | bool,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
+    def __init__(self, credentials: WorkerCredentials, tls: ssl.SSLContext | bool) -> None:
         self._credentials = credentials
-        self._plane = ControlPlaneClient(credentials.url, credentials.token, tls, transport)
+        self._plane = ControlPlaneClient(credentials.url, credentials.token, tls)
         # Cursor of the last wait, by queues.
         self._cursors: dict[tuple[str, ...], str] = {}
 
@@ -184,7 +166,7 @@ class HttpTransport:
         for batch in first:
             lost += (await self._finish(http.FinishCall(tuple(batch)))).lost
         result = await self._finish(http.FinishCall(tuple(last), tuple(queues), limit))
-        return replace(result, lost=lost + result.lost)
+        return replace(result, lost=lost + result.lost) if lost else result
 
     async def _finish(self, call: http.FinishCall) -> ClaimResult:
         return await self._post("finishing tasks", http.FINISH, call, _CLAIM_RESULT)
@@ -256,7 +238,7 @@ class HttpTransport:
         if worker_id != self._credentials.worker_id:
             raise UnknownWorker(f"worker {worker_id} cannot use the token of worker {self._credentials.worker_id}.")
 
-    async def _post(self, doing: str, path: str, call: "DataclassInstance", answer: TypeAdapter[_Value]) -> _Value:
+    async def _post(self, doing: str, path: str, call: "DataclassInstance", answer: Decoder[_Value]) -> _Value:
         return parse_answer(doing, answer, await self._send(doing, path, call))
 
     async def _send(
@@ -265,38 +247,34 @@ class HttpTransport:
         return await self._plane.call(doing, "POST", path, encode_call(doing, call), timeout_s)
 
 
+# msgspec's own encoder would silently turn NaN into null.
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
 def encode_call(doing: str, call: "DataclassInstance") -> bytes:
-    """Uses the standard library: pydantic would silently turn NaN into null."""
     try:
-        text = json.dumps(asdict(call), allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_to_text)
-        return text.encode()
-    except (TypeError, ValueError) as error:
+        return _ENCODER.encode(msgspec.to_builtins(call, builtin_types=(bytes, datetime))).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{doing}: a value cannot be sent ({error}).") from None
 
 
-def _to_text(value: object) -> str:
-    if isinstance(value, UUID):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
-
-
-def parse_answer(doing: str, kind: TypeAdapter[_Value], content: bytes) -> _Value:
+def parse_answer(doing: str, kind: Decoder[_Value], content: bytes) -> _Value:
     try:
-        return kind.validate_json(content)
-    except ValidationError:
+        return kind.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ControlPlaneUnavailable(
             f"{doing}: the answer is not from a control plane of this version. Check the URL and the versions."
         ) from None
 
 
 def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Finished]]:
-    """At least one batch, maybe empty. Each is within the size, or has a single result that exceeds it."""
+    """At least one batch, maybe empty. Each is within the size and number, or has one result that exceeds the size."""
     batch: list[Finished] = []
     size_bytes = 0
     for item in finished:
         # Characters, not bytes: the limit of the server leaves room for multi-byte characters.
         length = len(item.result or "")
-        if batch and size_bytes + length > max_bytes:
+        if batch and (size_bytes + length > max_bytes or len(batch) >= http.MAX_FINISHED):
             yield batch
             batch, size_bytes = [], 0
         batch.append(item)
@@ -304,16 +282,20 @@ def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Fini
     yield batch
 
 
-WORK_ORDER = TypeAdapter(WorkOrder)
-_WORKER_STATUS = TypeAdapter(WorkerStatus)
-_CLAIMS = TypeAdapter(list[Claim])
-_CLAIM_RESULT = TypeAdapter(ClaimResult)
-_TASK_STATUS: TypeAdapter[TaskStatus | None] = TypeAdapter(TaskStatus | None)
-_IS_RELEASED = TypeAdapter(bool)
-_HEARTBEAT_REPLY = TypeAdapter(HeartbeatReply)
-_RECOVERED = TypeAdapter(list[RecoveredTasks])
-_RUN_AFTER: TypeAdapter[datetime | None] = TypeAdapter(datetime | None)
-_CURSOR = TypeAdapter(str)
+def _decode_ray_settings(kind: type[RaySettings], value: object) -> RaySettings:
+    return kind.model_validate(value)
+
+
+WORK_ORDER = Decoder(WorkOrder, dec_hook=_decode_ray_settings)
+_WORKER_STATUS = Decoder(WorkerStatus)
+_CLAIMS = Decoder(list[Claim])
+_CLAIM_RESULT = Decoder(ClaimResult)
+_TASK_STATUS: Decoder[TaskStatus | None] = Decoder(TaskStatus | None)
+_IS_RELEASED = Decoder(bool)
+_HEARTBEAT_REPLY = Decoder(HeartbeatReply)
+_RECOVERED = Decoder(list[RecoveredTasks])
+_RUN_AFTER: Decoder[datetime | None] = Decoder(datetime | None)
+_CURSOR = Decoder(str)
 
 
 if TYPE_CHECKING:

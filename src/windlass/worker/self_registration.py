@@ -9,14 +9,12 @@ import ssl
 from dataclasses import dataclass
 from random import SystemRandom
 
-import httpx
-from pydantic import TypeAdapter
-
 from windlass.model.auth import WORKER_PREFIX, new_token
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports import http
 from windlass.worker.http_transport import (
     ControlPlaneClient,
+    Decoder,
     HttpTransport,
     WorkerCredentials,
     encode_call,
@@ -32,23 +30,19 @@ class SelfRegistration:
     api_token: str
     tls: ssl.SSLContext | bool
     credentials: WorkerCredentials
-    # Replaces the network in tests.
-    carrier: httpx.AsyncBaseTransport | None = None
 
     def __repr__(self) -> str:
         return f"SelfRegistration(url={self.url!r}, credentials={self.credentials!r})"
 
 
-def new_self_registration(
-    url: str, api_token: str, tls: ssl.SSLContext | bool, carrier: httpx.AsyncBaseTransport | None = None
-) -> SelfRegistration:
+def new_self_registration(url: str, api_token: str, tls: ssl.SSLContext | bool) -> SelfRegistration:
     """Without an id until the first registration."""
-    return SelfRegistration(url, api_token, tls, WorkerCredentials("", url, ""), carrier)
+    return SelfRegistration(url, api_token, tls, WorkerCredentials("", url, ""))
 
 
 class SelfRegisteredTransport(HttpTransport):
     def __init__(self, self_registration: SelfRegistration) -> None:
-        super().__init__(self_registration.credentials, self_registration.tls, self_registration.carrier)
+        super().__init__(self_registration.credentials, self_registration.tls)
         self._registration = self_registration
 
     async def register(self, registration: Registration) -> WorkerStatus:
@@ -59,9 +53,7 @@ class SelfRegisteredTransport(HttpTransport):
             # Saved before the call: after a lost answer it is repeated with the same id and token.
             self_registration.credentials = WorkerCredentials(r.worker_id, self_registration.url, token)
         call = http.SelfRegisterCall(token, registration)
-        plane = ControlPlaneClient(
-            self_registration.url, self_registration.api_token, self_registration.tls, self_registration.carrier
-        )
+        plane = ControlPlaneClient(self_registration.url, self_registration.api_token, self_registration.tls)
         try:
             doing = "registering the worker"
             registered = parse_answer(
@@ -82,4 +74,4 @@ class SelfRegisteredTransport(HttpTransport):
         super()._check_worker(worker_id)
 
 
-_REGISTERED = TypeAdapter(http.SelfRegisterReply)
+_REGISTERED = Decoder(http.SelfRegisterReply)

@@ -185,6 +185,20 @@ async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: Vi
     assert (await ann.observe()).spending == (Spending("EUR", 0, 7_200_000, 7_200_000),)
 
 
+async def test_charges_of_later_hours_use_no_budget_of_the_current_one(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    clock.advance(2 * 3600)
+    await hire_priced(ann, clock)
+    clock.advance(3660)
+    await ann.observe()
+    assert await settle_all(store) == 1
+    clock.advance(-3660)
+    assert (await ann.observe()).spending == (Spending("EUR", 3_600_000, 3_600_000, 3_600_000),)
+    clock.advance(-3600)
+    assert (await ann.observe()).spending == (), "the clock was set back to before the charged hour"
+
+
 async def test_monthly_cap_makes_rest_of_month_free(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await hire_priced(ann, clock)
     clock.advance(5 * 3600)

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from support.memory_store.actions import apply_action
+from support.memory_store.clock import follow_clock
 from support.memory_store.ledger import account, to_settle
 from support.memory_store.observe import observe
 from support.memory_store.outcomes import record_outcome
@@ -37,6 +38,7 @@ class MemoryControlStore(MemoryLeaseStore):
         lease = await self.acquire_lease(candidate)
         if isinstance(lease, Standby):
             return lease
+        follow_clock(self._tables)
         row = self._tables.fleet(fleet)
         row.provider, row.queues = config.provider, config.queues
         row.min_workers, row.max_workers = config.min_workers, config.max_workers

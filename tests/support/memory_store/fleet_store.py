@@ -16,7 +16,7 @@ from windlass.ports.fleets import MAX_AHEAD
 
 class MemoryFleetQueries(TableStore):
     async def fleets(self) -> list[Fleet]:
-        is_led = self._tables.leases.leaderless_s() < 0
+        is_led = self._tables.leases.has_leader()
         return [row.as_fleet(is_led=is_led) for _, row in sorted(self._tables.fleets.items())]
 
     async def worker(self, worker_id: str) -> Worker | None:

@@ -58,6 +58,11 @@ class LeaseRow:
     holder: str
     term: int
     expires_at: datetime
+    ttl_s: float
+
+    def shorten(self, now: datetime) -> None:
+        """A lease that ends later than its ttl_s from now was written before the clock was set back."""
+        self.expires_at = min(self.expires_at, now + interval(self.ttl_s))
 
 
 class LeaseTable:
@@ -69,13 +74,14 @@ class LeaseTable:
         now = self._clock()
         lease = self.rows.get(candidate.lease)
         if lease is None:
-            lease = self.rows[candidate.lease] = LeaseRow(candidate.holder, 1, now)
+            lease = self.rows[candidate.lease] = LeaseRow(candidate.holder, 1, now, candidate.ttl_s)
         elif lease.holder != candidate.holder:
+            lease.shorten(now)
             if lease.expires_at > now:
                 return Standby((lease.expires_at - now).total_seconds(), now)
             lease.holder = candidate.holder
             lease.term += 1
-        lease.expires_at = now + interval(candidate.ttl_s)
+        lease.expires_at, lease.ttl_s = now + interval(candidate.ttl_s), candidate.ttl_s
         return lease.term
 
     def release(self, candidate: Candidate) -> None:
@@ -90,8 +96,11 @@ class LeaseTable:
             raise LeaseLost(f"lease {candidate.lease} with term {term} is no longer held by {candidate.holder}")
 
     def is_held(self, name: str) -> bool:
-        lease = self.rows.get(name)
-        return lease is not None and lease.expires_at > self._clock()
+        lease, now = self.rows.get(name), self._clock()
+        return lease is not None and now < lease.expires_at <= now + interval(lease.ttl_s)
+
+    def has_leader(self) -> bool:
+        return any(self.is_held(name) for name in self.rows if not name.startswith("ray:"))
 
     def leaderless_s(self) -> float:
         """Seconds without an orchestrator lease; negative while one is held. Leases of dispatchers do not count."""

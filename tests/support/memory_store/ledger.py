@@ -67,7 +67,9 @@ class ChargeLedger:
 
     def spent_by(self, fleet: str, now: datetime) -> tuple[Spending, ...]:
         """Spending in the current hour, day and month, by currency."""
-        own = [(h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and h >= month_of(now)]
+        own = [
+            (h, c, cost) for (f, h, c, _), cost in self._spending.items() if f == fleet and month_of(now) <= h <= now
+        ]
 
         def since(begins: datetime, currency: str) -> int:
             return sum(cost.total_micros for hour, c, cost in own if c == currency and hour >= begins)

@@ -57,7 +57,7 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         queue=_queues(tasks, tables.workers, config.queues, now),
         workers=tuple(_view(w, tasks.run_by(w.id)) for w in workers if w.status is not WorkerStatus.TERMINATED),
         slots=_slots(fleet, now - interval(config.restart_window_s)),
-        launches=_launches(spawned, now - interval(config.failure_window_s)),
+        launches=_launches(spawned, now - interval(config.failure_window_s), now),
         refusal=_last_refusal(spawned[-MAX_ANSWERS:]),
         last_failure=_last_failure(spawned),
         storage=_storage(workers),
@@ -154,13 +154,14 @@ def _slots(fleet: FleetRow, since: datetime) -> tuple[SlotView, ...]:
     return tuple(view for view in views if view.is_failed or view.restarts)
 
 
-def _launches(spawned: Sequence[MemoryWorker], since: datetime) -> tuple[LaunchRecord, ...]:
+def _launches(spawned: Sequence[MemoryWorker], since: datetime, now: datetime) -> tuple[LaunchRecord, ...]:
     recent = [
         LaunchRecord(
             worker.created_at, worker.spawned.failed_at is not None and not worker.spawned.is_proven, worker.slot
         )
         for worker in spawned
-        if worker.created_at > since or (worker.spawned.failed_at is not None and worker.spawned.failed_at > since)
+        for failed_at in [worker.spawned.failed_at or worker.created_at]
+        if max(worker.created_at, failed_at) > since and max(worker.created_at, failed_at) <= now
     ]
     return tuple(recent[-MAX_LAUNCHES:])
 

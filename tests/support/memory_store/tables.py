@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import islice, takewhile
 from random import Random
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from pydantic import TypeAdapter
 
@@ -39,7 +39,7 @@ class Tables:
     def __init__(
         self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
     ) -> None:
-        """`clock` returns aware datetimes and never runs backwards. `chance` makes claim tokens and jitter."""
+        """`clock` returns aware datetimes; see clock.py for steps back. `chance` makes claim tokens and jitter."""
         self.now = clock
         self.retention = retention or Retention()
         self.chance = chance or Random()  # noqa: S311 - tokens need not be secret within one process
@@ -48,6 +48,8 @@ class Tables:
         self.workers = WorkerTable()
         self.fleets: dict[str, FleetRow] = {}
         self.leases = LeaseTable(clock)
+        # The latest time that follow_clock has seen.
+        self.clock_seen_at: datetime | None = None
         self.event_log = EventLog(clock)
         self.notifications = NotificationHub()
         self.ledger = ChargeLedger()
@@ -55,6 +57,8 @@ class Tables:
         self.api_tokens: dict[bytes, ApiToken] = {}
         # Sessions and links by hash.
         self.sessions: dict[bytes, Session] = {}
+        # Rates of heavy callers by server, with the time of their record.
+        self.caller_rates: dict[UUID, tuple[datetime, dict[tuple[str, str], float]]] = {}
         # Time of the last report by address, newest last.
         self.servers: dict[ServerAddress, datetime] = {}
 

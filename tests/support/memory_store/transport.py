@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from support.memory_store.clock import follow_clock
 from support.memory_store.constraints import check_json, check_limit, check_registration, real
 from support.memory_store.interval import whole_seconds
 from support.memory_store.retention import sweep
@@ -37,6 +38,7 @@ MAX_RECOVERED_PER_CALL = 100
 
 class MemoryMaintenance(TableStore):
     async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
+        follow_clock(self._tables)
         judge, now = self._workers.get(judge_id), self._clock()
         silent = (
             lost(judge, self._workers.not_terminated.values(), self._tables.leases.leaderless_s(), now)

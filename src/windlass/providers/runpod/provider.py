@@ -30,10 +30,10 @@ from windlass.model.errors import (
     NoCapacity,
     NotPrepared,
     ProviderError,
+    ProviderUnreachable,
     Refused,
     Throttled,
     Unavailable,
-    Unreachable,
 )
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
 from windlass.model.runpod import GpuChoice, RunpodSettings
@@ -155,11 +155,11 @@ class RunpodProvider:
                     return found
                 offers = await self._pods.offers()
         except TimeoutError:
-            raise Unreachable(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
+            raise ProviderUnreachable(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
         except VendorError as error:
             if error.kind is ErrorKind.LOST:
                 # Nothing was sent that could create a pod.
-                raise Unreachable(f"{doing}: no list of pods ({error})", _PAUSE_S) from error
+                raise ProviderUnreachable(f"{doing}: no list of pods ({error})", _PAUSE_S) from error
             raise self._creation_error(error, doing) from error
         try:
             async with asyncio.timeout_at(deadline):

@@ -289,12 +289,20 @@ create table windlass.cycles (
 create index cycles_fleet on windlass.cycles (fleet, id);
 create index cycles_started on windlass.cycles (started_at);
 
--- One holder per name. `term` grows with every change of holder; every write of a holder checks it.
+-- One holder per name. `term` grows with every change of holder; every write of a holder checks it. A lease that ends
+-- later than ttl_s from now was written before the clock was set back: acquire_lease_term shortens it.
 create table windlass.leases (
   name text primary key,
   holder text not null,
   term bigint not null,
-  expires_at timestamptz not null
+  expires_at timestamptz not null,
+  ttl_s double precision not null check (ttl_s > 0 and ttl_s <= 315360000)
+);
+
+-- The latest time that follow_clock has seen. A time before it means that the database's clock was set back.
+create table windlass.clock (
+  seen_at timestamptz not null,
+  is_only boolean primary key default true check (is_only)
 );
 
 -- Log lines of orchestrators, if `logs.in_database` is set. Kept for `retention.logs_s`.

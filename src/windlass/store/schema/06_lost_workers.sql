@@ -66,6 +66,14 @@ begin
 end
 $$;
 
+-- Whether the lease is held. False for a lease that was written before the clock was set back.
+create function windlass_internal.is_held(p_lease windlass.leases) returns boolean
+language sql stable
+as $$
+  select p_lease.expires_at > windlass.now()
+    and p_lease.expires_at <= windlass.now() + make_interval(secs => p_lease.ttl_s)
+$$;
+
 -- A dispatcher and the nodes of its fleet, unless another dispatcher holds the fleet's lease: all workers whose tasks
 -- are lost with it.
 create function windlass_internal.dispatcher_and_nodes(p_dispatcher_id text, p_fleet text) returns text[]
@@ -75,7 +83,7 @@ as $$
     select w.id from windlass.workers w
     where w.fleet = p_fleet and w.kind = 'node' and w.status <> 'terminated'
       and not exists (
-        select from windlass.leases l where l.name = 'ray:' || p_fleet and l.expires_at > windlass.now()
+        select from windlass.leases l where l.name = 'ray:' || p_fleet and windlass_internal.is_held(l)
       )
   )
 $$;
@@ -158,6 +166,8 @@ declare
   v_can_end boolean;
   v_reason text;
 begin
+  perform windlass_internal.follow_clock();
+
   select w.lease_s, extract(epoch from v_now - w.heartbeat_gapless_since)
   into v_judge_lease_s, v_gapless_s
   from windlass.workers w

@@ -4,19 +4,28 @@
 -- late can write nothing.
 
 -- Acquire or renew the lease. Returns the term, or null while another holder has it. A new holder gets a new term.
+--
+-- A lease that ends later than its ttl_s from now was written before the clock was set back. It is shortened to ttl_s
+-- from now: a live holder renews it in that time, and a dead one blocks no candidate longer.
 create function windlass_internal.acquire_lease_term(p_name text, p_holder text, p_ttl_s double precision)
 returns bigint
 language sql
 as $$
-  insert into windlass.leases as l (name, holder, term, expires_at)
-  values (p_name, p_holder, 1, windlass.now() + make_interval(secs => p_ttl_s))
+  insert into windlass.leases as l (name, holder, term, expires_at, ttl_s)
+  values (p_name, p_holder, 1, windlass.now() + make_interval(secs => p_ttl_s), p_ttl_s)
   on conflict (name) do update
-    set holder = excluded.holder,
-        term = case when l.holder = excluded.holder then l.term else l.term + 1 end,
-        expires_at = excluded.expires_at
+    set (holder, term, expires_at, ttl_s) = (
+      select excluded.holder, case when l.holder = excluded.holder then l.term else l.term + 1 end,
+        excluded.expires_at, excluded.ttl_s
+      where l.holder = excluded.holder or l.expires_at <= windlass.now()
+      union all
+      select l.holder, l.term, windlass.now() + make_interval(secs => l.ttl_s), l.ttl_s
+      where l.holder <> excluded.holder and l.expires_at > windlass.now()
+    )
     where l.holder = excluded.holder
       or l.expires_at <= windlass.now()
-  returning l.term
+      or l.expires_at > windlass.now() + make_interval(secs => l.ttl_s)
+  returning case when l.holder = p_holder then l.term end
 $$;
 
 create function windlass_internal.lease_expires_in_s(p_name text) returns double precision

@@ -71,6 +71,7 @@ begin
     return next;
     return;
   end if;
+  perform windlass_internal.follow_clock();
 
   insert into windlass.fleets as f (name, provider, queues, min_workers, max_workers)
   values (p_fleet, p_provider, p_queues, p_min_workers, p_max_workers)
@@ -121,6 +122,8 @@ begin
                 w.created_at > v_now - make_interval(secs => p_failure_window_s)
                 or w.failed_at > v_now - make_interval(secs => p_failure_window_s)
               )
+              -- Written before the clock was set back.
+              and greatest(w.created_at, w.failed_at) <= v_now
             order by w.created_at desc, w.id collate "C" desc limit 1000
           ) as h
         ), '[]'),
@@ -204,12 +207,13 @@ as $$
   from (
     select
       s.currency,
-      coalesce(sum(t.micros) filter (where s.hour >= date_trunc('hour', p_now, 'UTC')), 0) as hour_micros,
+      coalesce(sum(t.micros) filter (where s.hour = date_trunc('hour', p_now, 'UTC')), 0) as hour_micros,
       coalesce(sum(t.micros) filter (where s.hour >= date_trunc('day', p_now, 'UTC')), 0) as day_micros,
       sum(t.micros) as month_micros
     from windlass.spending s
     cross join lateral (select s.task_micros + s.boot_micros + s.idle_micros + s.tail_micros as micros) as t
-    where s.fleet = p_fleet and s.hour >= date_trunc('month', p_now, 'UTC')
+    -- Not later: the clock may have been set back.
+    where s.fleet = p_fleet and s.hour between date_trunc('month', p_now, 'UTC') and p_now
     group by s.currency
   ) as m
 $$;
