@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-live bench-ray clean
+.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-http bench-live bench-ray clean
 
 demo: setup
 	@$(BIN)/windlass demo
@@ -26,7 +26,7 @@ check: setup
 histories: setup
 	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/simulator/test_runpod_histories.py tests/simulator/test_hetzner_histories.py
 
-bench: bench-queue bench-control bench-api bench-live bench-ray
+bench: bench-queue bench-control bench-api bench-http bench-live bench-ray
 
 bench-queue: setup
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
@@ -37,6 +37,12 @@ bench-control: setup
 
 bench-api: setup
 	$(BIN)/python -m bench.http_api
+
+# About 25 minutes. Each part runs, also if an earlier one missed its goal.
+bench-http: setup
+	@status=0; for part in http_load heartbeats hostile_clients kill_processes; do \
+	  $(BIN)/python -m bench.$$part || status=1; \
+	done; exit $$status
 
 bench-live: setup
 	$(BIN)/python -m bench.live_updates

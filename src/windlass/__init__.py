@@ -8,19 +8,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.client import Client, SyncClient, TaskFailed
-    from windlass.model.errors import WindlassError
-    from windlass.model.task import NewTask, Task, TaskStatus, new_task
+    from windlass.client import Client, ClientTask, SyncClient, TaskFailed
+    from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable, SchemaMismatch, WindlassError
+    from windlass.model.task import NewTask, TaskStatus, new_task
     from windlass.worker.handler import DoNotRetry, RunningTask
 
 __version__ = "0.1.0"
 __all__ = [
+    "BadInput",
     "Client",
+    "ClientTask",
+    "ConfigError",
+    "DatabaseUnavailable",
     "DoNotRetry",
     "NewTask",
     "RunningTask",
+    "SchemaMismatch",
     "SyncClient",
-    "Task",
     "TaskFailed",
     "TaskStatus",
     "WindlassError",
@@ -28,12 +32,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BadInput": "windlass.model.errors",
     "Client": "windlass.client",
+    "ClientTask": "windlass.client",
+    "ConfigError": "windlass.model.errors",
+    "DatabaseUnavailable": "windlass.model.errors",
     "DoNotRetry": "windlass.worker.handler",
     "NewTask": "windlass.model.task",
     "RunningTask": "windlass.worker.handler",
+    "SchemaMismatch": "windlass.model.errors",
     "SyncClient": "windlass.client",
-    "Task": "windlass.model.task",
     "TaskFailed": "windlass.client",
     "TaskStatus": "windlass.model.task",
     "WindlassError": "windlass.model.errors",
@@ -45,3 +53,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'windlass' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -15,14 +15,15 @@ import json
 import threading
 from collections.abc import AsyncIterable, Coroutine, Iterable
 from contextlib import AsyncExitStack
-from datetime import datetime
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from windlass.config_loader import load_config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.event import check_reason
-from windlass.model.task import NewTask, Task, TaskStatus, check_payload_size, new_task
+from windlass.model.task import MAX_TASK_ID, NewTask, Task, TaskStatus, TaskSummary, check_payload_size, new_task
 from windlass.operations import task_not_found
 from windlass.store.tasks import enqueue_on
 from windlass.wiring import stores
@@ -33,10 +34,27 @@ RESULT_POLL_MAX_S = 1.0
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, slots=True)
+class ClientTask(TaskSummary):
+    """The state of a task. `payload` and `result` are Python objects, parsed when they are read."""
+
+    payload_text: str
+    result_text: str | None
+
+    @property
+    def payload(self) -> Any:
+        return _read(self.id, self.payload_text, "payload")
+
+    @property
+    def result(self) -> Any:
+        """None until the task is complete."""
+        return _read(self.id, self.result_text, "result")
+
+
 class TaskFailed(WindlassError):
     """The task whose result was awaited has failed permanently. `task` has all its fields."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ClientTask) -> None:
         super().__init__(f"task {task.id} failed ({task.error_code}): {task.error}")
         self.task = task
 
@@ -48,6 +66,8 @@ class ClientConnection(Protocol):
 
 
 class Client:
+    """Enqueues tasks and reads their state and results. Use it as `async with windlass.Client() as client:`."""
+
     def __init__(
         self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
     ) -> None:
@@ -71,13 +91,16 @@ class Client:
         payload: Any = None,
         *,
         priority: int = 0,
-        run_after: datetime | None = None,
+        run_after: datetime | timedelta | None = None,
         max_attempts: int = 3,
         timeout_s: float | None = None,
         unique_key: str | None = None,
         connection: ClientConnection | None = None,
     ) -> int:
         """Add a task and return its id. If the queue has a task with this unique key, return its id and add nothing.
+
+        `payload` is any JSON value. Tasks with a higher `priority` run first. `run_after` is the earliest start: a
+        datetime with a time zone, or a timedelta from now. `timeout_s` limits each attempt.
 
         `connection` is your own asyncpg connection to the same database. The task is then a part of its transaction,
         and exists if that commits. Errors of asyncpg are raised unchanged.
@@ -103,9 +126,10 @@ class Client:
             return await self._opened.enqueue_many(check_payload_size(task, limit) async for task in tasks)
         return await self._opened.enqueue_many(check_payload_size(task, limit) for task in tasks)
 
-    async def task(self, task_id: int) -> Task | None:
+    async def task(self, task_id: int) -> ClientTask | None:
         """The current state of a task. None if it is unknown, or already purged."""
-        return await self._opened.task(task_id)
+        task = await self._opened.task(_check_id(task_id))
+        return _client_task(task) if task is not None else None
 
     async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
         """Wait until the task is complete and return its result.
@@ -118,14 +142,14 @@ class Client:
             async with asyncio.timeout(timeout_s):
                 pause_s = RESULT_POLL_MIN_S
                 while True:
-                    task = await self._opened.task(task_id)
+                    task = await self._opened.task(_check_id(task_id))
                     if task is None:
                         raise BadInput(f"{task_not_found(task_id)}.")
                     status = task.status
                     if status is TaskStatus.COMPLETE:
-                        return _read(task_id, task.result) if task.result is not None else None
+                        return _read(task_id, task.result, "result")
                     if status is TaskStatus.FAILED:
-                        raise TaskFailed(task)
+                        raise TaskFailed(_client_task(task))
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 2, RESULT_POLL_MAX_S)
         except TimeoutError:
@@ -136,12 +160,12 @@ class Client:
 
     async def retry(self, task_id: int) -> bool:
         """Requeue a failed or retrying task. Returns False if it is neither."""
-        return await self._opened.retry_task(task_id)
+        return await self._opened.retry_task(_check_id(task_id))
 
     async def cancel(self, task_id: int, reason: str = "cancelled by its producer") -> bool:
         """Fail an unfinished task. Returns False if it is finished already. Raises BadInput for an empty reason."""
         check_reason(reason, "reason")
-        return await self._opened.cancel_task(task_id, reason)
+        return await self._opened.cancel_task(_check_id(task_id), reason)
 
     @property
     def _opened(self) -> CommandStore:
@@ -150,12 +174,23 @@ class Client:
         return self._store
 
 
-def _read(task_id: int, result: str) -> Any:
+def _check_id(task_id: int) -> int:
+    if not isinstance(task_id, int) or isinstance(task_id, bool) or not 1 <= task_id <= MAX_TASK_ID:
+        raise BadInput(f"{task_id!r} is not the id of a task: use the number that `enqueue` returned.")
+    return task_id
+
+
+def _client_task(task: Task) -> ClientTask:
+    summary = {field.name: getattr(task, field.name) for field in fields(TaskSummary)}
+    return ClientTask(**summary, payload_text=task.payload, result_text=task.result)
+
+
+def _read(task_id: int, text: str | None, what: str) -> Any:
     try:
-        return json.loads(result)
+        return json.loads(text) if text is not None else None
     except (ValueError, RecursionError) as error:
         raise WindlassError(
-            f"Python cannot parse the result of task {task_id} ({error}). `task({task_id})` has its text."
+            f"Python cannot parse the {what} of task {task_id} ({error}). `task({task_id}).{what}_text` has its text."
         ) from None
 
 
@@ -195,7 +230,7 @@ class SyncClient:
         payload: Any = None,
         *,
         priority: int = 0,
-        run_after: datetime | None = None,
+        run_after: datetime | timedelta | None = None,
         max_attempts: int = 3,
         timeout_s: float | None = None,
         unique_key: str | None = None,
@@ -215,7 +250,7 @@ class SyncClient:
     def enqueue_many(self, tasks: Iterable[NewTask]) -> int:
         return self._wait(self._client.enqueue_many(tasks))
 
-    def task(self, task_id: int) -> Task | None:
+    def task(self, task_id: int) -> ClientTask | None:
         return self._wait(self._client.task(task_id))
 
     def result(self, task_id: int, timeout_s: float | None = None) -> Any:
@@ -237,3 +272,7 @@ class SyncClient:
         except BaseException:
             future.cancel()  # Ctrl-C: the result is not needed any more
             raise
+
+
+for _name in ("enqueue", "enqueue_many", "task", "result", "retry", "cancel"):
+    getattr(SyncClient, _name).__doc__ = getattr(Client, _name).__doc__

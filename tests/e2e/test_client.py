@@ -7,7 +7,9 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import asyncpg
 import pytest
@@ -51,7 +53,7 @@ async def test_result_is_returned(dsn: str) -> None:
         assert await client.result(task_id, timeout_s=TIMEOUT_S) == 42
         task = await client.task(task_id)
         assert task is not None
-        assert (task.status, task.result) == (TaskStatus.COMPLETE, "42")
+        assert (task.status, task.result, task.payload, task.progress) == (TaskStatus.COMPLETE, 42, 21, 1.0)
 
 
 @pytest.mark.usefixtures("worker")
@@ -85,7 +87,7 @@ async def test_unparsable_result_is_an_error_and_its_text_is_available(dsn: str)
                 await client.result(task_id, timeout_s=TIMEOUT_S)
             task = await client.task(task_id)
             assert task is not None
-            assert task.result == result
+            assert task.result_text == result
     await connection.close()
 
 
@@ -112,7 +114,7 @@ async def test_task_is_part_of_the_callers_transaction(dsn: str) -> None:
             kept = await client.enqueue("q", {"order": 2}, connection=connection)
         task = await client.task(kept)
         assert task is not None
-        assert json.loads(task.payload) == {"order": 2}
+        assert task.payload == {"order": 2}
     await connection.close()
 
 
@@ -249,3 +251,34 @@ async def test_payload_limit_applies_to_enqueue_many(dsn: str, tmp_path: Path) -
     connection = await asyncpg.connect(dsn)
     assert await connection.fetchval("select count(*) from windlass.tasks") == 1
     await connection.close()
+
+
+@pytest.mark.parametrize("task_id", ["1", 0, -1, 2**63, True, None])
+async def test_invalid_task_id_is_refused(dsn: str, task_id: Any) -> None:
+    async with windlass.Client(dsn) as client:
+        with pytest.raises(windlass.BadInput, match="is not the id of a task"):
+            await client.task(task_id)
+        with pytest.raises(windlass.BadInput, match="is not the id of a task"):
+            await client.cancel(task_id)
+
+
+async def test_run_after_may_be_a_timedelta(dsn: str) -> None:
+    async with windlass.Client(dsn) as client:
+        task_id = await client.enqueue("later", run_after=timedelta(hours=1))
+        task = await client.task(task_id)
+        assert task is not None
+        assert task.run_after is not None
+        assert timedelta(minutes=50) < task.run_after - task.created_at < timedelta(minutes=70)
+        for run_after in (timedelta.max, "tomorrow", 5):
+            with pytest.raises(windlass.BadInput, match="run_after is"):
+                await client.enqueue("later", run_after=cast(Any, run_after))
+
+
+def test_all_public_names_are_listed_and_documented() -> None:
+    assert set(windlass.__all__) <= set(dir(windlass))
+    assert {"BadInput", "DatabaseUnavailable", "Client", "TaskFailed"} <= set(dir(windlass))
+    for name in windlass.__all__:
+        assert getattr(windlass, name).__doc__, name
+    for client in (windlass.Client, windlass.SyncClient):
+        for name in ("enqueue", "enqueue_many", "task", "result", "retry", "cancel"):
+            assert getattr(client, name).__doc__, f"{client.__name__}.{name}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.local_fleet import APP, QUEUE, SETTINGS, FleetHost, open_fleet_host
+from support.local_fleet import APP, QUEUE, FleetHost, open_fleet_host
 from support.worker_harness import is_alive, until
 from windlass.model.task import TaskStatus
 from windlass.model.worker import SAME_SIGNAL_S
@@ -188,16 +188,17 @@ async def test_unimportable_handler_fails_its_slot_until_restart(host: FleetHost
 
 
 async def test_broken_handler_causes_a_hold_that_restart_lifts(host: FleetHost) -> None:
-    host.configure(handler="missing:work")
+    host.configure(handler="missing:work", max_restarts=2, min_spawns_for_rate=2)
     up = await host.up_without_its_handler_file()
     (task,) = await host.enqueue(None)
 
     async def hold() -> str | None:
         return next((fleet.hold.code for fleet in await host.store.fleets() if fleet.hold), None)
 
-    await until(hold, f"a hold\n{host.log()}")
+    await until(hold, f"a hold\n{host.log()}", 150.0)
     assert await hold() == "FAILURE_RATE"
-    assert len(await host.store.workers(include_terminated=True)) <= 5 + SETTINGS["max_workers"]
+    workers = await host.store.workers(include_terminated=True)
+    assert [worker.slot for worker in workers] == [0, 0, 0, 1, 1], "slot 0 fails first, then the fleet is held"
     why = "last log line: windlass: cannot import handler missing:work: No module named 'missing'"
     for command in (("status",), ("explain", "default"), ("explain", task)):
         assert why in host.windlass(*command).out, "every view of the hold shows its cause"

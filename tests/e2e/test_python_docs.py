@@ -17,7 +17,7 @@ HANDLER, *PRODUCERS = SNIPPETS
 
 def test_first_snippet_is_the_handler() -> None:
     assert HANDLER.startswith("# app.py\n")
-    assert len(PRODUCERS) == 5
+    assert len(PRODUCERS) == 8
 
 
 def test_snippets_print_what_their_comments_say(tmp_path: Path, dsn: str) -> None:

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from support.api_fixture import API, ApiFixture, open_api, problem_of
 from windlass.model.auth import Role, csrf_token
 from windlass.model.errors import DatabaseUnavailable
-from windlass.server import auth, event_stream
+from windlass.server import event_stream
 from windlass.server.errors import ApiError
 from windlass.server.event_stream import EventStream, OverviewFeed
 from windlass.server.routes.login import create_login_link
@@ -185,7 +185,6 @@ async def test_listeners_are_limited_and_slow_ones_dropped(dsn: str, monkeypatch
 @pytest.mark.parametrize("kind", ["revoked token", "ended session"])
 async def test_stream_ends_when_access_is_revoked(dsn: str, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(event_stream, "KEEP_ALIVE_S", 0.05)
-    monkeypatch.setattr(auth, "IDENTITY_TTL_S", 0.0)
     listener = listen("127.0.0.1", 0)
     base = f"http://127.0.0.1:{listener.getsockname()[1]}"
     async with (

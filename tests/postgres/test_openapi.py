@@ -67,7 +67,7 @@ class ServerThread:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             for role in Role:
                 self.headers[role] = await api.auth_headers(role)
-            self.description = api.app.openapi()
+            self.description = api.app.api.openapi()
             self._started.set()
             await self._stop.wait()
             await api.feed.close()

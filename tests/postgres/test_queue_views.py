@@ -178,6 +178,45 @@ async def test_health_view_component_names_are_unique(connection: Any, clock: An
     assert sorted(left) == ["worker:q:0", "worker:q:1", "worker:r:0"]
 
 
+async def test_health_view_shows_slots_without_their_worker(connection: Any, clock: Any) -> None:
+    """As many as min_workers lacks, whatever keeps them empty; none of a fleet that was shut down."""
+    planned = {"cadence": {"next_plan_in_s": 10}}
+    await connection.execute(
+        "insert into windlass.fleets (name, queues, min_workers, max_workers, planner_state) values"
+        " ('new', '{a}', 2, 4, $1), ('crashing', '{b}', 2, 4, $1), ('held', '{c}', 0, 4, $2), ('ended', '{d}', 1, 1,"
+        " $3), ('twin', '{a}', 1, 1, $1), ('full', '{e}', 1, 2, $1)",
+        json.dumps(planned),
+        json.dumps({**planned, "hold": {"code": "FAILURE_RATE", "reason": "failure rate 5 of 5 in 5 min"}}),
+        json.dumps({"cadence": {"next_plan_in_s": None}}),
+    )
+    await connection.execute("update windlass.fleets set paused = true where name = 'twin'")
+    await connection.execute(
+        "insert into windlass.slots (fleet, slot, restart_count, last_restart_at, status, failed_reason) values"
+        " ('crashing', 0, 6, windlass.now(), 'failed', 'six failures'), ('crashing', 1, 3, windlass.now(), 'ok', null),"
+        " ('full', 1, 0, null, 'ok', null)"
+    )
+    await connection.execute(
+        "insert into windlass.workers (id, fleet, slot, status, queues, failed_at, terminated_at, reason) values"
+        " ('x', 'crashing', 1, 'terminated', '{b}', windlass.now(), windlass.now(), 'exit code 1'),"
+        " ('y', 'full', 1, 'spawning', '{e}', null, null, null)"
+    )
+    rows = await rows_of(connection, clock, "health")
+    assert [
+        (row["component"], row["status"], row["restart_count"], json.loads(row["details_json"])["error_message"])
+        for row in rows
+    ] == [
+        ("worker:a@new:0", "starting", 0, None),
+        ("worker:a@new:1", "starting", 0, None),
+        ("worker:a@twin:0", "crashed", 0, "fleet is paused"),
+        ("worker:b:0", "failed", 6, "six failures"),
+        ("worker:b:1", "crashed", 3, "exit code 1"),
+        ("worker:b:2", "starting", 0, None),
+        ("worker:c:0", "crashed", 0, "hold: failure rate 5 of 5 in 5 min"),
+        ("worker:e:1", "starting", 0, None),
+    ]
+    assert all(row["last_seen"] is not None for row in rows)
+
+
 async def test_machine_booting_longer_than_its_lease_is_starting(connection: Any, clock: Any) -> None:
     await connection.execute("insert into windlass.fleets (name, queues) values ('cpus', '{q}')")
     await connection.execute("insert into windlass.slots (fleet, slot) values ('cpus', 0)")

@@ -24,7 +24,7 @@ from windlass.control.orchestrator import (
     SHUTDOWN_PER_MACHINE_S,
     SWEEP_INTERVAL_S,
 )
-from windlass.model.errors import DatabaseUnavailable, WindlassError
+from windlass.model.errors import DatabaseUnavailable, ProviderUnreachable, Unavailable, WindlassError
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
@@ -190,6 +190,49 @@ def test_shutdown_deletes_orphaned_machines() -> None:
         running.orchestrator.stop()
         await running.ends_within(STOP_S + SHUTDOWN_MARGIN_S)
         assert red.billed_machines() == []
+
+    run_in_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("creation", ["refused", "unclear"])
+def test_shutdown_with_nothing_created_ends_at_once(creation: str) -> None:
+    """The provider is unreachable. Only a creation that may have taken effect is a reason to wait for a list."""
+
+    async def scenario(fixture: OrchestratorFixture) -> None:
+        for cloud in fixture.clouds.values():
+            for _ in range(100):
+                cloud.next_list(raises=Unavailable("listing machines: Name or service not known"))
+                if creation == "refused":
+                    cloud.next_create(raises=ProviderUnreachable("creating machine: Name or service not known", 5.0))
+                else:
+                    cloud.next_create(fails_without_effect=True)
+        running = fixture.start()
+        await asyncio.sleep(SOON_S)
+        spawned = await fixture.store.workers(include_terminated=True)
+        assert {worker.code for worker in spawned} == ({"UNREACHABLE"} if creation == "refused" else {None})
+        running.orchestrator.stop()
+        if creation == "refused":
+            await running.ends_within(5.0)
+        else:
+            await asyncio.sleep(STOP_S)
+            assert not running.task.done()
+
+    run_in_virtual_time(scenario)
+
+
+def test_shutdown_without_a_list_waits_for_known_orphans() -> None:
+    async def scenario(fixture: OrchestratorFixture) -> None:
+        red = fixture.clouds["red"]
+        red.max_list_age_s = LONG_S
+        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        running = fixture.start()
+        await asyncio.sleep(SOON_S)
+        for _ in range(100):
+            red.next_list(raises=Unavailable("listing machines: no answer"))
+        running.orchestrator.stop()
+        await asyncio.sleep(STOP_S)
+        assert await fixture.workers("red") == []
+        assert not running.task.done()
 
     run_in_virtual_time(scenario)
 

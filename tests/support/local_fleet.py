@@ -83,10 +83,10 @@ class FleetHost:
         self.ups.append(process)
         return process
 
-    async def up_without_its_handler_file(self) -> "subprocess.Popen[str]":
+    async def up_without_its_handler_file(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start `up`, then delete the handler's file: `up` would refuse to start without it."""
         (self.folder / "missing.py").write_text(APP)
-        up = self.up()
+        up = self.up(*arguments)
         await until(lambda: "cycle" in self.log(), f"a first cycle\n{self.log()}")
         (self.folder / "missing.py").unlink()
         return up

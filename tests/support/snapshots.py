@@ -205,8 +205,8 @@ class _Effects:
         match action:
             case Promote(worker_id):
                 self._change(worker_id, status=WorkerStatus.ACTIVE, activated_at=now)
-            case Fail(worker_id, code, reason):
-                self._record_failure(self.workers[worker_id])
+            case Fail(worker_id, code, reason, is_proven=is_proven):
+                self._record_failure(self.workers[worker_id], is_proven=is_proven)
                 self._requeue(worker_id)
                 self._change(worker_id, status=WorkerStatus.ERROR, code=code, reason=reason)
             case Requeue(worker_id):
@@ -246,15 +246,15 @@ class _Effects:
     def _change(self, worker_id: str, **changes: Any) -> None:
         self.workers[worker_id] = replace(self.workers[worker_id], **changes)
 
-    def _record_failure(self, view: WorkerView) -> None:
+    def _record_failure(self, view: WorkerView, *, is_proven: bool) -> None:
         if view.slot is None:
             return
         slot = self.slots.get(view.slot, SlotView(view.slot, False))
         self.slots[view.slot] = replace(slot, restarts=(*slot.restarts, self.seen.now))
-        launch = LaunchRecord(view.created_at, False)
+        launch = LaunchRecord(view.created_at, False, view.slot)
         if launch in self.launches:
             self.launches.remove(launch)
-        self.launches.append(LaunchRecord(view.created_at, True))
+        self.launches.append(replace(launch, has_failed=not is_proven))
 
     def _requeue(self, worker_id: str) -> None:
         if worker_id in self.workers:
@@ -273,6 +273,7 @@ class _Effects:
         now = self.seen.now
         assert all(w.slot != slot for w in self.workers.values()), f"slot {slot} is taken"
         id_ = f"n{slot}-{now.timestamp():.6f}"
+        machine_id = f"{self.seen.traits.host}/{id_}" if self.seen.traits.host is not None else f"m-{id_}"
         self.workers[id_] = WorkerView(
             id=id_,
             slot=slot,
@@ -280,15 +281,15 @@ class _Effects:
             is_paused=self.seen.is_paused,
             concurrency=self.config.concurrency,
             created_at=now,
-            machine_id=f"m-{id_}",
+            machine_id=machine_id,
             machine_at=now,
             creation="created",
         )
         if self.machines is not None:
             # A machine with a prepare step is prepared when it runs, not yet.
             state = MachineState.BOOTING if self.seen.traits.has_prepare_step else MachineState.RUNNING
-            self.machines[f"m-{id_}"] = Machine(f"m-{id_}", id_, state, now)
-        self.launches.append(LaunchRecord(now, False))
+            self.machines[machine_id] = Machine(machine_id, id_, state, now)
+        self.launches.append(LaunchRecord(now, False, slot))
         self.requested = max(0, self.requested - 1)
 
     def _spawnable_slots(self) -> int:

@@ -215,7 +215,9 @@ def _launches(
     views: tuple[WorkerView, ...], others: list[tuple[datetime, bool]], fleet: FleetConfig
 ) -> tuple[LaunchRecord, ...]:
     found = [
-        LaunchRecord(view.created_at, view.status is WorkerStatus.ERROR) for view in views if view.slot is not None
+        LaunchRecord(view.created_at, view.status is WorkerStatus.ERROR, view.slot)
+        for view in views
+        if view.slot is not None
     ]
     found += [LaunchRecord(at, has_failed) for at, has_failed in others]
     recent = [launch for launch in found if (NOW - launch.at).total_seconds() < fleet.failure_window_s]

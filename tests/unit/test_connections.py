@@ -58,7 +58,8 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     """Port of a server with CONNECTIONS connections."""
     monkeypatch.setattr(server, "connection_limit", lambda: CONNECTIONS)
     # Handlers of earlier tests have counted their lines.
-    monkeypatch.setattr(logging.getLogger("asyncio"), "handlers", [])
+    for name in ("asyncio", "uvicorn"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
     listener = listen("127.0.0.1", 0)
     # Small system buffers, so that the server notices unread bytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)

@@ -291,6 +291,7 @@ def test_fleet_shows_decision_pause_hold_and_failed_slots() -> None:
     hold = Hold("FAILURE_RATE", "6 of 7 workers failed", ago(60))
     held = replace(FLEET, is_paused=True, hold=hold, failed_slots=(0, 2))
     spawned = replace(CYCLE, id=11, started_at=ago(20), decision="spawn 1: 1 queued", actions=(Spawn(0, "1 queued"),))
+    spawned = replace(spawned, summary={"workers_spawned": 1})
     explanation = explain_fleet(held, [replace(CYCLE, repeats=3, repeated_at=ago(1)), spawned], now=NOW)
     assert explanation.answer == [
         "Fleet renders, 1 s ago: no change: 3 queued, 2 of 2 workers busy, 2 needed.",
@@ -307,15 +308,29 @@ def test_fleet_shows_decision_pause_hold_and_failed_slots() -> None:
     assert explain_fleet(held, [overnight], now=NOW).history[0][1].endswith("; unchanged until 2030-01-01 00:53:20")
 
 
-def test_history_of_a_fleet_shows_the_actions_of_each_cycle() -> None:
-    actions = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"))
-    cycles = [CYCLE, replace(CYCLE, id=11, actions=actions), replace(CYCLE, id=10, actions=(Spawn(0, "x"),) * 2)]
-    explanation = explain_fleet(FLEET, cycles, now=NOW)
-    assert sorted(text.partition(" needed")[2] for _, text in explanation.history) == [
-        "",
-        " [promoted 1, failed 1, drained 1, deleted 1]",
-        " [spawned 2]",
-    ]
+@pytest.mark.parametrize(
+    ("summary", "provider_calls"),
+    [
+        pytest.param({"workers_spawned": 2, "workers_terminated": 1}, ("spawned 2", "deleted 1"), id="all succeeded"),
+        pytest.param(
+            {"workers_spawned": 1, "workers_terminated": 1}, ("spawned 1 of 2", "deleted 1"), id="one refused"
+        ),
+        pytest.param(
+            {"workers_spawned": 0, "workers_terminated": 0},
+            ("2 spawns not confirmed", "1 deletion not confirmed"),
+            id="all refused",
+        ),
+        pytest.param(None, ("2 spawns not confirmed", "1 deletion not confirmed"), id="no outcome yet"),
+    ],
+)
+def test_fleet_explanation_tells_what_was_done(summary: dict[str, int] | None, provider_calls: tuple[str, str]) -> None:
+    spawns = (Spawn(0, "x"), Spawn(1, "x"))
+    actions = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"), *spawns)
+    explanation = explain_fleet(FLEET, [replace(CYCLE, actions=actions, summary=summary)], now=NOW)
+    spawned, deleted = provider_calls
+    done = f" [{spawned}, promoted 1, failed 1, drained 1, {deleted}]"
+    assert [text.partition(" needed")[2] for _, text in explanation.history] == [done]
+    assert f"{done}." in explanation.answer[0]
 
 
 # --------------------------------------------------------------------------------------------------- name lookup

@@ -1,27 +1,45 @@
-"""Body timeouts of the outermost middleware, in virtual time."""
+"""Limits of request bodies: time, in virtual time, the total of all requests, and decompression."""
 
 import asyncio
+import gzip
+import os
+import resource
 from typing import Any
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse
 
 from support.simulator.loop import run
+from windlass.ports import http
 from windlass.server.connections import MIN_BODY_BYTES_PER_S
-from windlass.server.middleware import BODY_TIMEOUT_S, RequestLimits
+from windlass.server.errors import ApiError
+from windlass.server.request_body import BODY_TIMEOUT_S, BodyReader, BufferedBytes, inflate
 
-SCOPE: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}
+CHUNKED = {b"transfer-encoding": b"chunked"}
 
 
-async def count_bytes(scope: Any, receive: Any, send: Any) -> None:
-    body = await Request(scope, receive).body()
-    await PlainTextResponse(f"{len(body)} bytes")(scope, receive, send)
+def body_of(
+    pieces: list[bytes], headers: dict[bytes, bytes] | None = None, buffered: BufferedBytes | None = None
+) -> BodyReader:
+    left = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        piece = left.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(left)}
+
+    return BodyReader(receive, CHUNKED if headers is None else headers, buffered=buffered or BufferedBytes())
+
+
+async def content_of(body: BodyReader, max_bytes: int) -> bytes:
+    body.set_limit(max_bytes)
+    await body.read()
+    message = await body.receive()
+    assert not message["more_body"]
+    return bytes(message["body"])
 
 
 def test_body_timeout_is_extended_by_bytes_at_the_minimum_rate() -> None:
     async def send_body(piece_every_s: float, pieces: int, piece: bytes = b"x") -> tuple[int, float]:
-        left, status = pieces, 0
+        left = pieces
 
         async def receive() -> dict[str, Any]:
             nonlocal left
@@ -29,12 +47,13 @@ def test_body_timeout_is_extended_by_bytes_at_the_minimum_rate() -> None:
             left -= 1
             return {"type": "http.request", "body": piece, "more_body": left > 0}
 
-        async def send(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-
         began = asyncio.get_running_loop().time()
-        await RequestLimits(count_bytes, max_body_bytes=100 << 20)(SCOPE, receive, send)
+        body, status = BodyReader(receive, CHUNKED, buffered=BufferedBytes()), 200
+        try:
+            await content_of(body, 100 << 20)
+        except ApiError as error:
+            status = error.status_code
+        body.release()
         return status, asyncio.get_running_loop().time() - began
 
     async def check() -> None:
@@ -47,3 +66,70 @@ def test_body_timeout_is_extended_by_bytes_at_the_minimum_rate() -> None:
         assert (status, took_s) == (408, pytest.approx(2 * BODY_TIMEOUT_S, abs=1.0))
 
     run(check())
+
+
+async def test_body_above_limit_is_refused_by_header_or_while_read() -> None:
+    announced = body_of([b"x" * 11], {b"content-length": b"11"})
+    with pytest.raises(ApiError, match="more than 10 bytes") as error:
+        announced.set_limit(10)
+    assert error.value.status_code == 413
+    with pytest.raises(ApiError, match="more than 10 bytes"):
+        await content_of(body_of([b"x" * 6, b"x" * 6]), 10)
+    assert await content_of(body_of([b"x" * 5, b"x" * 5]), 10) == b"x" * 10
+
+
+async def test_large_bodies_share_a_total_and_small_ones_pass() -> None:
+    buffered = BufferedBytes(1_000_000)
+    first = body_of([b"x" * 600_000], buffered=buffered)
+    await content_of(first, 6 << 20)
+    with pytest.raises(ApiError, match="retry") as error:
+        await content_of(body_of([b"x" * 600_000], buffered=buffered), 6 << 20)
+    assert (error.value.status_code, error.value.headers) == (503, {"Retry-After": "1"})
+    assert await content_of(body_of([b"small"], buffered=buffered), 6 << 20) == b"small"
+    first.release()
+    last = body_of([b"x" * 300_000, b"x" * 300_000], buffered=buffered)
+    await content_of(last, 6 << 20)
+    assert buffered.used == 600_000
+    last.release()
+    assert buffered.used == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        pytest.param(gzip.compress(os.urandom(3 << 20)), 200, id="within the limits"),
+        pytest.param(gzip.compress(b"[" * (3 << 20)), 413, id="compressed too much"),
+        pytest.param(gzip.compress(b"[" * (1 << 20)), 200, id="small enough for any ratio"),
+        pytest.param(gzip.compress(os.urandom(5 << 20)), 413, id="too large"),
+        pytest.param(gzip.compress(b"x" * 1000)[:-9], 400, id="incomplete"),
+        pytest.param(gzip.compress(b"x") + b"y", 400, id="with more data"),
+        pytest.param(b"{}", 400, id="not compressed"),
+        pytest.param(b"", 400, id="empty"),
+    ],
+)
+async def test_compressed_body_is_inflated_within_limits(body: bytes, status: int) -> None:
+    buffered = BufferedBytes()
+    request = body_of([body[:100], body[100:]], CHUNKED | {b"content-encoding": b"gzip"}, buffered)
+    try:
+        assert await content_of(request, 4 << 20) == gzip.decompress(body)
+        seen = 200
+    except ApiError as error:
+        seen = error.status_code
+    assert seen == status
+    request.release()
+    assert buffered.used == 0
+
+
+def test_inflating_stops_at_the_limit() -> None:
+    bomb = gzip.compress(b"0" * (256 << 20))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ApiError, match="more than 6,291,456 bytes|compressed more than"):
+        inflate(bomb, http.max_body_bytes(1 << 20))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+async def test_compressed_body_is_refused_on_other_routes() -> None:
+    with pytest.raises(ApiError, match="Content-Encoding"):
+        body_of([], {b"content-encoding": b"gzip"}).set_limit(64 * 1024)
+    with pytest.raises(ApiError, match="Content-Encoding"):
+        body_of([], {b"content-encoding": b"br"}).set_limit(6 << 20)

@@ -22,9 +22,11 @@ from support.snapshots import (
     task,
     worker,
 )
-from windlass.model.action import Drain, Fail, RaiseAlert, Spawn
+from windlass.model.action import Drain, Fail, FailSlot, RaiseAlert, Spawn
 from windlass.model.fleet import FleetConfig
+from windlass.model.machine import ProviderTraits
 from windlass.model.snapshot import FailureRateState, LaunchRecord, RecentFailure, Snapshot, WorkerView
+from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 
 
@@ -175,14 +177,74 @@ def test_restart_resets_failure_rate() -> None:
     assert again.planner_state.failure_rate.failed_starts == 4, "later failures count anew"
 
 
-def test_failure_rate_trips_before_slot_limit_by_default() -> None:
-    """A handler that cannot be imported: its process exits at once. A slot would fail with its sixth failure."""
-    world = FleetSimulation(LOCAL, snapshot(queued=1), exits_at_once)
-    for _ in range(20):
+@pytest.mark.parametrize("is_proven", [True, False], ids=["with tasks done", "that never worked"])
+def test_killed_workers_hold_spawning_only_if_unproven(is_proven: bool) -> None:
+    """Six workers of the last minutes are killed together."""
+    killed = [worker(f"w{n}", n, created=100, claimed=90 if is_proven else None) for n in range(6)]
+    seen = snapshot(*killed, queued=500, machines=(), launches=launches(0, 6))
+    config = fleet(max_workers=6)
+    planned = plan(seen, config)
+    assert [fail.is_proven for fail in of_kind(planned.actions, Fail)] == [is_proven] * 6
+    assert (planned.hold is None) is is_proven
+    following = plan(apply(planned, seen, config), config)
+    assert len(of_kind(following.actions, Spawn)) == (6 if is_proven else 0)
+
+
+# Traits of the provider `local`: its machines are processes of this host.
+PROCESSES = ProviderTraits(host="here")
+
+
+def test_restart_loop_fails_the_slot_of_a_local_fleet_of_one() -> None:
+    """A handler that cannot be imported: its process exits at once. The fleet has just started."""
+    config = fleet(max_workers=1, min_workers=1)
+    world = FleetSimulation(config, snapshot(traits=PROCESSES), exits_at_once)
+    for _ in range(100):
+        world.cycle(after_s=1)
+    assert world.spawns() == config.max_restarts + 1
+    assert [slot.is_failed for slot in world.seen.slots] == [True]
+    assert all(planned.hold is None for planned in world.plans)
+    assert "SLOT_FAILED" in {a.code for planned in world.plans for a in of_kind(planned.actions, RaiseAlert)}
+
+
+def test_failed_slot_of_a_local_fleet_leaves_other_slots_alone() -> None:
+    """Workers of slot 0 die at once. Then the worker of slot 1 is killed: it is replaced in its slot."""
+    killed_after = NOW + timedelta(seconds=100)
+
+    def live(view: WorkerView, now: datetime) -> WorkerView | None:
+        is_killed = view.slot == 1 and now >= killed_after > view.created_at
+        return None if view.slot == 0 or is_killed else beating(view, now)
+
+    world = FleetSimulation(fleet(max_workers=3, min_workers=3), snapshot(traits=PROCESSES), live)
+    while world.seen.now < killed_after + timedelta(seconds=10):
+        world.cycle(after_s=1)
+    assert [slot.slot for slot in world.seen.slots if slot.is_failed] == [0]
+    assert all(planned.hold is None for planned in world.plans)
+    replaced = [view for view in world.seen.workers if view.slot == 1]
+    assert [view.status for view in replaced] == [WorkerStatus.ACTIVE]
+    assert replaced[0].created_at > killed_after
+
+
+def test_failure_rate_of_a_local_fleet_acts_after_a_slot_has_failed() -> None:
+    """A bad handler in a large fleet: not every slot is tried until it fails."""
+    config = fleet(max_workers=40, min_workers=1)
+    world = FleetSimulation(config, snapshot(traits=PROCESSES), exits_at_once)
+    for _ in range(200):
+        world.cycle(after_s=1)
+    held = next(n for n, planned in enumerate(world.plans) if planned.hold is not None)
+    failed = next(n for n, planned in enumerate(world.plans) if of_kind(planned.actions, FailSlot))
+    assert failed < held
+    assert world.spawns() == config.max_restarts + 1 + config.min_spawns_for_rate
+
+
+def test_slow_failures_of_a_local_fleet_hold_spawning_in_the_end() -> None:
+    """Each worker takes so long to fail that no slot ever exceeds its restarts within the window."""
+    config = fleet(max_workers=1, min_workers=1, spawn_timeout_s=90)
+    world = FleetSimulation(config, snapshot(traits=PROCESSES), without_heartbeat)
+    while world.seen.now < NOW + timedelta(seconds=800):
         world.cycle()
-    assert world.spawns() == LOCAL.min_spawns_for_rate
-    assert world.plans[-1].hold is not None
+    assert world.spawns() == config.max_restarts + 1
     assert not any(slot.is_failed for slot in world.seen.slots)
+    assert world.plans[-1].hold is not None
 
 
 # ------------------------------------------------------------------------------------------------------- long runs

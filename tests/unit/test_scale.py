@@ -472,3 +472,10 @@ def test_failed_worker_is_replaced_in_its_slot() -> None:
     assert of_kind(planned.actions, Spawn) == [], "its slot is reserved until it is gone"
     following = plan(snapshot(views[1], queued=1), BUFFERED)
     assert [spawn.slot for spawn in of_kind(following.actions, Spawn)] == [0]
+
+
+def test_slow_deletion_does_not_delay_the_replacement() -> None:
+    """The slot of a failed worker is reserved for one cycle. If its machine still exists then, another slot is used."""
+    views = [worker("w0", 0, status="error", heartbeat=31), worker("w1", 1, running=(task(),))]
+    planned = plan(snapshot(*views, queued=1), BUFFERED)
+    assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [2]

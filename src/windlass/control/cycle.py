@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any
 
 import structlog
 
@@ -90,6 +89,9 @@ class FleetCycle:
         self._closing: set[asyncio.Task[None]] = set()
         # Term and id of the last committed cycle: outcomes are recorded under it.
         self._committed = (0, 0)
+        # Its plan, requeued tasks and recorded outcomes: later outcomes are added to its summary.
+        self._planned: tuple[Plan, int] | None = None
+        self._recorded: list[Outcome] = []
         # The database's time, and the loop's time at which it was read.
         self._clock: tuple[datetime, float] | None = None
         # The last listing error, and when it was logged by the loop's clock.
@@ -125,7 +127,7 @@ class FleetCycle:
             log.warning("lost lease during cycle", fleet=self.name, error=str(error))
             return Summary(self.name, is_leader=False, timestamp=snapshot.now.isoformat(), decision=planned.decision)
         await self._executor.execute(snapshot, planned, requests, call_wait_s)
-        outcomes = await self._record(lambda recorded: count_actions(planned, recorded, committed.requeued))
+        outcomes = await self._record()
 
         if snapshot.is_settlement_due:
             # Several leaders may do this at the same time: the store settles each account once.
@@ -205,6 +207,7 @@ class FleetCycle:
             intents.append(intent)
         committed = await self._store.commit_plan(self._candidate, term, snapshot, planned, intents)
         self._committed = (term, committed.cycle_id)
+        self._planned, self._recorded = (planned, committed.requeued), []
         structlog.contextvars.bind_contextvars(cycle=committed.cycle_id)
         return committed, [
             MachineRequest(name=it.worker_id, fleet=self.name, slot=it.slot, join_token=tokens.get(it.worker_id))
@@ -212,19 +215,22 @@ class FleetCycle:
             if it.worker_id in committed.granted
         ]
 
-    async def _record(
-        self, count: Callable[[list[Outcome]], dict[str, Any] | None] = lambda _outcomes: None
-    ) -> list[Outcome]:
+    async def _record(self) -> list[Outcome]:
         """Record all outcomes that are known and not recorded yet. Outcomes are facts: this needs no lease.
 
-        `count` makes the summary that is stored with the cycle.
+        The summary of the last committed cycle is stored with them: what it has done so far.
         """
 
         async def write(outcomes: list[Outcome]) -> None:
             term, cycle_id = self._committed
-            await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, outcomes, [], count(outcomes))
+            summary = None
+            if self._planned is not None:
+                planned, requeued = self._planned
+                summary = count_actions(planned, [*self._recorded, *outcomes], requeued)
+            await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, outcomes, [], summary)
 
         recorded = await self._outcomes.record(write)
+        self._recorded += recorded
         if self._replaced and not self._executor.is_busy:
             replaced, self._replaced = self._replaced, []
             for provider in replaced:

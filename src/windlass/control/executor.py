@@ -19,7 +19,15 @@ import structlog
 
 from windlass.control.outcome_log import OutcomeLog
 from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Prepare
-from windlass.model.errors import LONG_PAUSE_S, NoCapacity, NotPrepared, ProviderError, Refused, Throttled
+from windlass.model.errors import (
+    LONG_PAUSE_S,
+    NoCapacity,
+    NotPrepared,
+    ProviderError,
+    ProviderUnreachable,
+    Refused,
+    Throttled,
+)
 from windlass.model.lease import LeaseGuard
 from windlass.model.machine import Machine, MachineRequest, MachineState
 from windlass.model.outcome import (
@@ -95,6 +103,8 @@ class ProviderExecutor:
         # that exist cost money.
         self._create_after = float("-inf")
         self._delete_after = float("-inf")
+        # Whether the last pause began because the provider could not be reached.
+        self._is_unreachable = False
         # Machines whose deletion was refused: the delay before the next request, and when that may start.
         self._refused_deletions: dict[str, tuple[float, float]] = {}
 
@@ -193,7 +203,7 @@ class ProviderExecutor:
                     return CreationRefused(worker_id, "LEASE_LOST", "the lease expired before the machine was created")
                 if asyncio.get_running_loop().time() >= start_by:
                     return CreationRefused(worker_id, "NOT_BEGUN", "too many other creations were in flight")
-                _check_throttle(max(self._create_after, self._delete_after))
+                self._check_throttle(max(self._create_after, self._delete_after))
                 provider = self._provider
                 traits = provider.traits
                 machine = await provider.create(request)
@@ -204,7 +214,7 @@ class ProviderExecutor:
                     billing_unit_s=traits.billing_unit_s,
                 )
         except (Refused, NoCapacity, Throttled) as error:
-            self._create_after = max(self._create_after, _next_call_at(error))
+            self._create_after = max(self._create_after, self._next_call_at(error))
             # Info only: the cycle's summary reports it as a failure.
             log.info("create machine refused", worker_id=worker_id, error=str(error))
             is_long = isinstance(error, Throttled) and error.retry_after_s > LONG_PAUSE_S
@@ -240,15 +250,15 @@ class ProviderExecutor:
         try:
             async with self._deletions, asyncio.timeout(self._call_timeout_s):
                 self._check_lease()
-                _check_throttle(self._delete_after)
+                self._check_throttle(self._delete_after)
                 ended_at = await self._provider.delete(machine)
                 self._refused_deletions.pop(machine.id, None)
                 return ended_at
         except _NotDeleted:
             raise
         except Exception as error:
-            self._delete_after = max(self._delete_after, _next_call_at(error, LONG_PAUSE_S))
-            self._create_after = max(self._create_after, _next_call_at(error))
+            self._delete_after = max(self._delete_after, self._next_call_at(error, LONG_PAUSE_S))
+            self._create_after = max(self._create_after, self._next_call_at(error))
             if isinstance(error, Refused):
                 # An immediate repeat would be refused again, and uses up the provider's rate limit.
                 delay_s, _ = self._refused_deletions.get(machine.id, (REFUSED_DELETION_DELAY_S / 2, 0.0))
@@ -292,7 +302,7 @@ class ProviderExecutor:
                 grown = await self._provider.grow_volume(volume_id, size_gb)
                 return VolumeGrown(volume_id, grown.size_gb, action.reason)
         except Exception as error:
-            self._create_after = max(self._create_after, _next_call_at(error))
+            self._create_after = max(self._create_after, self._next_call_at(error))
             problem = self._describe(error)
             log.warning("grow volume failed", volume_id=volume_id, size_gb=size_gb, error=problem)
             return VolumeNotGrown(volume_id, size_gb, problem)
@@ -302,15 +312,16 @@ class ProviderExecutor:
             return str(error) or f"no answer within {self._call_timeout_s:g} s"
         return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"
 
+    def _next_call_at(self, error: Exception, max_s: float = float("inf")) -> float:
+        """When the provider may be called again, by the loop's clock."""
+        if not isinstance(error, Throttled):
+            return float("-inf")
+        self._is_unreachable = isinstance(error, ProviderUnreachable)
+        return asyncio.get_running_loop().time() + min(error.retry_after_s, max_s)
 
-def _next_call_at(error: Exception, max_s: float = float("inf")) -> float:
-    """When the provider may be called again, by the loop's clock."""
-    if not isinstance(error, Throttled):
-        return float("-inf")
-    return asyncio.get_running_loop().time() + min(error.retry_after_s, max_s)
-
-
-def _check_throttle(until: float) -> None:
-    left_s = until - asyncio.get_running_loop().time()
-    if left_s > 0:
-        raise Throttled(f"the provider asked for a pause; {left_s:.0f} s left", left_s)
+    def _check_throttle(self, until: float) -> None:
+        left_s = until - asyncio.get_running_loop().time()
+        if left_s > 0 and self._is_unreachable:
+            raise ProviderUnreachable(f"the provider could not be reached; next attempt in {left_s:.0f} s", left_s)
+        if left_s > 0:
+            raise Throttled(f"the provider asked for a pause; {left_s:.0f} s left", left_s)

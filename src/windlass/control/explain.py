@@ -20,13 +20,14 @@ from windlass.ports.fleets import MAX_AHEAD, FleetQueries
 from windlass.ports.tasks import TaskStore
 
 CYCLES_SHOWN = 10
-# Actions shown in a cycle's line, in the order of a worker's lifecycle.
-_COUNTED_ACTIONS: tuple[tuple[type, str], ...] = (
-    (Spawn, "spawned {}"),
-    (Promote, "promoted {}"),
-    (Fail, "failed {}"),
-    (Drain, "drained {}"),
-    (Delete, "deleted {}"),
+# Actions shown in a cycle's line, in the order of a worker's lifecycle: the verb, and for provider calls the noun and
+# the key of the cycle's summary that counts successful calls. The others took effect when the plan was committed.
+_COUNTED_ACTIONS: tuple[tuple[type, str, str, str], ...] = (
+    (Spawn, "spawned", "spawn", "workers_spawned"),
+    (Promote, "promoted", "", ""),
+    (Fail, "failed", "", ""),
+    (Drain, "drained", "", ""),
+    (Delete, "deleted", "deletion", "workers_terminated"),
 )
 
 
@@ -240,7 +241,7 @@ def _fleet_sentences(fleet: Fleet, cycles: Sequence[Cycle], now: datetime) -> li
     without_orchestrator_s = fleet.without_orchestrator_s(now)
     seen_at = cycle.repeated_at or cycle.started_at
     if without_orchestrator_s is None:
-        sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}."]
+        sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}{_done_note(cycle)}."]
     else:
         sentences = [
             f"Fleet {fleet.name} has no orchestrator: {no_orchestrator_reason(fleet, without_orchestrator_s)}.",
@@ -287,9 +288,20 @@ def no_orchestrator_reason(fleet: Fleet, without_orchestrator_s: float) -> str:
 
 
 def _cycle_line(cycle: Cycle) -> str:
-    counts = [(sum(isinstance(action, kind) for action in cycle.actions), text) for kind, text in _COUNTED_ACTIONS]
-    did = ", ".join(text.format(count) for count, text in counts if count)
-    return f"cycle {cycle.id}: {cycle.decision}{f' [{did}]' if did else ''}{_repeated_note(cycle)}"
+    return f"cycle {cycle.id}: {cycle.decision}{_done_note(cycle)}{_repeated_note(cycle)}"
+
+
+def _done_note(cycle: Cycle) -> str:
+    """What the cycle did, as opposed to what it planned."""
+    parts = []
+    for kind, verb, noun, key in _COUNTED_ACTIONS:
+        planned = sum(isinstance(action, kind) for action in cycle.actions)
+        done = planned if not key else (cycle.summary or {}).get(key, 0)
+        if 0 < done < planned:
+            parts.append(f"{verb} {done} of {planned}")
+        elif planned:
+            parts.append(f"{verb} {planned}" if done else f"{_plural(planned, noun)} not confirmed")
+    return f" [{', '.join(parts)}]" if parts else ""
 
 
 def _repeated_note(cycle: Cycle) -> str:

@@ -43,7 +43,7 @@ class Summary:
     status: dict[str, int] | None = None
     # Observed workers that the fleet spawned. A fleet does not wait for workers that a person started.
     managed_workers: int | None = None
-    # Observed machines that cost money, with or without a worker. None: the listing failed.
+    # Machines that cost money, with or without a worker: as listed, or as known from rows and earlier lists.
     billed_machines: int | None = None
     # Workers that failed, and creations that were refused: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
@@ -87,11 +87,14 @@ def summarize(
     by_status = {status: sum(worker.status is status for worker in snapshot.workers) for status in COUNTED_STATUSES}
     calls = Counter(call_of(outcome) for outcome in outcomes)
     calls["list", "ok" if snapshot.machines is not None else "error"] += 1
-    billed_machines = None
+    managed_workers = sum(worker.slot is not None for worker in snapshot.workers)
     if snapshot.machines is not None:
         # An exited process is listed for a while and costs nothing; an exited pod does.
         is_billed = snapshot.traits.is_remote
         billed_machines = sum(is_billed or machine.state is not MachineState.EXITED for machine in snapshot.machines)
+    else:
+        # A worker whose machine may exist keeps its row, so without rows only orphaned machines can be left.
+        billed_machines = managed_workers + len(plan.planner_state.orphans.orphan_since)
     return Summary(
         fleet=snapshot.fleet,
         is_leader=True,
@@ -107,7 +110,7 @@ def summarize(
             **{f"{status}_workers": count for status, count in by_status.items()},
             "total_workers": len(snapshot.workers),
         },
-        managed_workers=sum(worker.slot is not None for worker in snapshot.workers),
+        managed_workers=managed_workers,
         billed_machines=billed_machines,
         failures=(*failed, *refused),
         refused_choices=refused_choices,

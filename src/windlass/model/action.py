@@ -38,6 +38,8 @@ class Fail:
     # How tasks did on it and on other workers, if that shows that it is at fault.
     evidence: FailureStreak | None = None
     attempt_refund: AttemptRefund | None = None
+    # It had proven to work: its failure does not count for the fleet's failure rate.
+    is_proven: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,10 @@ def session_id(session_hash: bytes) -> str:
 SERVER_TTL_S = 20.0
 
 
+# Servers share the rates of heavy callers about once a second. Older rates are ignored.
+RATE_TTL_S = 3.0
+
+
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
     """Address of a running HTTP server. `host`: the host it runs on, to which a loopback URL refers."""

@@ -124,6 +124,12 @@ class Throttled(ProviderError):
         self.retry_after_s = retry_after_s
 
 
+class ProviderUnreachable(Throttled):
+    """The provider could not be reached, by name or by address. Nothing was done; retry after `retry_after_s`."""
+
+    code = "UNREACHABLE"
+
+
 class NotDelivered(WindlassError):
     """A notification was not delivered, as far as is known. The text says why, without secrets."""
 

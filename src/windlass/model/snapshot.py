@@ -120,10 +120,11 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """A worker that was spawned, and whether it failed."""
+    """A worker that was spawned, and whether it failed before it had proven to work."""
 
     at: datetime
     has_failed: bool
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -14,7 +14,8 @@ from windlass.model.errors import BadInput
 # Larger payloads and results belong into object storage, with their address in the task.
 MAX_PAYLOAD_BYTES = 1024 * 1024
 # The same rule as windlass_internal.is_name() in the database.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}")
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$"
+_NAME = re.compile(NAME_PATTERN)
 # Preceded by an even number of backslashes, which are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200
@@ -33,6 +34,8 @@ _MIN_INTEGER, _MAX_INTEGER = -(2**31), 2**31 - 1
 
 
 class TaskStatus(StrEnum):
+    """Where a task is. `complete` and `failed` are final."""
+
     QUEUED = "queued"
     RUNNING = "running"
     COMPLETE = "complete"
@@ -113,6 +116,13 @@ class TaskSummary:
     error_code: str | None
     error: str | None
 
+    def __post_init__(self) -> None:
+        """A handler's last report may be missing when its task is complete. The database stores four-byte numbers."""
+        if self.status is TaskStatus.COMPLETE:
+            object.__setattr__(self, "progress", 1.0)
+        elif self.progress is not None:
+            object.__setattr__(self, "progress", round(self.progress, 4))
+
 
 @dataclass(frozen=True, slots=True)
 class Task(TaskSummary):
@@ -140,13 +150,16 @@ def new_task(
     payload: Any = None,
     *,
     priority: int = 0,
-    run_after: datetime | None = None,
+    run_after: datetime | timedelta | None = None,
     max_attempts: int = 3,
     timeout_s: float | None = None,
     unique_key: str | None = None,
     max_payload_bytes: int = MAX_PAYLOAD_BYTES,
 ) -> NewTask:
-    """A checked task from a Python value that JSON can hold. Raises BadInput with what to change."""
+    """A checked task from a Python value that JSON can hold. Raises BadInput with what to change.
+
+    A `run_after` of type timedelta counts from now, by the clock of this machine.
+    """
     check_queue_name(queue)
     if not (isinstance(priority, int) and _MIN_INTEGER <= priority <= _MAX_INTEGER):
         raise BadInput(f"priority is {priority}, but it must be a whole number of at most 32 bits.")
@@ -160,21 +173,35 @@ def new_task(
         raise BadInput(f"the unique key has {len(unique_key)} characters, at most {MAX_UNIQUE_KEY_LENGTH} fit.")
     if unique_key is not None and not _is_storable(unique_key):
         raise BadInput("the unique key has a NUL character or half of a surrogate pair: remove it.")
-    if run_after is not None and run_after.tzinfo is None:
-        raise BadInput(f"run_after {run_after.isoformat()} has no time zone: use an aware datetime.")
-    if run_after is not None and not FIRST_RUN_AFTER <= run_after < RUN_AFTER_BEFORE:
-        raise BadInput(
-            f"run_after is {run_after.isoformat()}, but only the years 2 to {RUN_AFTER_BEFORE.year - 1} will do."
-        )
+    due_at = _due_time(run_after)
     return NewTask(
         queue=queue,
         payload=to_json(payload, "the payload", max_payload_bytes),
         priority=priority,
-        run_after=run_after,
+        run_after=due_at,
         max_attempts=max_attempts,
         timeout_s=timeout_s,
         unique_key=unique_key,
     )
+
+
+def _due_time(run_after: datetime | timedelta | None) -> datetime | None:
+    if run_after is None:
+        return None
+    if isinstance(run_after, timedelta):
+        try:
+            run_after = datetime.now(UTC) + run_after
+        except OverflowError:
+            raise BadInput(f"run_after is {run_after}, which is beyond the year {RUN_AFTER_BEFORE.year - 1}.") from None
+    if not isinstance(run_after, datetime):
+        raise BadInput(f"run_after is {run_after!r}, but it must be a datetime or a timedelta.")
+    if run_after.tzinfo is None:
+        raise BadInput(f"run_after {run_after.isoformat()} has no time zone: use an aware datetime.")
+    if not FIRST_RUN_AFTER <= run_after < RUN_AFTER_BEFORE:
+        raise BadInput(
+            f"run_after is {run_after.isoformat()}, but only the years 2 to {RUN_AFTER_BEFORE.year - 1} will do."
+        )
+    return run_after
 
 
 def truncate_error(error: str, max_characters: int = MAX_ERROR_CHARACTERS) -> str:
@@ -213,6 +240,22 @@ def to_json(value: Any, what: str, max_bytes: int) -> str:
         raise BadInput(f"{what} contains half of a surrogate pair, which is not valid text: remove it.") from None
     if size_bytes > max_bytes:
         raise _too_large(what, size_bytes, max_bytes)
+    return text
+
+
+def check_json_text(content: bytes, what: str, max_bytes: int) -> str:
+    """Valid JSON as text that PostgreSQL's jsonb accepts. Its size is judged as it was written, before anything else.
+
+    PostgreSQL refuses what is left: half of a surrogate pair, and numbers beyond its range.
+    """
+    if len(content) > max_bytes:
+        raise _too_large(what, len(content), max_bytes)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise BadInput(f"{what} is not valid UTF-8.") from None
+    if "\\u0000" in text and _ESCAPED_NUL.search(text):
+        raise BadInput(f"{what} contains a NUL character, which PostgreSQL cannot store: remove it.")
     return text
 
 

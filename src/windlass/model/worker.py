@@ -4,15 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
+from pydantic import Field
+
 from windlass.model.node import NodeView
+from windlass.model.task import NAME_PATTERN
 
 # Fleet of workers that name none.
 DEFAULT_FLEET = "default"
 # Tasks that one worker runs at the same time. Every heartbeat lists all of them, and they are released one by one.
 MAX_CONCURRENCY = 10_000
+# Over HTTP, a registration within these limits is accepted. A name in the domain name system has 253 characters.
+MAX_HOST_CHARACTERS = 255
+MAX_VERSION_CHARACTERS = 100
+MAX_START_ID_CHARACTERS = 100
 # Workers of one fleet: far beyond any real fleet, and few enough to count one by one in every cycle.
 MAX_COUNT = 100_000
 # Signals this soon after the first count as the same one. `timeout` signals a program and then its whole group, and
@@ -45,18 +52,18 @@ class Registration:
     """What a worker reports about itself when it registers."""
 
     worker_id: str
-    queues: tuple[str, ...]
+    queues: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...]
     fleet: str = DEFAULT_FLEET
     concurrency: int = 1
     lease_s: float = 30.0
-    host: str | None = None
+    host: Annotated[str, Field(max_length=MAX_HOST_CHARACTERS)] | None = None
     pid: int | None = None
-    version: str | None = None
+    version: Annotated[str, Field(max_length=MAX_VERSION_CHARACTERS)] | None = None
     kind: WorkerKind = WorkerKind.WORKER
     # Identifies one start of the program. A registration under the same worker id with another start_id is a restart:
     # that program holds no claims, so its tasks are requeued. A pid does not work, because in a container it repeats.
     # None: every registration is a restart.
-    start_id: str | None = None
+    start_id: Annotated[str, Field(max_length=MAX_START_ID_CHARACTERS)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from windlass.model.action import Action, Delete, Fail, RaiseAlert
+from windlass.model.action import Action, Delete, Fail, FailSlot, RaiseAlert
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, PlannerState, Snapshot, WorkerView
@@ -102,6 +102,12 @@ class PlanningContext:
     @property
     def deleted_ids(self) -> set[str]:
         return {action.worker_id for action in self.actions if isinstance(action, Delete)}
+
+    @property
+    def failed_slots(self) -> set[int]:
+        """Slots that stay empty until `windlass restart`, including those that this plan fails."""
+        failed = {slot.slot for slot in self.snapshot.slots if slot.is_failed}
+        return failed | {action.slot for action in self.actions if isinstance(action, FailSlot)}
 
     def machine_of(self, worker: WorkerView) -> Machine | None:
         return self.own.get(worker.id)

@@ -11,10 +11,13 @@ The contract:
 - A worker token is valid until the worker is terminated. An API token is valid until it is revoked.
 - A link opens one browser session, once, before it expires. The session has the link's role and lasts until it expires
   or is ended.
+- A server is notified at once when a token is revoked, a worker terminates or a session ends.
 - Every method raises DatabaseUnavailable when no answer came.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
+from uuid import UUID
 
 from windlass.model.auth import Activation, ApiToken, Caller, Role, ServerAddress, Session
 from windlass.model.worker import Registration, WorkerStatus
@@ -23,6 +26,23 @@ from windlass.model.worker import Registration, WorkerStatus
 class AuthStore(Protocol):
     async def authenticate(self, token_hash: bytes) -> Caller | None:
         """The holder of this token; None if it is unknown or revoked. Records the last use of an API token."""
+
+    async def watch_revocations(
+        self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
+    ) -> None:
+        """Report tokens and sessions that are no longer valid, or whose holder has changed, until cancelled.
+
+        `set_listening` is called with True when reports arrive from now on, and with False as soon as some may be lost.
+        `revoke` gets the hash of the token or session; None stands for all of them.
+        """
+
+    async def share_rates(
+        self, server_id: UUID, rates: Mapping[tuple[str, str], float]
+    ) -> Mapping[tuple[str, str], float]:
+        """Record the events per second of this server's heavy callers, by kind and caller.
+
+        Returns the rates of the same callers over all servers that recorded them within RATE_TTL_S.
+        """
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         """Exchange a worker's join token for a worker token that its machine made."""

@@ -7,14 +7,15 @@ ClaimResult, HeartbeatReply, WorkOrder. An error reply without a code below come
 Payloads, results and errors are text, never nested JSON: they arrive exactly as the store wrote them.
 """
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from uuid import UUID
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from windlass.model.task import Finished
-from windlass.model.worker import HeldClaim, Registration, WorkerStatus
+from windlass.model.task import MAX_ERROR_CHARACTERS, Finished
+from windlass.model.worker import MAX_CONCURRENCY, HeldClaim, Registration, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 # With an API token of role worker.
@@ -43,6 +44,21 @@ MAX_QUEUES = 1_000
 MAX_CLAIMS = 2_000
 # Results in one call have at most this size together; a single result may be larger.
 MAX_BATCH_BYTES = 1 << 20
+# Results in one call.
+MAX_FINISHED = 2_000
+# Claims in one heartbeat: as many as one worker can hold.
+MAX_HELD_CLAIMS = MAX_CONCURRENCY
+# A heartbeat of MAX_HELD_CLAIMS claims with progress and short notes. Its vitals are limited on their own.
+MAX_HEARTBEAT_BYTES = 4 << 20
+MAX_VITALS_BYTES = 4_096
+# Longer reasons are cut: they are read by people, and a worker must not fail because of one.
+MAX_REASON_CHARACTERS = MAX_ERROR_CHARACTERS
+MAX_CURSOR_CHARACTERS = 100
+MAX_CODE_CHARACTERS = 100
+# Requests with a large body may be compressed by `Content-Encoding: gzip`. A body that is larger than
+# GZIP_RATIO_FREE_BYTES and more than MAX_GZIP_RATIO times its compressed size is refused: send it as it is.
+MAX_GZIP_RATIO = 100
+GZIP_RATIO_FREE_BYTES = 1 << 20
 
 BAD_INPUT = "BAD_INPUT"
 UNAUTHORIZED = "UNAUTHORIZED"
@@ -60,6 +76,21 @@ DEFECT = "DEFECT"
 PROBLEM_JSON = "application/problem+json"
 
 
+def cut_reason(reason: str) -> str:
+    return reason[:MAX_REASON_CHARACTERS]
+
+
+def check_vitals(vitals: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError if they are too large to be stored with a worker."""
+    size_bytes = len(json.dumps(vitals, ensure_ascii=False).encode(errors="replace"))
+    if size_bytes > MAX_VITALS_BYTES:
+        raise ValueError(f"vitals have {size_bytes:,} bytes and at most {MAX_VITALS_BYTES:,} are accepted")
+    return vitals
+
+
+Reason = Annotated[str, AfterValidator(cut_reason)]
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorBody:
     """An error reply (RFC 9457). `code` is for programs, `detail` for people."""
@@ -72,8 +103,8 @@ class ErrorBody:
 
 
 def max_body_bytes(max_payload_bytes: int) -> int:
-    """Upper limit for a request: one result of the maximum size with every character escaped, and 4 MiB for the
-    rest."""
+    """Upper limit for a call with results or an error: one result of the maximum size with every character escaped,
+    and 4 MiB for the rest."""
     return 2 * max(max_payload_bytes, MAX_BATCH_BYTES) + (4 << 20)
 
 
@@ -107,7 +138,7 @@ class ClaimCall:
 
 @dataclass(frozen=True, slots=True)
 class FinishCall:
-    finished: tuple[Finished, ...] = ()
+    finished: Annotated[tuple[Finished, ...], Field(max_length=MAX_FINISHED)] = ()
     queues: tuple[str, ...] = ()
     limit: int = 0
 
@@ -117,7 +148,7 @@ class FailCall:
     task_id: int
     token: UUID
     error: str
-    code: str = "HANDLER_ERROR"
+    code: Annotated[str, Field(max_length=MAX_CODE_CHARACTERS)] = "HANDLER_ERROR"
     retry: bool = True
     jitter: Annotated[float, Field(ge=0, le=1)] | None = None
 
@@ -126,21 +157,21 @@ class FailCall:
 class ReleaseCall:
     task_id: int
     token: UUID
-    reason: str
+    reason: Reason
     delay_s: Annotated[float, Field(ge=0, le=MAX_DELAY_S)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatCall:
-    claims: tuple[HeldClaim, ...] = ()
-    vitals: dict[str, Any] = field(default_factory=dict)
+    claims: Annotated[tuple[HeldClaim, ...], Field(max_length=MAX_HELD_CLAIMS)] = ()
+    vitals: Annotated[dict[str, Any], AfterValidator(check_vitals)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReasonCall:
     """Why a worker deregisters, or cannot start."""
 
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,4 +185,4 @@ class WaitCall:
 
     queues: tuple[str, ...]
     timeout_s: float
-    cursor: str | None = None
+    cursor: Annotated[str, Field(max_length=MAX_CURSOR_CHARACTERS)] | None = None

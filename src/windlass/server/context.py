@@ -84,6 +84,9 @@ class WorkerApiContext:
     worker_defaults: WorkerConfig
     max_payload_bytes: int
     version: str
+    # Requests per second of one token, session or address, and of one worker.
+    rate_limit: float = 500.0
+    worker_rate_limit: float = 1_000.0
     # None if this program was not installed as a package.
     wheel: Wheel | None = None
 
@@ -98,6 +101,4 @@ class AppContext(WorkerApiContext):
     executor: SerialExecutor = field(default_factory=SerialExecutor)
     # Requests from this host may read without a token until the first token is created.
     is_open_to_localhost: bool = False
-    # Requests per second and caller.
-    rate_limit: float = 500.0
     cors_origins: tuple[str, ...] = ()

@@ -84,6 +84,10 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, http.UNAVAILABLE, message, retry_after_s=RETRY_AFTER_S)
 
 
+def defect() -> ApiError:
+    return ApiError(500, http.DEFECT, "internal error: the server's log has the details")
+
+
 def raise_if_refused(result: OperationResult) -> None:
     """404 for an operation on something unknown, 409 if the current state does not allow it."""
     if result.outcome is OperationOutcome.NOT_FOUND:
@@ -145,5 +149,10 @@ def add_error_handlers(app: FastAPI, error_page: ErrorPage | None) -> None:
             raise error
         return error_response(request, converted, error_page)
 
+    async def handle_defect(request: Request, _error: Exception) -> Response:
+        return error_response(request, defect(), error_page)
+
     for kind in (HTTPException, RequestValidationError, BadInput, UnknownWorker, DatabaseUnavailable):
         app.add_exception_handler(kind, handle)
+    # Starlette raises the error again after this response, and the middleware logs it.
+    app.add_exception_handler(Exception, handle_defect)

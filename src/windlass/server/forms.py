@@ -12,9 +12,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from windlass.dashboard.render import confirm_page
-from windlass.model.auth import Role
 from windlass.operations import OperationResult
-from windlass.server.auth import check_csrf, check_role
+from windlass.server.auth import check_csrf
 from windlass.server.context import AppContext
 from windlass.server.errors import raise_if_refused
 from windlass.server.pages import NOTICE_COOKIE, html, page_context
@@ -31,10 +30,9 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 async def submit_form(context: AppContext, request: Request, operate: Operation) -> Response:
-    """`operate` gets the fields of the form."""
+    """`operate` gets the fields of the form. Its route declares the access of `form_operator`."""
     fields = await read_form(request)
-    check_role(request, Role.OPERATOR)
-    check_csrf(request, fields.get("csrf"))
+    check_csrf(request.state.session, fields.get("csrf"))
     back = fields.get("back", "")
     # Only paths of this server: no form may lead to another site.
     if not back.startswith("/") or back.startswith(("//", "/\\")) or not back.isprintable():

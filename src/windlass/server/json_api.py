@@ -1,21 +1,27 @@
 """Shared parts of the JSON routes: the path prefix, parameter types, paging, request bodies and serialisation."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Depends, Path, Query, Response
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
+import msgspec
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
+from windlass.model.errors import BadInput
 from windlass.model.listing import MAX_PAGE, Page
 from windlass.model.task import MAX_TASK_ID
 from windlass.operations import OperationResult
-from windlass.server.auth import operator, producer, viewer
+from windlass.server.auth import form_operator, open_to_all, operator, producer, viewer
 from windlass.server.errors import raise_if_refused
 from windlass.server.event_stream import OverviewFeed
+from windlass.server.request_body import decode_body
 
 API = "/api/v1"
 VIEWER, PRODUCER, OPERATOR = Depends(viewer), Depends(producer), Depends(operator)
+FORM_OPERATOR, OPEN = Depends(form_operator), Depends(open_to_all)
 
 FleetName = Annotated[str, Path(max_length=63)]
 WorkerId = Annotated[str, Path(max_length=200)]
@@ -27,6 +33,13 @@ WorkerFilter = Annotated[str | None, Query(max_length=200, description="Only thi
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Maximum number of rows.")]
 Cursor = Annotated[str | None, Query(max_length=1_000, description="`next_cursor` of the previous page.")]
 
+# Fields of a large body, other than the large one.
+MAX_FIELD_BYTES = 4_096
+_NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.*)`", re.DOTALL)
+_MAX_SHOWN = 100
+
+Body = TypeVar("Body", bound=BaseModel)
 Item = TypeVar("Item")
 Extended = TypeVar("Extended")
 
@@ -57,6 +70,59 @@ class ReasonBody(RequestBody):
     reason: Annotated[str, StringConstraints(strip_whitespace=True)] = Field(
         default="requested over the API", min_length=1, max_length=500, description="Stored with the change."
     )
+
+
+class LargeBody(Generic[Body]):
+    """Reads a JSON object in which one field may be large.
+
+    That field is checked to be valid JSON and kept as it was written. No Python objects are made of it, so its number
+    of values costs nothing; its depth is limited by Python's recursion limit. The other fields are validated as usual.
+    """
+
+    def __init__(self, model: type[Body], large_field: str) -> None:
+        self._model = model
+        self._large_field = large_field
+        names = [(name, msgspec.Raw, msgspec.Raw(b"")) for name in model.model_fields]
+        fields_of_body = msgspec.defstruct(f"{model.__name__}Fields", names, forbid_unknown_fields=True)
+        self._decoder = msgspec.json.Decoder(fields_of_body)
+        self.openapi_extra = {
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": model.model_json_schema()}},
+            }
+        }
+
+    async def read(self, request: Request) -> tuple[Body, bytes]:
+        """The other fields, and the large one. A large body is decoded in a thread."""
+        content = await request.body()
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not (media_type == "application/json" or media_type.endswith("+json")):
+            raise BadInput(f"{_NOT_AN_OBJECT}.")
+        return await decode_body(self.decode, content)
+
+    def decode(self, content: bytes) -> tuple[Body, bytes]:
+        try:
+            raw = self._decoder.decode(content)
+        except msgspec.ValidationError as error:
+            unknown = _UNKNOWN_FIELD.search(str(error))
+            if unknown is None:
+                raise BadInput(f"{_NOT_AN_OBJECT}.") from None
+            raise BadInput(f"invalid request: body.{unknown[1][:_MAX_SHOWN]}: unknown field.") from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise BadInput("invalid request: body: not valid JSON.") from None
+        except RecursionError:
+            raise BadInput("invalid request: body: nested too deeply.") from None
+        given = {name: bytes(getattr(raw, name)) for name in self._model.model_fields}
+        large = given.pop(self._large_field)
+        for name, value in given.items():
+            if len(value) > MAX_FIELD_BYTES:
+                raise BadInput(f"invalid request: body.{name}: more than {MAX_FIELD_BYTES:,} bytes.")
+        rest = b",".join(b'"%s":%s' % (name.encode(), value) for name, value in given.items() if value)
+        try:
+            return self._model.model_validate_json(b"{%s}" % rest), large or b"null"
+        except ValidationError as error:
+            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
+            raise RequestValidationError(problems) from None
 
 
 def json_response(kind: Any) -> Callable[[Any], Response]:

@@ -1,11 +1,16 @@
-"""Outermost middleware: request limits, security headers, the access log, and a response to every error.
+"""Outermost middleware: decides on each request by its header, and gives a response to every error.
 
-A body above the limit, or one that arrives too slowly, is refused before a handler sees it. An unexpected error is
-logged with its traceback and answered with 500. No log line contains a header, a query string or a body.
+Route, caller, role, CSRF token, rate and size are judged before a byte of the body is read. A refused request is
+answered at once; if its body is large or of unknown size, the connection is closed after the response. Responses get
+security headers, and requests a line in the access log. An unexpected error is logged with its traceback and answered
+with 500.
 """
 
 import asyncio
+import contextlib
+import functools
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -13,12 +18,20 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.model.auth import JoinCaller, WorkerCaller
 from windlass.ports import http
-from windlass.server.connections import MIN_BODY_BYTES_PER_S
-from windlass.server.errors import ApiError, ErrorPage, error_response, to_api_error
+from windlass.server.access_log import AccessLog, short_path
+from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers, address_of, check_access
+from windlass.server.errors import ApiError, ErrorPage, defect, error_response, not_found, to_api_error
+from windlass.server.identity_cache import CallerIdentity
+from windlass.server.rate_limit import BYTES_PER_REQUEST, MAX_REFUSALS_PER_S, LeakyBuckets, RequestRateLimiter
+from windlass.server.request_body import BodyReader, BufferedBytes
+from windlass.server.route_table import Access, RouteEntry, RouteTable
 
-# Time for a body, plus the time that the bytes received so far take at MIN_BODY_BYTES_PER_S.
-BODY_TIMEOUT_S = 60.0
+# After a refusal the rest of a body is dropped within these limits. Closing a connection with unread data would reset
+# it, and the client might lose the response.
+MAX_DROPPED_BYTES = 1 << 20
+DROP_TIMEOUT_S = 2.0
 # Defaults; a handler may set its own.
 SECURITY_HEADERS = {
     b"cache-control": b"no-store",
@@ -34,12 +47,11 @@ PAGE_CONTENT_SECURITY_POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     b"connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-# Requested all the time by workers, probes and open pages: successful reads are not logged.
-_UNLOGGED_READS = (
-    *("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/"),
-    *("/workers", "/tasks", "/cycles", "/cost"),
-)
+_SECURITY_HEADERS = tuple(SECURITY_HEADERS.items())
+_CLOSE = (b"connection", b"close")
 log = structlog.get_logger("windlass.server")
+
+BackgroundTask = Callable[[], Coroutine[Any, Any, None]]
 
 
 class PageCompression(GZipMiddleware):
@@ -56,105 +68,189 @@ class PageCompression(GZipMiddleware):
             await super().__call__(scope, receive, send)
 
 
-class RequestLimits:
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, error_page: ErrorPage | None = None) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._error_page = error_page
+class AdmissionMiddleware:
+    """Decides whether a request reaches the application, and runs background tasks while the server runs."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: RouteTable,
+        authenticator: Authenticator,
+        *,
+        rate_limit: float,
+        worker_rate_limit: float,
+        access_log: AccessLog | None = None,
+        error_page: ErrorPage | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.app = app
+        self.error_page = error_page
+        self.access_log = access_log or AccessLog()
+        self.buffered = BufferedBytes()
+        self.routes = routes
+        self.authenticator = authenticator
+        self._requests = RequestRateLimiter("request", rate_limit, clock)
+        self._worker_requests = RequestRateLimiter("worker", worker_rate_limit, clock)
+        self._open_requests = RequestRateLimiter("open", rate_limit, clock)
+        self._refusals = RequestRateLimiter("refusal", MAX_REFUSALS_PER_S, clock)
+        # Started and stopped by the server, over the lifespan protocol of ASGI.
+        self.background_tasks: Sequence[BackgroundTask] = ()
+
+    @property
+    def buckets(self) -> tuple[LeakyBuckets, ...]:
+        """Limits that server processes share."""
+        return self._requests, self._worker_requests, self._refusals, self.authenticator.failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await _RequestContext(self._app, self._max_body_bytes, self._error_page, scope, receive, send).run()
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
+        match scope["type"]:
+            case "http":
+                await _RequestContext(self, scope, receive, send).run()
+            case "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            case "lifespan":
+                await self._run_background_tasks(receive, send)
+
+    async def admit(self, scope: Scope, headers: Headers, body: BodyReader) -> tuple[RouteEntry, CallerIdentity]:
+        """The route and the caller of a request. Raises ApiError, or DatabaseUnavailable."""
+        identity = ANONYMOUS
+        try:
+            route = self._find_route(scope)
+            if route.access is Access.OPEN:
+                self._open_requests.check(address_of(scope))
+            else:
+                identity = await self.authenticator.authenticate(scope, headers, needs_token=route.needs_token)
+                self._check_rate(identity, scope, body)
+                check_access(route.access, identity, scope["method"], headers)
+            body.set_limit(route.max_body_bytes)
+        except ApiError as error:
+            if identity.caller is None and error.status_code != 429:
+                self._refusals.check(address_of(scope))
+            raise
+        return route, identity
+
+    def _find_route(self, scope: Scope) -> RouteEntry:
+        if "\0" in scope["path"] or b"%00" in scope["query_string"]:
+            # PostgreSQL accepts no NUL in text. Without this check every route would fail in its own way.
+            raise ApiError(400, http.BAD_INPUT, "the address contains a NUL character (%00)")
+        found = self.routes.find(scope["method"], scope["path"])
+        if isinstance(found, RouteEntry):
+            return found
+        if not found:
+            raise not_found("no such path")
+        error = ApiError(405, http.NOT_FOUND, "method not allowed")
+        error.headers = {"Allow": ", ".join(sorted(found))}
+        raise error
+
+    def _check_rate(self, identity: CallerIdentity, scope: Scope, body: BodyReader) -> None:
+        if isinstance(identity.caller, WorkerCaller | JoinCaller):
+            calls = 1.0 + (body.announced_bytes or 0) / BYTES_PER_REQUEST
+            self._worker_requests.check(identity.caller.worker_id, calls)
+        else:
+            self._requests.check(identity.name or address_of(scope))
+
+    async def _run_background_tasks(self, receive: Receive, send: Send) -> None:
+        await receive()
+        tasks = [asyncio.create_task(task()) for task in self.background_tasks]
+        await send({"type": "lifespan.startup.complete"})
+        try:
+            await receive()
+        finally:
+            for task in tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    log.error("background task failed", exc_info=outcome)
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class _ConnectionFailed(Exception):
+    """The server could not send: the client is gone, or has broken the protocol."""
 
 
 class _RequestContext:
     """One request and its response."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_body_bytes: int,
-        error_page: ErrorPage | None,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._error_page = error_page
+    __slots__ = ("_body", "_headers", "_identity", "_middleware", "_scope", "_send_to_client", "_status")
+
+    def __init__(self, middleware: AdmissionMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
+        self._middleware = middleware
         self._scope = scope
-        self._receive_from_client = receive
         self._send_to_client = send
-        self._received_bytes = 0
-        self._is_body_complete = False
-        # On the event loop's clock. None until a handler reads the body.
-        self._body_started_at: float | None = None
+        self._headers: Headers = dict(scope["headers"])
+        self._body = BodyReader(receive, self._headers, buffered=middleware.buffered)
+        self._identity = ANONYMOUS
         # None until the response has started.
         self._status: int | None = None
 
     async def run(self) -> None:
         started = time.monotonic()
         try:
-            announced = dict(self._scope["headers"]).get(b"content-length", b"0")
-            self._check_size(int(announced) if announced.isdigit() else 0)
-            await self._app(self._scope, self._receive, self._send)
+            route, self._identity = await self._middleware.admit(self._scope, self._headers, self._body)
+            self._set_state(route)
+            if self._scope["method"] not in SAFE_METHODS:
+                await self._body.read()
+            await (route.handler or self._middleware.app)(self._scope, self._body.receive, self._send)
+        except _ConnectionFailed:
+            pass
         except Exception as error:
-            converted = to_api_error(error)
-            if converted is None:
-                log.exception("handle request failed", method=self._scope["method"], path=self._scope["path"])
-                converted = ApiError(500, http.DEFECT, "internal error: the server's log has the details")
-            if self._status is None:
-                response = error_response(Request(self._scope), converted, self._error_page)
-                await response(self._scope, self._receive, self._send)
+            await self._respond_to(error)
         finally:
-            self._log(time.monotonic() - started)
+            self._body.release()
+            duration_s = time.monotonic() - started
+            self._middleware.access_log.record(self._scope, self._status or 0, self._identity.name, duration_s)
 
-    def _check_size(self, size_bytes: int) -> None:
-        if size_bytes > self._max_body_bytes:
-            raise ApiError(413, http.TOO_LARGE, f"the request body has more than {self._max_body_bytes:,} bytes")
+    def _set_state(self, route: RouteEntry) -> None:
+        identity, authenticator = self._identity, self._middleware.authenticator
+        state = self._scope.setdefault("state", {})
+        state["access"] = route.access
+        state["caller"] = identity.caller
+        state["caller_name"] = identity.name
+        state["session"] = identity.session
+        state["token_hash"] = identity.token_hash
+        if route.handler is None:
+            address = address_of(self._scope)
+            state["is_still_allowed"] = functools.partial(
+                authenticator.is_still_allowed, identity, self._scope, self._headers
+            )
+            state["count_failure"] = functools.partial(authenticator.failures.count, address)
+            state["forget_identity"] = authenticator.cache.remove
 
-    async def _receive(self) -> Message:
-        if self._is_body_complete:
-            return await self._receive_from_client()
-        if self._body_started_at is None:
-            self._body_started_at = asyncio.get_running_loop().time()
-        due_at = self._body_started_at + BODY_TIMEOUT_S + self._received_bytes / MIN_BODY_BYTES_PER_S
-        try:
-            async with asyncio.timeout_at(due_at):
-                message = await self._receive_from_client()
-        except TimeoutError:
-            # A code of its own, because a worker retries a slow upload but not a bad request.
-            raise ApiError(408, http.TOO_SLOW, "the request body arrived too slowly") from None
-        if message["type"] == "http.request":
-            self._received_bytes += len(message.get("body", b""))
-            self._is_body_complete = not message.get("more_body", False)
-            self._check_size(self._received_bytes)
-        return message
+    async def _respond_to(self, error: Exception) -> None:
+        converted = to_api_error(error)
+        if converted is None:
+            method, path = self._scope["method"], short_path(self._scope["path"])
+            log.error("handle request failed", method=method, path=path, exc_info=error)
+            converted = defect()
+        if self._status is not None:
+            return
+        response = error_response(Request(self._scope), converted, self._middleware.error_page)
+        with contextlib.suppress(_ConnectionFailed):
+            if not self._has_unread_body:
+                await response(self._scope, self._body.receive, self._send)
+                return
+            await self._send(
+                {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+            )
+            await self._send({"type": "http.response.body", "body": bytes(response.body), "more_body": True})
+            await self._body.discard(MAX_DROPPED_BYTES, DROP_TIMEOUT_S)
+            await self._send({"type": "http.response.body", "body": b""})
+
+    @property
+    def _has_unread_body(self) -> bool:
+        """Whether a large body, or one of unknown size, was not read. The server drops the rest of a small one."""
+        return self._body.is_large and not self._body.is_complete
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            message = {**message, "headers": _with_security_headers(message["headers"])}
-        await self._send_to_client(message)
-
-    def _log(self, duration_s: float) -> None:
-        path, status = self._scope["path"], self._status or 0
-        is_success = 200 <= status < 400
-        is_read = self._scope["method"] in ("GET", "HEAD") or path.startswith("/internal/worker/")
-        if is_success and is_read and (path == "/" or path.startswith(_UNLOGGED_READS)):
-            return
-        client = self._scope.get("client")
-        fields: dict[str, Any] = {
-            "method": self._scope["method"],
-            "path": path,
-            "status": status,
-            "duration_ms": round(duration_s * 1000, 1),
-            "client": client[0] if client else None,
-            "caller": self._scope.get("state", {}).get("caller_name"),
-        }
-        (log.info if is_success else log.warning)("handle request", **fields)
+            headers = _with_security_headers(message["headers"])
+            if self._has_unread_body:
+                headers.append(_CLOSE)
+            message = {**message, "headers": headers}
+        try:
+            await self._send_to_client(message)
+        except Exception as error:
+            raise _ConnectionFailed from error
 
 
 def _with_security_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -11,7 +11,7 @@ from fastapi import Depends, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
 from windlass.ports import http
-from windlass.server.auth import CSRF_HEADER, OPEN_PATHS, viewer
+from windlass.server.auth import CSRF_HEADER, viewer
 
 OPENAPI = "/api/v1/openapi.json"
 _DESCRIPTION = (
@@ -66,6 +66,7 @@ _SAMPLES: dict[str, Any] = {
 }
 _BY_FORMAT = {"date-time": "2026-11-15T10:00:00Z", "uuid": _SAMPLES["token"], "binary": ""}
 _MAX_DEPTH = 12
+_OPEN_PATHS = ("/healthz", "/readyz")
 
 
 def documented(
@@ -125,7 +126,7 @@ def _build_description(app: FastAPI) -> dict[str, Any]:
     description["security"] = [{"token": []}]
     for path, methods in description["paths"].items():
         for operation in methods.values():
-            if path.startswith(OPEN_PATHS):
+            if path in _OPEN_PATHS:
                 operation["security"] = []
             operation["responses"].pop("422", None)
             contents = [operation.get("requestBody", {}), *operation["responses"].values()]

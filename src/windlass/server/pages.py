@@ -1,6 +1,7 @@
 """Shared parts of the page routes: the page context of a request, HTML responses, error pages and static files."""
 
 from datetime import UTC, datetime
+from importlib import resources
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -17,6 +18,7 @@ from windlass.server.errors import ApiError
 from windlass.server.json_api import API
 
 STREAM = f"{API}/stream"
+STATIC = "/static"
 PAGE_ROWS = 50
 # Static files carry a hash of their content in the address.
 STATIC_MAX_AGE_S = 31_536_000
@@ -75,6 +77,12 @@ def render_error(context: AppContext, request: Request, error: ApiError) -> Resp
     title = _ERROR_TITLES.get(error.status_code, "Error")
     shown = page_context(context, request, datetime.now(UTC), is_live=False)
     return html(request, error_page(shown, title, message[:1].upper() + message[1:]), error.status_code)
+
+
+def static_paths() -> list[str]:
+    """Paths of the static files."""
+    files = resources.files("windlass.dashboard").joinpath("static").iterdir()
+    return [f"{STATIC}/{file.name}" for file in files if file.is_file()]
 
 
 class DashboardFiles(StaticFiles):

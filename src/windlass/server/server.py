@@ -20,7 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from windlass.model.errors import BadInput
-from windlass.server.connections import PROXIES, ConnectionTracker, TimedConnection, connection_limit
+from windlass.server.connections import PROXIES, ConnectionTracker, LimitedConnection, connection_limit, mark_responses
 
 BACKLOG = 2_048
 # Longer than workers keep an idle connection, so that workers close it and no request meets a closed connection.
@@ -67,9 +67,10 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     tracker = ConnectionTracker(connection_limit())
     server = _Server(
         uvicorn.Config(
-            app,
-            http=cast(type[asyncio.Protocol], functools.partial(TimedConnection, tracker)),
-            lifespan="off",
+            mark_responses(app),
+            http=cast(type[asyncio.Protocol], functools.partial(LimitedConnection, tracker)),
+            # The application has background tasks of its own.
+            lifespan="auto",
             ws="none",
             log_config=None,
             access_log=False,

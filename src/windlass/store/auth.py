@@ -3,9 +3,13 @@
 tests/support/memory_store/auth.py has the same contract; tests/conformance/test_auth_store.py runs over both.
 """
 
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
+from uuid import UUID
 
 from windlass.model.auth import (
+    RATE_TTL_S,
     SERVER_TTL_S,
     Activation,
     ApiToken,
@@ -20,10 +24,12 @@ from windlass.model.auth import (
 from windlass.model.errors import BadInput
 from windlass.model.task import storable
 from windlass.model.worker import Registration, WorkerStatus
+from windlass.store.channel import watch_channel
 from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 
 QUERIES = read_queries("windlass.store", "control_queries.sql")
+IDENTITY_CHANNEL = "windlass_identities"
 
 
 class PostgresAuthStore(DatabaseStore):
@@ -38,6 +44,33 @@ class PostgresAuthStore(DatabaseStore):
         if row["kind"] == "join":
             return JoinCaller(row["name"], row["fleet"], queues, row["has_ended"], row["is_expired"])
         return WorkerCaller(row["name"], row["fleet"], queues, row["has_ended"])
+
+    async def watch_revocations(
+        self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
+    ) -> None:
+        def on_notification(payload: str) -> None:
+            token_hash = None
+            with contextlib.suppress(ValueError):  # any role may notify anything: then all are forgotten
+                token_hash = bytes.fromhex(payload) or None
+            revoke(token_hash)
+
+        await watch_channel(
+            self._database.dsn,
+            IDENTITY_CHANNEL,
+            on_notification,
+            set_listening,
+            is_possible=not self._database.is_pooled,
+        )
+
+    async def share_rates(
+        self, server_id: UUID, rates: Mapping[tuple[str, str], float]
+    ) -> Mapping[tuple[str, str], float]:
+        kinds, callers = [kind for kind, _ in rates], [caller for _, caller in rates]
+        function = "windlass_internal.share_rates"
+        rows = await self._database.call_rows(
+            "sharing request rates", function, server_id, kinds, callers, list(rates.values()), RATE_TTL_S
+        )
+        return {(row["kind"], row["caller"]): row["rate"] for row in rows}
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         function = "windlass_internal.exchange_join_token"

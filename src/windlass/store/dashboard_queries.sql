@@ -435,7 +435,7 @@ order by id desc limit $3;
 
 -- name: component_health
 -- GET /api/web/worker/status; workers_live.
-select component, status, pid, current_job, restart_count, last_seen
+select component, status, details_json ->> 'error_message' as error_message, pid, current_job, restart_count, last_seen
 from windlass.health order by component collate "C" limit $1;
 
 -- name: ray_dashboards

@@ -95,6 +95,10 @@ class Database:
         await self.pool.close()
 
     @property
+    def dsn(self) -> str:
+        return self._dsn
+
+    @property
     def listener(self) -> Listener:
         if self._listener is None:
             raise AssertionError("a Database is used inside `async with`")

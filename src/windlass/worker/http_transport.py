@@ -268,13 +268,13 @@ def parse_answer(doing: str, kind: Decoder[_Value], content: bytes) -> _Value:
 
 
 def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Finished]]:
-    """At least one batch, maybe empty. Each is within the size, or has a single result that exceeds it."""
+    """At least one batch, maybe empty. Each is within the size and number, or has one result that exceeds the size."""
     batch: list[Finished] = []
     size_bytes = 0
     for item in finished:
         # Characters, not bytes: the limit of the server leaves room for multi-byte characters.
         length = len(item.result or "")
-        if batch and size_bytes + length > max_bytes:
+        if batch and (size_bytes + length > max_bytes or len(batch) >= http.MAX_FINISHED):
             yield batch
             batch, size_bytes = [], 0
         batch.append(item)

@@ -23,7 +23,7 @@ from windlass.model.snapshot import (
     PlannerState,
     RecentFailure,
 )
-from windlass.model.task import NewTask, TaskStatus
+from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import RecoveredTasks, Registration, WorkerKind, WorkerStatus
 from windlass.store import fleets
 
@@ -259,6 +259,26 @@ async def test_peers_judge_spawned_workers_after_two_leaderless_leases(
     assert (broken.id, broken.status, broken.code) == ("w0", WorkerStatus.ERROR, "STALE_HEARTBEAT")
     assert [(slot.slot, len(slot.restarts)) for slot in snapshot.slots] == [(0, 1)]
     assert [launch.has_failed for launch in snapshot.launches] == [True]
+
+
+async def test_proven_worker_lost_without_a_leader_is_no_failed_launch(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.spawn_worker(0)
+    for worker_id in ("w0", "judge"):
+        await store.register(Registration(worker_id, ("a",)))
+    await store.enqueue_many([NewTask("a")] * 2)
+    (first,) = await store.claim("w0", ("a",), 1)
+    clock.advance(1)
+    await store.finish_and_claim("w0", [Finished(first.task_id, first.token, None)], ("a",), 1)
+    await store.heartbeat("w0")
+    await store.release_lease(ANN)
+    for _ in range(10):
+        await store.heartbeat("judge")
+        clock.advance(10)
+    await store.heartbeat("judge")
+    assert await store.recover_lost_workers("judge") == [RecoveredTasks("w0", tasks_requeued=1, tasks_failed=0)]
+    assert [(launch.slot, launch.has_failed) for launch in (await ann.observe()).launches] == [(0, False)]
 
 
 async def test_operation_on_unknown_fleet_is_bad_input(store: ControlStores) -> None:

@@ -29,9 +29,9 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
     """Returns how many tasks it requeued."""
     fleet = snapshot.fleet
     match action:
-        case Fail(worker_id, code, reason, evidence, attempt_refund):
+        case Fail(worker_id, code, reason, evidence, refund, is_proven):
             return tables.fail_worker(
-                worker_id, code, reason, counts=True, evidence=evidence, attempt_refund=attempt_refund
+                worker_id, code, reason, counts=True, evidence=evidence, attempt_refund=refund, is_proven=is_proven
             )
         case Requeue(worker_id, reason):
             return tables.requeue_tasks_of(worker_id, "WORKER_LOST", reason)

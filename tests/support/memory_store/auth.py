@@ -1,13 +1,17 @@
 """Tokens, sessions and server addresses, in memory. Implements ports/auth.py."""
 
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from uuid import UUID
 
 from support.memory_store.interval import interval
 from support.memory_store.tables import Tables, TableStore
 from support.memory_store.transport import MemoryTransport
 from support.memory_store.workers import Credentials
 from windlass.model.auth import (
+    RATE_TTL_S,
     SERVER_TTL_S,
     Activation,
     ApiToken,
@@ -54,6 +58,25 @@ class MemoryAuthStore(TableStore):
     def _is_revoked(self, api_token_hash: bytes | None) -> bool:
         token = self._tables.api_tokens.get(api_token_hash) if api_token_hash is not None else None
         return token is not None and token.revoked_at is not None
+
+    async def watch_revocations(
+        self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
+    ) -> None:
+        """Reports nothing, so servers must not cache callers."""
+        set_listening(False)
+        await asyncio.Event().wait()
+
+    async def share_rates(
+        self, server_id: UUID, rates: Mapping[tuple[str, str], float]
+    ) -> Mapping[tuple[str, str], float]:
+        now = self._clock()
+        self._tables.caller_rates[server_id] = (now, dict(rates))
+        totals = dict.fromkeys(rates, 0.0)
+        for recorded_at, recorded in self._tables.caller_rates.values():
+            if recorded_at > now - interval(RATE_TTL_S):
+                for key in totals.keys() & recorded.keys():
+                    totals[key] += recorded[key]
+        return totals
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         worker = self._workers.get(worker_id)

@@ -156,7 +156,9 @@ def _slots(fleet: FleetRow, since: datetime) -> tuple[SlotView, ...]:
 
 def _launches(spawned: Sequence[MemoryWorker], since: datetime, now: datetime) -> tuple[LaunchRecord, ...]:
     recent = [
-        LaunchRecord(worker.created_at, worker.spawned.failed_at is not None)
+        LaunchRecord(
+            worker.created_at, worker.spawned.failed_at is not None and not worker.spawned.is_proven, worker.slot
+        )
         for worker in spawned
         for failed_at in [worker.spawned.failed_at or worker.created_at]
         if max(worker.created_at, failed_at) > since and max(worker.created_at, failed_at) <= now

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import islice, takewhile
 from random import Random
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from pydantic import TypeAdapter
 
@@ -57,6 +57,8 @@ class Tables:
         self.api_tokens: dict[bytes, ApiToken] = {}
         # Sessions and links by hash.
         self.sessions: dict[bytes, Session] = {}
+        # Rates of heavy callers by server, with the time of their record.
+        self.caller_rates: dict[UUID, tuple[datetime, dict[tuple[str, str], float]]] = {}
         # Time of the last report by address, newest last.
         self.servers: dict[ServerAddress, datetime] = {}
 
@@ -139,6 +141,7 @@ class Tables:
         counts: bool,
         evidence: FailureStreak | None = None,
         attempt_refund: AttemptRefund | None = None,
+        is_proven: bool = False,
     ) -> int:
         """Set a worker to error and requeue its tasks. Returns how many. `counts`: count a restart of its slot."""
         worker, now = self.workers.among(LIVE, worker_id), self.now()
@@ -147,6 +150,7 @@ class Tables:
         worker.move(WorkerStatus.ERROR)
         worker.code, worker.reason = code, reason
         worker.spawned.failed_at = now if counts else None
+        worker.spawned.is_proven = is_proven
         values = {} if evidence is None else {"evidence": _FAILURE_STREAK.dump_python(evidence, mode="json")}
         self.event_log.add(
             "WORKER_ERROR", reason, fleet=worker.fleet, worker_id=worker_id, detail={"code": code, **values}

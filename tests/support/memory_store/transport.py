@@ -1,7 +1,7 @@
 """The worker's side of the queue, in memory, and the maintenance that workers run. Implements ports/transport.py."""
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -63,13 +63,23 @@ class MemoryMaintenance(TableStore):
         reason = f"no heartbeat for {whole_seconds(self._clock() - worker.last_seen_at())} s"
         self._add_event("WORKER_LOST", reason, fleet=worker.fleet, worker_id=worker.id, detail={"judge": judge_id})
         nodes = self._tables.lost_with(worker)
+        is_proven = self._is_proven(worker)
         recovery = self._tables.take_back_all(worker.id, "WORKER_LOST", f"worker {worker.id} was lost", nodes)
         if worker.slot is None:
             worker.code, worker.reason = "STALE_HEARTBEAT", reason
             self._tables.terminate(worker)
         else:
-            self._tables.fail_worker(worker.id, "STALE_HEARTBEAT", reason, counts=True)
+            self._tables.fail_worker(worker.id, "STALE_HEARTBEAT", reason, counts=True, is_proven=is_proven)
         return recovery
+
+    def _is_proven(self, worker: MemoryWorker) -> bool:
+        """It got through its first tasks, or worked on them for a minute."""
+        first, beat_at = worker.first_claimed_at, worker.last_heartbeat
+        if first is None:
+            return False
+        running = (self._tasks.rows[task_id] for task_id in self._tasks.running.get(worker.id, ()))
+        is_first_running = any(task.started_at is not None and task.started_at <= first for task in running)
+        return not is_first_running or (beat_at is not None and beat_at - first >= timedelta(minutes=1))
 
     async def sweep(self) -> int:
         return sweep(self._tables, self._tables.retention)

@@ -48,6 +48,7 @@ class SpawnedWorker:
     prepare_reason: str | None = None
     host_key: str | None = None
     failed_at: datetime | None = None
+    is_proven: bool = False
     vram_at: datetime | None = None
     vram_lost_at: datetime | None = None
     bill: Bill | None = None

@@ -1,9 +1,12 @@
 """The failure-rate hold: a bad image must cost a few launches, not a night of them.
 
-It trips when more than `max_failure_rate` of at least `min_spawns_for_rate` workers spawned in the window failed, or
-when that many in a row failed before they had proven to work, however long each took. Spawning then stops for one
-window. After that one worker at a time is spawned as a probe. A proven probe lifts the hold; a failed one trips it
-again for twice as long, up to MAX_HOLD_S.
+Only failures of workers that had not proven to work count. It trips when more than `max_failure_rate` of at least
+`min_spawns_for_rate` workers spawned in the window failed so, or that many in a row, however long each took. Spawning
+then stops for one window. After that one worker at a time is spawned as a probe. A proven probe lifts the hold; a
+failed one trips it again for twice as long, up to MAX_HOLD_S.
+
+A process of this host costs nothing to launch. There the limit of restarts per slot (stages/termination.py) comes
+first: the hold acts only after a slot has failed, and failures in failed slots do not count.
 
 `windlass restart` resets it: failures before the restart no longer count.
 
@@ -13,7 +16,7 @@ the queue was empty.
 
 from dataclasses import replace
 
-from windlass.model.action import Action
+from windlass.model.action import Action, FailSlot
 from windlass.model.snapshot import FailureRateState
 from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
@@ -80,24 +83,41 @@ def _update_state(context: PlanningContext, failing: list[WorkerState]) -> Failu
         if is_proof and activated_at is not None and activated_at > max(failures):
             rate = FailureRateState(judged_until=context.now if rate.trips else rate.judged_until)
             break
-    unproven = [state for state in failing if not state.is_proven and _is_counted(state, rate)]
+    if context.snapshot.traits.host is not None and any(isinstance(action, FailSlot) for action in context.actions):
+        rate = replace(rate, failed_starts=0)
+    unproven = _counted_failures(context, rate, failing)
     if not unproven:
         return rate
     return replace(rate, failed_starts=rate.failed_starts + len(unproven), last_failure_at=context.now)
 
 
+def _counted_failures(
+    context: PlanningContext, rate: FailureRateState, failing: list[WorkerState]
+) -> list[WorkerState]:
+    """Failures of this plan that tell something about later spawns."""
+    settled = context.failed_slots if context.snapshot.traits.host is not None else set()
+    return [s for s in failing if not s.is_proven and _is_counted(s, rate) and s.worker.slot not in settled]
+
+
 def _trip_reason(context: PlanningContext, rate: FailureRateState, failing: list[WorkerState]) -> str | None:
     """Why spawning must stop, or None. Workers that this plan fails count as failed."""
-    fleet = context.fleet
-    if rate.failed_starts >= fleet.min_spawns_for_rate:
-        return f"{rate.failed_starts} workers in a row failed before they proved to work"
+    fleet, is_local = context.fleet, context.snapshot.traits.host is not None
     launches = [h for h in context.snapshot.launches if rate.judged_until is None or h.at > rate.judged_until]
-    failing = [state for state in failing if _is_counted(state, rate)]
+    failing = _counted_failures(context, rate, failing)
+    max_failed_starts = fleet.min_spawns_for_rate
+    if is_local:
+        launches = [launch for launch in launches if launch.slot not in context.failed_slots]
+        # With more failures a slot has exceeded its limit, unless its workers fail too slowly for the window.
+        slots = {launch.slot for launch in launches} | {state.worker.slot for state in failing}
+        max_failed_starts = max(max_failed_starts, fleet.max_restarts * len(slots) + 1)
+    if rate.failed_starts >= max_failed_starts:
+        return f"{rate.failed_starts} workers in a row failed before they proved to work"
     # Spawned before the window and failed in this plan: not among the launches yet.
     late = [state for state in failing if context.age_s(state.worker.created_at) >= fleet.failure_window_s]
     total = len(launches) + len(late)
     failed = sum(launch.has_failed for launch in launches) + len(failing)
-    if total >= fleet.min_spawns_for_rate and failed / total > fleet.max_failure_rate:
+    has_rate = total >= fleet.min_spawns_for_rate and (not is_local or bool(context.failed_slots))
+    if has_rate and failed / total > fleet.max_failure_rate:
         return f"failure rate {failed} of {total} in {fleet.failure_window_s / 60:g} min"
     if rate.trips and failed:
         return "the probe failed too"

@@ -6,7 +6,7 @@ holds, probes after failures, the budget, max_changes_per_cycle, and free slots.
 
 from itertools import islice
 
-from windlass.model.action import Action, FailSlot, Spawn
+from windlass.model.action import Action, Spawn
 from windlass.model.machine import MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy.budget import is_price_known
@@ -84,8 +84,7 @@ def scaling_interval_left_s(context: PlanningContext) -> float:
 
 def spawnable_slots(context: PlanningContext, staying: list[WorkerState]) -> int:
     """Slots for requested workers once all terminating workers are gone."""
-    failed = {slot.slot for slot in context.snapshot.slots if slot.is_failed and slot.slot < context.fleet.max_workers}
-    failed |= {action.slot for action in context.actions if isinstance(action, FailSlot)}
+    failed = {slot for slot in context.failed_slots if slot < context.fleet.max_workers}
     return context.fleet.max_workers - len(failed | {state.worker.slot for state in staying})
 
 
@@ -108,8 +107,7 @@ def _taken_slots(context: PlanningContext) -> set[int]:
     """Slots that are failed, or whose worker this plan does not delete."""
     deleted = context.deleted_ids
     taken = {state.worker.slot for state in context.states.values() if state.worker.id not in deleted}
-    taken |= {slot.slot for slot in context.snapshot.slots if slot.is_failed}
-    taken |= {action.slot for action in context.actions if isinstance(action, FailSlot)}
+    taken |= context.failed_slots
     return {slot for slot in taken if slot is not None and slot < context.fleet.max_workers}
 
 
@@ -117,7 +115,8 @@ def _fillable_slots(context: PlanningContext, taken: set[int], most: int) -> lis
     """Slots to fill now, so that never more than max_workers machines exist at the same time.
 
     Orphaned machines and machines that are being deleted take up room. The slot of a worker that this plan deletes is
-    reserved for its replacement, which a later cycle spawns once the worker is gone.
+    reserved for its replacement, even if other slots are empty: a component keeps its number, and a restart loop is
+    counted where it happens. The next cycle spawns it, a moment later; into another slot if the deletion takes longer.
     """
     max_workers = context.fleet.max_workers
     if context.snapshot.machines is None:

@@ -36,7 +36,8 @@ def fail_workers(context: PlanningContext) -> list[Action]:
         elif quarantine is not None:
             refund = AttemptRefund(quarantine.streak.since, quarantine.is_trial)
         evidence = quarantine.streak if quarantine is not None else None
-        actions.append(Fail(worker.id, state.code or "FAILED", state.reason or "failed", evidence, refund))
+        code, reason = state.code or "FAILED", state.reason or "failed"
+        actions.append(Fail(worker.id, code, reason, evidence, refund, state.is_proven))
     return actions
 
 

@@ -36,6 +36,7 @@ from windlass.model.errors import (
     LimitReached,
     NoCapacity,
     ProviderError,
+    ProviderUnreachable,
     Refused,
     Throttled,
     Unavailable,
@@ -276,7 +277,7 @@ class HetznerProvider:
             case ErrorKind.THROTTLED | ErrorKind.BUSY:
                 return self._throttled(message)
             case ErrorKind.UNSENT:
-                return Throttled(message, retry_after_s=UNREACHABLE_PAUSE_S)
+                return ProviderUnreachable(message, retry_after_s=UNREACHABLE_PAUSE_S)
             case ErrorKind.LOST:
                 return Ambiguous(message)
             case ErrorKind.REFUSED | ErrorKind.NOT_FOUND:

@@ -30,6 +30,7 @@ from windlass.model.errors import (
     NoCapacity,
     NotPrepared,
     ProviderError,
+    ProviderUnreachable,
     Refused,
     Throttled,
     Unavailable,
@@ -154,11 +155,11 @@ class RunpodProvider:
                     return found
                 offers = await self._pods.offers()
         except TimeoutError:
-            raise Throttled(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
+            raise ProviderUnreachable(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
         except VendorError as error:
             if error.kind is ErrorKind.LOST:
                 # Nothing was sent that could create a pod.
-                raise Throttled(f"{doing}: no list of pods ({error})", _PAUSE_S) from error
+                raise ProviderUnreachable(f"{doing}: no list of pods ({error})", _PAUSE_S) from error
             raise self._creation_error(error, doing) from error
         try:
             async with asyncio.timeout_at(deadline):

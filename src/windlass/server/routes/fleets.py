@@ -17,6 +17,7 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
+    FORM_OPERATOR,
     OPERATOR,
     VIEWER,
     FleetName,
@@ -135,18 +136,18 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
 def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     store = context.store
 
-    @router.post("/fleets/{fleet}/pause", include_in_schema=False)
+    @router.post("/fleets/{fleet}/pause", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def pause(request: Request, fleet: FleetName) -> Response:
         return await submit_form(context, request, lambda _: operations.pause_fleet(store, fleet))
 
-    @router.post("/fleets/{fleet}/resume", include_in_schema=False)
+    @router.post("/fleets/{fleet}/resume", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def resume(request: Request, fleet: FleetName) -> Response:
         return await submit_form(context, request, lambda _: operations.resume_fleet(store, fleet))
 
-    @router.post("/fleets/{fleet}/spawn", include_in_schema=False)
+    @router.post("/fleets/{fleet}/spawn", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def spawn(request: Request, fleet: FleetName) -> Response:
         return await submit_form(context, request, lambda _: operations.spawn_workers(store, fleet))
 
-    @router.post("/fleets/{fleet}/restart", include_in_schema=False)
+    @router.post("/fleets/{fleet}/restart", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def restart(request: Request, fleet: FleetName) -> Response:
         return await submit_form(context, request, lambda _: operations.restart_fleet(store, fleet))

@@ -13,7 +13,7 @@ from windlass.model.errors import DatabaseUnavailable
 from windlass.server.auth import machine_caller, operator
 from windlass.server.context import AppContext, WorkerApiContext
 from windlass.server.errors import not_found, unavailable
-from windlass.server.json_api import VIEWER, json_response
+from windlass.server.json_api import OPEN, VIEWER, json_response
 from windlass.server.openapi import documented
 from windlass.server.wheel import Wheel
 
@@ -65,14 +65,16 @@ def health_routes(context: WorkerApiContext) -> APIRouter:
     probe = _DatabaseProbe(context)
 
     # Some probes send HEAD.
-    @router.head("/healthz", include_in_schema=False)
-    @router.get("/healthz", **documented(Health, "Check liveness"))
+    @router.head("/healthz", dependencies=[OPEN], include_in_schema=False)
+    @router.get("/healthz", dependencies=[OPEN], **documented(Health, "Check liveness"))
     async def healthz() -> Response:
         """The process answers."""
         return _health(Health("ok", context.version))
 
-    @router.head("/readyz", include_in_schema=False)
-    @router.get("/readyz", **documented(Readiness, "Check readiness", also=503, also_example=_NOT_READY))
+    @router.head("/readyz", dependencies=[OPEN], include_in_schema=False)
+    @router.get(
+        "/readyz", dependencies=[OPEN], **documented(Readiness, "Check readiness", also=503, also_example=_NOT_READY)
+    )
     async def readyz() -> Response:
         """The database answers and the control loop runs, as leader or standby."""
         has_database = await probe.has_database()

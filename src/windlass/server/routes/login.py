@@ -7,15 +7,16 @@ themselves with a CSRF token. Addresses that keep sending made-up links get 429;
 import asyncio
 import secrets
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from windlass.model.auth import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
 from windlass.ports.auth import AuthStore
-from windlass.server.auth import MAX_LOOKUPS, check_csrf, session_cookie
+from windlass.server.auth import MAX_LOOKUPS, anyone, check_csrf, session_cookie
 from windlass.server.context import AppContext
 from windlass.server.errors import gone, unauthorized
 from windlass.server.forms import read_form
+from windlass.server.json_api import OPEN
 
 LOGIN = "/login"
 HTTPS = "https"
@@ -40,7 +41,7 @@ def routes(context: AppContext) -> APIRouter:
     store = context.store
     lookups = asyncio.Semaphore(MAX_LOOKUPS)
 
-    @router.get(LOGIN)
+    @router.get(LOGIN, dependencies=[OPEN])
     async def login(request: Request, key: str = "", over: str = "") -> Response:
         if not key:
             raise unauthorized("a login link is needed: `windlass tokens link` prints one")
@@ -63,12 +64,13 @@ def routes(context: AppContext) -> APIRouter:
         )
         return response
 
-    @router.post("/logout")
+    @router.post("/logout", dependencies=[Depends(anyone)])
     async def logout(request: Request) -> Response:
         response = RedirectResponse("/", 303)
         if request.state.session is not None:
-            check_csrf(request, (await read_form(request)).get("csrf"))
+            check_csrf(request.state.session, (await read_form(request)).get("csrf"))
             await store.end_session(hash_of(request.state.session))
+            request.state.forget_identity(hash_of(request.state.session))
         response.delete_cookie(session_cookie(request.headers.get("host", "")), httponly=True, samesite="strict")
         return response
 

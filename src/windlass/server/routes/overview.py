@@ -16,7 +16,7 @@ from windlass.model.overview import Overview
 from windlass.model.task import MAX_TASK_ID
 from windlass.server.context import AppContext
 from windlass.server.event_stream import EventStream
-from windlass.server.json_api import VIEWER, api_router, json_response
+from windlass.server.json_api import OPEN, VIEWER, api_router, json_response
 from windlass.server.openapi import documented
 from windlass.server.pages import STREAM, PageViewer, html, page_context
 
@@ -83,7 +83,7 @@ def routes(context: AppContext) -> APIRouter:
         events = await store.events_page(limit=EVENTS_ON_PAGE)
         return html(request, overview_page(page_context(context, request, found.at), found, by_fleet, events.rows))
 
-    @router.get("/favicon.ico", include_in_schema=False)
+    @router.get("/favicon.ico", dependencies=[OPEN], include_in_schema=False)
     async def icon() -> Response:
         """Browsers request it on pages that name no icon, such as the login page or JSON."""
         content = resources.files("windlass.dashboard").joinpath("static", "icon.svg").read_bytes()

@@ -17,6 +17,8 @@ class Component:
 
     component: str
     status: str
+    # Why it failed, or why it has no worker.
+    error_message: str | None
     pid: int | None
     current_job: int | None
     restart_count: int
@@ -38,7 +40,10 @@ def routes(context: AppContext) -> APIRouter:
 
     @router.get("/status", dependencies=[VIEWER], **documented(list[Component], "List components"))
     async def status() -> Response:
-        """Every slot and worker: starting, healthy, stopping, crashed or failed. Times are Unix seconds."""
+        """Every slot and worker: starting, healthy, stopping, crashed or failed. Times are Unix seconds.
+
+        A slot below min_workers that has no worker is listed too, so "all healthy" is never true while one is missing.
+        """
         return _components([Component(**row) for row in await context.store.component_health()])
 
     @router.post("/restart", dependencies=[OPERATOR], **documented(RestartResponse, "Restart all workers"))

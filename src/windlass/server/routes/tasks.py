@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
-from pydantic import AwareDatetime, Field, JsonValue, TypeAdapter
+from pydantic import AwareDatetime, Field, TypeAdapter
 
 from windlass import operations
 from windlass.cost.queries import task_cost
@@ -12,16 +12,18 @@ from windlass.dashboard.tasks import task_page, tasks_page
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.listing import TaskList, TaskRow
-from windlass.model.task import TaskStatus, TaskSummary, new_task
+from windlass.model.task import NAME_PATTERN, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import EnqueueResult, OperationOutcome, OperationResult, RetryFailedResult, task_not_found
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
+    FORM_OPERATOR,
     OPERATOR,
     PRODUCER,
     VIEWER,
     Cursor,
+    LargeBody,
     Limit,
     PageResponse,
     QueueFilter,
@@ -57,8 +59,8 @@ _Integer = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class NewTaskBody(RequestBody):
-    queue: str = Field(description="The queue.", pattern="^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$", examples=["renders"])
-    payload: JsonValue = Field(default=None, description="Any JSON value.", examples=[{"prompt": "a lighthouse"}])
+    queue: str = Field(description="The queue.", pattern=NAME_PATTERN, examples=["renders"])
+    payload: Any = Field(default=None, description="Any JSON value.", examples=[{"prompt": "a lighthouse"}])
     priority: _Integer = Field(default=0, description="Tasks with a higher priority are claimed first.")
     run_after: AwareDatetime | None = Field(default=None, description="Not claimed before this time.")
     max_attempts: Annotated[int, Field(ge=1, lt=2**31)] = Field(default=3, description="Attempts before it fails.")
@@ -73,6 +75,7 @@ class RetryFailedBody(RequestBody):
     limit: Annotated[int, Field(ge=1, le=1_000)] = Field(default=1_000, description="Maximum number, oldest first.")
 
 
+_NEW_TASK = LargeBody(NewTaskBody, "payload")
 _TASK = TypeAdapter(TaskResponse)
 _tasks = json_response(PageResponse[TaskRow])
 
@@ -124,10 +127,16 @@ def _add_json_routes(viewer: APIRouter, producer: APIRouter, operator: APIRouter
         parts = (rest, found.payload.encode(), (found.result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
 
-    @producer.post("/tasks", **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200))
-    async def enqueue(body: NewTaskBody) -> Response:
+    @producer.post(
+        "/tasks",
+        **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200),
+        openapi_extra=_NEW_TASK.openapi_extra,
+    )
+    async def enqueue(request: Request) -> Response:
         """201 for a new task, 200 if the unique key already has one."""
-        new = new_task(**body.model_dump(), max_payload_bytes=context.max_payload_bytes)
+        body, payload = await _NEW_TASK.read(request)
+        new = new_task(**body.model_dump(exclude={"payload"}))
+        new = new._replace(payload=check_json_text(payload, "the payload", context.max_payload_bytes))
         result = await operations.enqueue_task(store, new)
         response = operation_response(feed, result)
         response.status_code = 201 if result.outcome is OperationOutcome.DONE else 200
@@ -203,15 +212,15 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
 def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     store = context.store
 
-    @router.post("/tasks/{task_id}/retry", include_in_schema=False)
+    @router.post("/tasks/{task_id}/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def retry(request: Request, task_id: TaskId) -> Response:
         return await submit_form(context, request, lambda _: operations.retry_task(store, task_id))
 
-    @router.post("/tasks/{task_id}/cancel", include_in_schema=False)
+    @router.post("/tasks/{task_id}/cancel", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def cancel(request: Request, task_id: TaskId) -> Response:
         return await submit_form(context, request, lambda _: operations.cancel_task(store, task_id))
 
-    @router.post("/queues/{queue}/retry", include_in_schema=False)
+    @router.post("/queues/{queue}/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def retry_failed(request: Request, queue: str) -> Response:
         return await submit_form(
             context, request, lambda _: operations.retry_failed_tasks(store, queue, limit=MAX_RETRIED_BY_FORM)

@@ -4,10 +4,9 @@ A worker's token says which worker it is and which queues it serves. Everything 
 over HTTP and over the database follow the same rules.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -22,6 +21,7 @@ from windlass.server.context import WorkerApiContext
 from windlass.server.errors import forbidden, gone, unauthorized, unavailable
 from windlass.server.json_api import json_response
 from windlass.server.openapi import documented
+from windlass.server.worker_calls import check_queue_count, check_queues
 
 HANDLER_NOT_FOUND = "HANDLER_NOT_FOUND"
 Worker = Annotated[WorkerCaller, Depends(worker_caller)]
@@ -32,11 +32,8 @@ _order = json_response(WorkOrder)
 _worker_status = json_response(WorkerStatus)
 _self_registered = json_response(http.SelfRegisterReply)
 _recovered = json_response(list[RecoveredTasks])
-_claims = json_response(list[Claim])
-_claim_result = json_response(ClaimResult)
 _task_status = json_response(TaskStatus | None)
 _is_released = json_response(bool)
-_heartbeat = json_response(HeartbeatReply)
 _run_after = json_response(datetime | None)
 _cursor = json_response(str)
 
@@ -45,7 +42,28 @@ def worker_protocol_routes(context: WorkerApiContext) -> APIRouter:
     router = APIRouter()
     _add_joining_routes(router, context)
     _add_working_routes(router, context)
+    _document(router, http.CLAIM, http.ClaimCall, list[Claim], "Claim tasks")
+    _document(router, http.FINISH, http.FinishCall, ClaimResult, "Complete tasks and claim more")
+    _document(router, http.HEARTBEAT, http.HeartbeatCall, HeartbeatReply, "Send a heartbeat")
     return router
+
+
+def _document(router: APIRouter, path: str, call: Any, reply: Any, summary: str) -> None:
+    """A route for the API description only: server/worker_calls.py answers its requests."""
+
+    async def answered_elsewhere(call: Any) -> Response:
+        raise NotImplementedError(path)
+
+    answered_elsewhere.__annotations__["call"] = call
+    name = path.rpartition("/")[2]
+    router.add_api_route(
+        path,
+        answered_elsewhere,
+        methods=["POST"],
+        name=name,
+        dependencies=[Depends(worker_caller)],
+        **documented(reply, summary),
+    )
 
 
 def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
@@ -91,7 +109,7 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
         _check_token(call.token)
         if not is_name(call.registration.worker_id):
             raise BadInput("a worker name consists of letters, digits and _ . : -, at most 63 characters.")
-        _check_queue_count(call.registration.queues)
+        check_queue_count(call.registration.queues)
         registration = replace(call.registration, fleet=DEFAULT_FLEET, kind=WorkerKind.WORKER)
         status = await store.self_register(request.state.token_hash, hash_of(call.token), registration)
         if status is None:
@@ -116,22 +134,9 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
     @router.post(http.REGISTER, **documented(WorkerStatus, "Register a worker"))
     async def register(registration: Registration, worker: Worker) -> Response:
         """The worker's id and fleet are those of its token."""
-        _check_queues(worker, registration.queues)
+        check_queues(worker, registration.queues)
         registration = replace(registration, worker_id=worker.worker_id, fleet=worker.fleet)
         return _worker_status(await store.register(registration))
-
-    @router.post(http.CLAIM, **documented(list[Claim], "Claim tasks"))
-    async def claim(call: http.ClaimCall, worker: Worker) -> Response:
-        _check_queues(worker, call.queues)
-        claims = await store.claim(worker.worker_id, call.queues, min(call.limit, http.MAX_CLAIMS))
-        return _claims(claims)
-
-    @router.post(http.FINISH, **documented(ClaimResult, "Complete tasks and claim more"))
-    async def finish(call: http.FinishCall, worker: Worker) -> Response:
-        _check_queues(worker, call.queues)
-        _check_results(call, context.max_payload_bytes)
-        limit = min(call.limit, http.MAX_CLAIMS)
-        return _claim_result(await store.finish_and_claim(worker.worker_id, call.finished, call.queues, limit))
 
     @router.post(http.FAIL, **documented(TaskStatus | None, "Report a failed attempt"))
     async def fail(call: http.FailCall, worker: Worker) -> Response:
@@ -151,10 +156,6 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
         is_released = await store.release(worker.worker_id, call.task_id, call.token, call.reason, call.delay_s)
         return _is_released(is_released)
 
-    @router.post(http.HEARTBEAT, **documented(HeartbeatReply, "Send a heartbeat"))
-    async def heartbeat(call: http.HeartbeatCall, worker: Worker) -> Response:
-        return _heartbeat(await store.heartbeat(worker.worker_id, call.claims, call.vitals))
-
     @router.post(http.DEREGISTER, status_code=204)
     async def deregister(call: http.ReasonCall, worker: Worker) -> Response:
         await store.deregister(worker.worker_id, call.reason)
@@ -167,13 +168,13 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
 
     @router.post(http.NEXT_RUN_AFTER, **documented(datetime | None, "Get the next due time"))
     async def next_run_after(call: http.NextRunAfterCall, worker: Worker) -> Response:
-        _check_queues(worker, call.queues)
+        check_queues(worker, call.queues)
         return _run_after(await store.next_run_after(call.queues))
 
     @router.post(http.WAIT, **documented(str, "Wait for work"))
     async def wait(call: http.WaitCall, worker: Worker) -> Response:
         """Returns a cursor for the next wait, as soon as there may be work, or at the timeout."""
-        _check_queues(worker, call.queues)
+        check_queues(worker, call.queues)
         timeout_s = min(max(call.timeout_s, 0.0), http.MAX_WAIT_S)
         return _cursor(await context.long_poll_hub.wait(call.queues, timeout_s, call.cursor))
 
@@ -181,26 +182,3 @@ def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:
 def _check_token(token: str) -> None:
     if not is_token(token, WORKER_PREFIX):
         raise BadInput(f"a worker token is {WORKER_PREFIX} followed by 64 random hexadecimal digits.")
-
-
-def _check_queues(worker: WorkerCaller, queues: Sequence[str]) -> None:
-    _check_queue_count(queues)
-    others = [queue for queue in queues if queue not in worker.queues]
-    if others:
-        served = ", ".join(worker.queues) or "none"
-        raise forbidden(f"worker {worker.worker_id} serves {served}, not {', '.join(others[:5])}")
-
-
-def _check_queue_count(queues: Sequence[str]) -> None:
-    if len(queues) > http.MAX_QUEUES:
-        raise BadInput(f"a call names at most {http.MAX_QUEUES:,} queues, not {len(queues):,}.")
-
-
-def _check_results(call: http.FinishCall, max_bytes: int) -> None:
-    for done in call.finished:
-        # A character has at most four bytes, so short results need not be encoded.
-        if done.result is not None and 4 * len(done.result) > max_bytes:
-            size_bytes = len(done.result.encode())
-            if size_bytes > max_bytes:
-                what = f"the result of task {done.task_id} has {size_bytes:,} bytes"
-                raise BadInput(f"{what}; the limit is {max_bytes:,}.")

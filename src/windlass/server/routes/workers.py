@@ -20,6 +20,7 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
+    FORM_OPERATOR,
     OPERATOR,
     VIEWER,
     Cursor,
@@ -224,19 +225,19 @@ async def _worker_log(context: AppContext, fleet: str, worker_id: str) -> tuple[
 def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     store = context.store
 
-    @router.post("/workers/{worker_id}/pause", include_in_schema=False)
+    @router.post("/workers/{worker_id}/pause", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def pause(request: Request, worker_id: WorkerId) -> Response:
         return await submit_form(context, request, lambda _: operations.pause_worker(store, worker_id))
 
-    @router.post("/workers/{worker_id}/resume", include_in_schema=False)
+    @router.post("/workers/{worker_id}/resume", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def resume(request: Request, worker_id: WorkerId) -> Response:
         return await submit_form(context, request, lambda _: operations.resume_worker(store, worker_id))
 
-    @router.post("/workers/{worker_id}/restart", include_in_schema=False)
+    @router.post("/workers/{worker_id}/restart", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def restart(request: Request, worker_id: WorkerId) -> Response:
         return await submit_form(context, request, lambda _: operations.restart_worker(store, worker_id))
 
-    @router.post("/workers/{worker_id}/terminate", include_in_schema=False)
+    @router.post("/workers/{worker_id}/terminate", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def terminate(request: Request, worker_id: WorkerId) -> Response:
         return await submit_form(
             context,

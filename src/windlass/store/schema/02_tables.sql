@@ -104,6 +104,8 @@ create table windlass.workers (
   terminated_at timestamptz,
   -- When it failed. Null if a person or the scaling terminated it.
   failed_at timestamptz,
+  -- It had proven to work when it failed (policy/derive.py), so its failure says nothing about later spawns.
+  is_proven boolean not null default false,
   code text,
   reason text,
   host text,

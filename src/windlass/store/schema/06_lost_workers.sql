@@ -88,13 +88,13 @@ as $$
   )
 $$;
 
--- Set a worker to error and requeue its tasks. p_counts: it failed by itself, so its slot counts a restart. p_evidence:
--- shown in the event. p_refund: {"since", "is_trial"}: failures since then are the worker's fault (see
+-- Set a worker to error and requeue its tasks. p_counts: it failed by itself, so its slot counts a restart. p_is_proven:
+-- it had proven to work, so its fleet's failure rate does not count it. p_evidence: shown in the event. p_refund: {"since", "is_trial"}: failures since then are the worker's fault (see
 -- refund_attempts), and its running tasks are released without counting the attempt. Returns the number of tasks taken
 -- from it.
 create function windlass_internal.fail_worker(
   p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
-  p_evidence jsonb default null, p_refund jsonb default null
+  p_evidence jsonb default null, p_refund jsonb default null, p_is_proven boolean default false
 ) returns integer
 language plpgsql
 as $$
@@ -105,7 +105,8 @@ declare
   v_requeued integer := 0;
 begin
   update windlass.workers
-  set status = 'error', code = p_code, reason = p_reason, failed_at = case when p_counts then v_now end
+  set status = 'error', code = p_code, reason = p_reason, failed_at = case when p_counts then v_now end,
+      is_proven = p_is_proven
   where id = p_worker_id and status in ('spawning', 'active', 'terminating')
   returning * into v_worker;
   if not found then
@@ -181,7 +182,15 @@ begin
 
   for v_lost in
     select w.id, w.fleet, w.slot, w.kind,
-      extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s
+      extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s,
+      -- As policy/derive.py: it got through its first tasks, or worked on them for a minute.
+      w.first_claimed_at is not null and (
+        coalesce(w.last_heartbeat >= w.first_claimed_at + interval '1 minute', false)
+        or not exists (
+          select from windlass.tasks t
+          where t.worker_id = w.id and t.status = 'running' and t.started_at <= w.first_claimed_at
+        )
+      ) as is_proven
     from windlass.workers w
     cross join lateral (
       select w.lease_s + windlass_internal.max_heartbeat_gap_s(greatest(v_judge_lease_s - w.lease_s, 0)) as allowed_s
@@ -229,7 +238,8 @@ begin
       set status = 'terminated', terminated_at = v_now, code = 'STALE_HEARTBEAT', reason = v_reason
       where id = v_lost.id;
     else
-      perform windlass_internal.fail_worker(v_lost.id, 'STALE_HEARTBEAT', v_reason);
+      perform windlass_internal.fail_worker(
+        v_lost.id, 'STALE_HEARTBEAT', v_reason, p_is_proven => v_lost.is_proven);
     end if;
     return next;
   end loop;

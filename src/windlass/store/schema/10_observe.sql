@@ -111,11 +111,12 @@ begin
           -- Spawned in the window, or failed in it: a machine may take longer to fail than the window. Bounded: the
           -- failure rate of a fleet that spawns 1,000 workers within minutes is known from fewer.
           select json_agg(
-            json_build_object('at', h.created_at, 'has_failed', h.failed_at is not null)
+            json_build_object(
+              'at', h.created_at, 'has_failed', h.failed_at is not null and not h.is_proven, 'slot', h.slot)
             order by h.created_at, h.id collate "C"
           )
           from (
-            select w.id, w.created_at, w.failed_at from windlass.workers w
+            select w.id, w.created_at, w.failed_at, w.is_proven, w.slot from windlass.workers w
             where w.fleet = p_fleet and w.slot is not null
               and (
                 w.created_at > v_now - make_interval(secs => p_failure_window_s)

@@ -162,7 +162,8 @@ begin
       when 'fail' then
         v_requeued := v_requeued + windlass_internal.fail_worker(
           v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,
-          nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'attempt_refund', 'null'));
+          nullif(v_action -> 'evidence', 'null'), nullif(v_action -> 'attempt_refund', 'null'),
+          coalesce((v_action ->> 'is_proven')::boolean, false));
       when 'requeue' then
         select r.requeued + r.failed into v_count
         from windlass_internal.requeue_tasks_of(

@@ -144,3 +144,112 @@ begin
   return v_status;
 end
 $$;
+
+-- Servers cache callers, and listen on channel windlass_identities to forget one at once. The payload is the hash of its
+-- token or session in hexadecimal; empty if any caller may have changed.
+
+create function windlass_internal.notify_worker_identity() returns trigger
+language plpgsql
+as $$
+begin
+  perform pg_notify('windlass_identities', encode(old.token_hash, 'hex'));
+  return null;
+end
+$$;
+
+-- Heartbeats set none of these columns, so they do not pay for this trigger.
+create trigger notify_worker_identity
+  after update of status, queues, fleet, token_hash on windlass.workers
+  for each row
+  when (
+    old.token_hash is not null
+    and (
+      new.status = 'terminated' and old.status <> 'terminated'
+      or new.queues <> old.queues
+      or new.fleet <> old.fleet
+      or new.token_hash is distinct from old.token_hash
+    )
+  )
+  execute function windlass_internal.notify_worker_identity();
+
+create trigger notify_deleted_worker_identity
+  after delete on windlass.workers
+  for each row
+  when (old.token_hash is not null and old.status <> 'terminated')
+  execute function windlass_internal.notify_worker_identity();
+
+-- The first token closes the server to requests without one. A token of role worker ends all workers that it
+-- registered.
+create function windlass_internal.notify_token_identity() returns trigger
+language plpgsql
+as $$
+begin
+  if tg_op = 'INSERT' or old.role = 'worker' then
+    perform pg_notify('windlass_identities', '');
+  else
+    perform pg_notify('windlass_identities', encode(old.hash, 'hex'));
+  end if;
+  return null;
+end
+$$;
+
+create trigger notify_token_identity
+  after insert or delete or update of name, role, hash, revoked_at on windlass.tokens
+  for each row
+  execute function windlass_internal.notify_token_identity();
+
+create function windlass_internal.notify_session_identity() returns trigger
+language plpgsql
+as $$
+begin
+  perform pg_notify('windlass_identities', encode(old.hash, 'hex'));
+  return null;
+end
+$$;
+
+create trigger notify_session_identity
+  after delete or update on windlass.sessions
+  for each row
+  when (not old.is_link)
+  execute function windlass_internal.notify_session_identity();
+
+-- The rates of callers that use a good part of their limit, by server process. Unlogged: after a crash it is empty,
+-- and filled again within a second.
+create unlogged table windlass.caller_rates (
+  server_id uuid not null,
+  kind text not null,
+  caller text not null,
+  rate double precision not null,
+  recorded_at timestamptz not null,
+  primary key (server_id, kind, caller)
+);
+
+-- Replace the rates of a server and return the sums over all servers for the same callers. Each server calls it about
+-- once a second while it has such callers, with a bounded number of them.
+create function windlass_internal.share_rates(
+  p_server_id uuid,
+  p_kinds text[],
+  p_callers text[],
+  p_rates double precision[],
+  p_ttl_s double precision
+) returns table (kind text, caller text, rate double precision)
+language plpgsql
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+begin
+  delete from windlass.caller_rates r
+  where r.server_id = p_server_id
+    or r.recorded_at < v_now - 10 * make_interval(secs => p_ttl_s);
+  insert into windlass.caller_rates (server_id, kind, caller, rate, recorded_at)
+  select p_server_id, u.kind, u.caller, u.rate, v_now
+  from unnest(p_kinds, p_callers, p_rates) as u (kind, caller, rate);
+  return query
+    select r.kind, r.caller, sum(r.rate)
+    from windlass.caller_rates r
+    join unnest(p_kinds, p_callers) as u (kind, caller) on u.kind = r.kind and u.caller = r.caller
+    where r.recorded_at > v_now - make_interval(secs => p_ttl_s)
+    group by r.kind, r.caller;
+end
+$$;

@@ -156,8 +156,34 @@ select c.task_id, c.queue, c.currency, sum(c.amount_micros)::bigint as cost_micr
 from windlass.charges c where c.task_id is not null
 group by c.task_id, c.queue, c.currency;
 
+-- Slots that should have a worker and have none: as many as the fleet lacks of min_workers, and at least one while its
+-- workers keep failing. Slots whose workers failed last come first. A fleet that was shut down needs none.
+create view windlass_internal.empty_slots as
+select f.name as fleet, e.slot
+from windlass.fleets f
+cross join lateral (
+  select
+    greatest(f.min_workers, (f.planner_state #>> '{hold,code}' is not distinct from 'FAILURE_RATE')::integer)
+    - (
+      select count(*) from windlass.workers w
+      where w.fleet = f.name and w.slot is not null and w.status <> 'terminated'
+    ) as count
+) as missing
+cross join lateral (
+  select n.slot
+  from generate_series(0, f.max_workers - 1) as n (slot)
+  left join windlass.slots s on s.fleet = f.name and s.slot = n.slot
+  where missing.count > 0
+    and s.status is distinct from 'failed'
+    and not exists (
+      select from windlass.workers w where w.fleet = f.name and w.slot = n.slot and w.status <> 'terminated'
+    )
+  order by s.last_restart_at desc nulls last, n.slot limit greatest(missing.count, 0)
+) as e
+where f.planner_state #>> '{cadence,next_plan_in_s}' is not null;
+
 -- The component name of a slot in the view health. A fleet's row outlives the fleet, so the name includes the fleet
--- only if another fleet that serves the same first queue has a worker or a failed slot.
+-- only if another fleet that serves the same first queue has a component.
 create function windlass_internal.component_name(p_fleet text, p_queues text[], p_slot integer) returns text
 language sql
 stable
@@ -174,6 +200,7 @@ as $$
               where w.fleet = o.name and w.slot is not null and w.status <> 'terminated'
             )
             or exists (select from windlass.slots s where s.fleet = o.name and s.status = 'failed')
+            or exists (select from windlass_internal.empty_slots e where e.fleet = o.name)
           )
       ) then '@' || p_fleet
       else ''
@@ -182,7 +209,8 @@ as $$
 $$;
 
 -- Per slot, in the terms of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix seconds.
--- Workers started by hand have no slot and are named by their id. A component is named worker:QUEUE:SLOT, and
+-- A slot that should have a worker and has none is crashed if its last worker failed or a hold or a pause keeps it empty,
+-- otherwise starting. Workers started by hand have no slot and are named by their id. A component is named worker:QUEUE:SLOT, and
 -- worker:QUEUE@FLEET:SLOT while another fleet serves that queue first: names are unique.
 create view windlass.health as
 select
@@ -233,7 +261,33 @@ join windlass.fleets f on f.name = s.fleet
 where s.status = 'failed'
   and not exists (
     select from windlass.workers w where w.fleet = s.fleet and w.slot = s.slot and w.status <> 'terminated'
-  );
+  )
+union all
+select
+  windlass_internal.component_name(e.fleet, f.queues, e.slot),
+  extract(epoch from coalesce(last.last_heartbeat, s.last_restart_at, s.created_at, f.created_at))::bigint,
+  case when last.failed_at is not null or f.paused or cause.hold is not null then 'crashed' else 'starting' end,
+  null, null,
+  jsonb_build_object(
+    'queue_type', coalesce(f.queues[1], e.fleet), 'batch_size', null, 'paused', f.paused,
+    'error_message', case
+      when cause.hold is not null then 'hold: ' || cause.hold
+      when f.paused then 'fleet is paused'
+      when last.failed_at is not null then last.reason
+    end
+  ),
+  coalesce(s.restart_count, 0),
+  extract(epoch from s.last_restart_at)::bigint,
+  extract(epoch from coalesce(s.created_at, f.created_at))::bigint
+from windlass_internal.empty_slots e
+join windlass.fleets f on f.name = e.fleet
+cross join lateral (select f.planner_state #>> '{hold,reason}' as hold) as cause
+left join windlass.slots s on s.fleet = e.fleet and s.slot = e.slot
+left join lateral (
+  select w.last_heartbeat, w.failed_at, w.reason from windlass.workers w
+  where w.fleet = e.fleet and w.slot = e.slot
+  order by w.created_at desc, w.id collate "C" desc limit 1
+) as last on true;
 
 -- Whether a task matches a search: its id, the beginning of its unique key, its error code or a part of its error.
 create function windlass_internal.matches_search(

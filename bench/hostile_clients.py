@@ -1,0 +1,289 @@
+"""Hostile clients against a real `windlass up`: do health checks, honest heartbeats and cycles stay on time?
+
+    python -m bench.hostile_clients                    # 10 s calm, 30 s of attacks, 10 s after, three rounds: 4 minutes
+    python -m bench.hostile_clients --rounds 1 --seconds 10
+
+All at once: 4 connections without a token post 6 MiB of JSON, 60 send slow bodies, and 10 use one worker's token to
+report 30,000 made-up claims each. The attackers run in a process of low priority, because they would not use this
+machine's cores. Goals: p99 of /healthz under 100 ms, honest heartbeats under 1 s, cycles on time. Exits with 1 if a
+goal is missed.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+from uuid import uuid4
+
+from bench.bench_server import open_bench_server
+from bench.figures import percentile, table
+from bench.heartbeats import VITALS, Calls, reopened, timed_call
+from bench.installation import Installation, api_token, installation, worker_token
+from bench.raw_http import HOST, RawConnection, get_request, post_prefix, post_request, with_body
+from windlass.model.auth import Role
+from windlass.ports import http
+
+WORKERS = 50
+# Workers that send heartbeats once per second. The last worker's token is the stolen one.
+HONEST = 20
+HEALTH_INTERVAL_S = 0.05
+HEARTBEAT_INTERVAL_S = 1.0
+CYCLE_INTERVAL_S = 1.0
+# A cycle is late if it ends more than this after its due time.
+CYCLE_MARGIN_S = 1.0
+LARGE_BODIES = 4
+SLOW_BODIES = 60
+FORGERS = 10
+MADE_UP_CLAIMS = 30_000
+REPORT_TIMEOUT_S = 60.0
+BODY_BYTES = (6 << 20) - 300
+# Of `nice`. Low enough that the server comes first, high enough that the attack is not starved on a busy machine.
+ATTACKER_PRIORITY = 5
+
+
+# -------------------------------------------------------------------------------------------------------- the attackers
+
+
+def large_body() -> bytes:
+    """6 MiB of `[[],[],...]`, which is slow to parse, without a token."""
+    return with_body(post_prefix("/api/v1/tasks"), b"[" + b"[]," * (BODY_BYTES // 3) + b"[]]")
+
+
+def made_up_claims() -> bytes:
+    claims = [{"task_id": number, "token": str(uuid4()), "result": "1"} for number in range(MADE_UP_CLAIMS)]
+    call = {"finished": claims, "queues": [], "limit": 0}
+    return with_body(post_prefix(http.FINISH, worker_token(WORKERS - 1)), json.dumps(call).encode())
+
+
+async def send_body(port: int, name: str, request: bytes, outcomes: Counter[str]) -> None:
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        outcomes[f"{name}: sent"] += 1
+        writer.write(request)
+        # A server that refuses early answers, and may close, while the body is still being sent.
+        line = await reader.readline()
+        outcomes[f"{name}: {line[9:12].decode() or 'closed'}"] += 1
+    finally:
+        writer.transport.abort()
+
+
+async def send_slow_body(port: int, outcomes: Counter[str]) -> None:
+    """Announce 6 MB and send a byte per second; half of them with a viewer's token on a path of workers."""
+    is_viewer = bool(outcomes["slow body: sent"] % 2)
+    outcomes["slow body: sent"] += 1
+    token = api_token(Role.VIEWER) if is_viewer else None
+    path = http.FINISH if is_viewer else "/api/v1/tasks"
+    reader, writer = await asyncio.open_connection(HOST, port)
+    answer = asyncio.create_task(reader.readline())
+    try:
+        writer.write(post_prefix(path, token) + b"6000000\r\n\r\n[")
+        while not answer.done():
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.wait([answer], timeout=1.0)
+        outcomes[f"slow body: {answer.result()[9:12].decode() or 'closed'}"] += 1
+    finally:
+        answer.cancel()
+        writer.transport.abort()
+
+
+async def attack_for(seconds: float, port: int, on_ready: Callable[[], None]) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+    large, forged = large_body(), made_up_claims()
+    on_ready()
+
+    async def repeat(name: str, attack: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await attack()
+            except OSError as error:
+                # The server closed the connection while the body was being sent.
+                outcomes[f"{name}: {type(error).__name__}"] += 1
+
+    attacks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        *[("large body", lambda: send_body(port, "large body", large, outcomes))] * LARGE_BODIES,
+        *[("slow body", lambda: send_slow_body(port, outcomes))] * SLOW_BODIES,
+        *[("made-up claims", lambda: send_body(port, "made-up claims", forged, outcomes))] * FORGERS,
+    ]
+    jobs = [asyncio.create_task(repeat(name, attack)) for name, attack in attacks]
+    await asyncio.wait(jobs, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for job in jobs:
+        if job.done():
+            job.result()  # raises
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+    return outcomes
+
+
+def _attacker(port: int, seconds: float, results: Connection) -> None:
+    os.nice(ATTACKER_PRIORITY)
+    results.send(asyncio.run(attack_for(seconds, port, lambda: results.send("ready"))))
+
+
+# --------------------------------------------------------------------------------------------------- the honest clients
+
+
+async def check_health(port: int, calls: Calls) -> None:
+    """As a load balancer does: each time on a new connection, on time whether or not earlier ones were answered."""
+    async with asyncio.TaskGroup() as group:
+        due = time.monotonic()
+        while True:
+            group.create_task(_check_once(port, due, calls))
+            due += HEALTH_INTERVAL_S
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+
+async def _check_once(port: int, due: float, calls: Calls) -> None:
+    connection = await reopened(None, port)
+    await timed_call(connection, get_request("/healthz"), due, calls)
+    if connection is not None:
+        connection.close()
+
+
+async def send_honest_heartbeats(port: int, number: int, calls: Calls) -> None:
+    request = post_request(http.HEARTBEAT, worker_token(number), VITALS)
+    due = time.monotonic() + HEARTBEAT_INTERVAL_S * number / HONEST
+    connection: RawConnection | None = None
+    while True:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        connection = await reopened(connection, port)
+        await timed_call(connection, request, due, calls)
+        due += HEARTBEAT_INTERVAL_S
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    health: Calls
+    heartbeats: Calls
+    # Seconds between the ends of two cycles, the last of them up to the end of the observation.
+    cycle_gaps_s: list[float]
+    memory_mib: float
+
+
+async def observe(running: Installation, seconds: float) -> Observed:
+    health, heartbeats = Calls(), Calls()
+    started = time.monotonic()
+    jobs = [asyncio.create_task(check_health(running.port, health))]
+    jobs += [asyncio.create_task(send_honest_heartbeats(running.port, n, heartbeats)) for n in range(HONEST)]
+    highest_mib = 0.0
+    while time.monotonic() < started + seconds:
+        await asyncio.sleep(0.5)
+        highest_mib = max(highest_mib, await _memory_mib(running))
+    running.check()
+    ended = time.monotonic()
+    for job in jobs:
+        if job.done():
+            job.result()
+        job.cancel()
+    await asyncio.gather(*jobs, return_exceptions=True)
+    ends = [started, *(c.ended_at for c in running.cycles() if c.is_leader and started < c.ended_at < ended), ended]
+    return Observed(health, heartbeats, [b - a for a, b in itertools.pairwise(ends)], highest_mib)
+
+
+async def _memory_mib(running: Installation) -> float:
+    return sum(value for name, value in (await running.memory_mib()).items() if name != "postgres")
+
+
+async def under_attack(running: Installation, seconds: float) -> tuple[Observed, Counter[str]]:
+    context = multiprocessing.get_context("fork")
+    received, sent = context.Pipe(duplex=False)
+    attacker = context.Process(target=_attacker, args=(running.port, seconds, sent))
+    attacker.start()
+    try:
+        await asyncio.to_thread(_receive, received)
+        observed = await observe(running, seconds)
+        outcomes = await asyncio.to_thread(_receive, received)
+    finally:
+        attacker.kill()
+        attacker.join()
+    missing = {"large body: sent", "slow body: sent", "made-up claims: sent"} - set(outcomes)
+    if missing:
+        raise RuntimeError(f"the attackers had no time for an attack: {outcomes}")
+    return observed, outcomes
+
+
+def _receive(results: Connection) -> Any:
+    if not results.poll(REPORT_TIMEOUT_S):
+        raise TimeoutError(f"no report of the attackers for {REPORT_TIMEOUT_S:g} s")
+    return results.recv()
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+async def run(given: argparse.Namespace) -> bool:
+    observed: dict[str, list[Observed]] = {"calm": [], "attack": [], "after": []}
+    attacks: Counter[str] = Counter()
+    with open_bench_server() as server:
+        async with installation(
+            server, "hostile", workers=WORKERS, processes=given.processes, poll_interval_s=CYCLE_INTERVAL_S
+        ) as running:
+            await asyncio.sleep(3.0)
+            for _ in range(given.rounds):
+                observed["calm"].append(await observe(running, given.calm_seconds))
+                during, outcomes = await under_attack(running, given.seconds)
+                observed["attack"].append(during)
+                attacks += outcomes
+                observed["after"].append(await observe(running, given.calm_seconds))
+    return report(given, observed, attacks)
+
+
+def report(given: argparse.Namespace, observed: dict[str, list[Observed]], attacks: Counter[str]) -> bool:
+    print(f"{given.rounds} rounds of {given.seconds:g} s of attacks; median over rounds (lowest to highest)\n")
+    rows = [
+        [
+            name,
+            _spread([1000 * percentile(o.health.latencies_s or [float("inf")], 0.99) for o in phases], "ms"),
+            _spread([1000 * max(o.health.latencies_s or [float("inf")]) for o in phases], "ms"),
+            _spread([1000 * percentile(o.heartbeats.latencies_s or [float("inf")], 0.99) for o in phases], "ms"),
+            _spread([1000 * max(o.heartbeats.latencies_s or [float("inf")]) for o in phases], "ms"),
+            str(sum(len(o.health.failures) + len(o.heartbeats.failures) for o in phases)),
+            _spread([max(o.cycle_gaps_s) for o in phases], "s", 1),
+            _spread([o.memory_mib for o in phases], "MiB"),
+        ]
+        for name, phases in observed.items()
+    ]
+    head = ["phase", "/healthz p99", "highest", "heartbeat p99", "highest", "failed", "longest cycle gap", "memory"]
+    print(table(head, rows))
+    print("\nWhat the attackers received: " + ", ".join(f"{name} {count:,}" for name, count in sorted(attacks.items())))
+    for failure, count in Counter(
+        failure for o in observed["attack"] for failure in o.health.failures + o.heartbeats.failures
+    ).most_common(5):
+        print(f"{count} times: {failure}", file=sys.stderr)
+    worst = observed["attack"]
+    health_p99 = statistics.median(percentile(o.health.latencies_s or [float("inf")], 0.99) for o in worst)
+    is_good = (
+        health_p99 < 0.1
+        and all(max(o.heartbeats.latencies_s or [float("inf")]) < 1.0 and not o.heartbeats.failures for o in worst)
+        and all(max(o.cycle_gaps_s) < CYCLE_INTERVAL_S + CYCLE_MARGIN_S for o in worst)
+    )
+    print(f"\ngoals: {'met' if is_good else 'missed'}")
+    return is_good
+
+
+def _spread(values: list[float], unit: str, digits: int = 0) -> str:
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f}) {unit}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.hostile_clients", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of the attacks in one round")
+    parser.add_argument("--calm-seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=None, help="number of server processes")
+    is_good = asyncio.run(run(parser.parse_args()))
+    sys.exit(0 if is_good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The routes of the application with the access each needs, so that a request is judged before its body is read.
+
+Every route declares its access once, by one of the dependencies in auth.py. The table reads these declarations from the
+application and finds the route of a request by method and path. A route without a declaration, or with two, is an error
+when the application is built.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from fastapi import FastAPI, routing
+from starlette.routing import compile_path
+from starlette.types import ASGIApp
+
+from windlass.ports import http
+
+# Bodies of all routes but those in `large_bodies`.
+MAX_SMALL_BODY_BYTES = 64 * 1024
+
+
+class Access(Enum):
+    """Who may call a route."""
+
+    OPEN = auto()  # everybody, without authentication
+    ANYONE = auto()  # everybody; a token or session is checked if the request has one
+    VIEWER = auto()
+    PRODUCER = auto()
+    OPERATOR = auto()
+    OPERATOR_FORM = auto()  # an operator's session; the CSRF token is a field of the form
+    WORKER = auto()  # a worker token
+    JOINING = auto()  # a join token
+    MACHINE = auto()  # a worker token or a join token
+    WORKER_ROLE = auto()  # an API token of role worker
+
+
+@dataclass(frozen=True, slots=True)
+class RouteEntry:
+    method: str
+    path: str
+    access: Access
+    max_body_bytes: int = MAX_SMALL_BODY_BYTES
+    # Sessions and requests without a token are not accepted.
+    needs_token: bool = False
+    # Answers in place of the application, for routes that must be fast.
+    handler: ASGIApp | None = None
+
+    @property
+    def has_large_body(self) -> bool:
+        return self.max_body_bytes > MAX_SMALL_BODY_BYTES
+
+
+def large_bodies(max_payload_bytes: int) -> dict[str, int]:
+    """Limits of the bodies that carry payloads, results and errors, by path."""
+    return {
+        "/api/v1/tasks": max_payload_bytes + MAX_SMALL_BODY_BYTES,
+        http.FINISH: http.max_body_bytes(max_payload_bytes),
+        http.FAIL: http.max_body_bytes(max_payload_bytes),
+        http.HEARTBEAT: http.MAX_HEARTBEAT_BYTES,
+    }
+
+
+class RouteTable:
+    """Finds the route of a request. A fixed path comes before a path with parameters."""
+
+    def __init__(self, entries: Iterable[RouteEntry]) -> None:
+        self._fixed: dict[str, dict[str, RouteEntry]] = {}
+        self._patterns: dict[str, tuple[re.Pattern[str], dict[str, RouteEntry]]] = {}
+        for entry in entries:
+            if "{" in entry.path:
+                pattern = compile_path(entry.path)[0]
+                by_method = self._patterns.setdefault(entry.path, (pattern, {}))[1]
+            else:
+                by_method = self._fixed.setdefault(entry.path, {})
+            if entry.method in by_method:
+                raise ValueError(f"route {entry.method} {entry.path} is defined twice")
+            by_method[entry.method] = entry
+
+    def __iter__(self) -> Iterable[RouteEntry]:
+        for by_method in (*self._fixed.values(), *(methods for _, methods in self._patterns.values())):
+            yield from by_method.values()
+
+    def find(self, method: str, path: str) -> RouteEntry | frozenset[str]:
+        """The route, or the methods that this path has. Empty if there is no such path."""
+        by_method = self._fixed.get(path)
+        if by_method is not None:
+            return by_method.get(method) or frozenset(by_method)
+        allowed: set[str] = set()
+        for pattern, methods in self._patterns.values():
+            if pattern.match(path) is not None:
+                if method in methods:
+                    return methods[method]
+                allowed.update(methods)
+        return frozenset(allowed)
+
+
+def read_routes(
+    app: FastAPI,
+    access_of: Mapping[Callable[..., Any], Access],
+    *,
+    max_payload_bytes: int,
+    static_files: Iterable[str] = (),
+    handlers: Mapping[str, ASGIApp] | None = None,
+) -> RouteTable:
+    """The table of an application.
+
+    `access_of`: the access that each dependency stands for. `static_files`: paths of a mounted folder, open to all.
+    `handlers`: by path, see RouteEntry.
+    """
+    limits = large_bodies(max_payload_bytes)
+    entries = [RouteEntry(method, path, Access.OPEN) for path in static_files for method in ("GET", "HEAD")]
+    for route in routing.iter_route_contexts(app.routes):
+        dependant = getattr(route, "dependant", None)
+        if dependant is None:
+            continue  # a mounted folder: only its files are in the table
+        path, methods = route.path or "", route.methods or set()
+        declared = {access_of[each.call] for each in dependant.dependencies if each.call in access_of}
+        if len(declared) != 1:
+            raise ValueError(f"route {path} must declare its access by exactly one dependency of auth.py")
+        (access,) = declared
+        entries += [
+            RouteEntry(
+                method,
+                path,
+                access,
+                max_body_bytes=limits.get(path, MAX_SMALL_BODY_BYTES) if method == "POST" else MAX_SMALL_BODY_BYTES,
+                needs_token=path.startswith("/internal/"),
+                handler=(handlers or {}).get(path),
+            )
+            for method in methods
+        ]
+    return RouteTable(entries)

@@ -1,0 +1,135 @@
+"""The calls that workers make all the time (claim, finish, heartbeat), on the shortest path.
+
+Plain ASGI applications in place of routes: no dependency injection, and bodies are decoded by msgspec, with strict
+types, straight into the types of ports/http.py. They run behind authentication and the request limits, which also turn
+their errors into responses. `routes/worker_protocol.py` has the rest of the protocol, and documents these calls.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from windlass.model.auth import WorkerCaller
+from windlass.model.errors import BadInput
+from windlass.model.task import Claim, ClaimResult
+from windlass.model.worker import HeartbeatReply
+from windlass.ports import http
+from windlass.server.auth import check_worker
+from windlass.server.context import WorkerApiContext
+from windlass.server.errors import ApiError, forbidden
+from windlass.server.request_body import decode_body
+
+_JSON = (b"content-type", b"application/json")
+_AT = re.compile(r" - at `\$?(.*)`$")
+_encode = msgspec.json.Encoder().encode
+_decode_claim = msgspec.json.Decoder(http.ClaimCall).decode
+_decode_finish = msgspec.json.Decoder(http.FinishCall).decode
+_decode_heartbeat = msgspec.json.Decoder(http.HeartbeatCall).decode
+
+
+def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
+    """By path, the ASGI applications that answer POST requests of authenticated callers."""
+    store, max_payload_bytes = context.worker_store, context.max_payload_bytes
+
+    async def claim(worker: WorkerCaller, body: bytes) -> list[Claim]:
+        call = await decode_body(_decode_claim, body)
+        check_queues(worker, call.queues)
+        return await store.claim(worker.worker_id, call.queues, min(call.limit, http.MAX_CLAIMS))
+
+    async def finish(worker: WorkerCaller, body: bytes) -> ClaimResult:
+        call = await decode_body(_decode_finish, body)
+        check_queues(worker, call.queues)
+        _check_count("results", call.finished, http.MAX_FINISHED)
+        if len(body) > max_payload_bytes:  # otherwise no result is larger either
+            _check_results(call, max_payload_bytes)
+        limit = min(call.limit, http.MAX_CLAIMS)
+        return await store.finish_and_claim(worker.worker_id, call.finished, call.queues, limit)
+
+    async def heartbeat(worker: WorkerCaller, body: bytes) -> HeartbeatReply:
+        call = await decode_body(_decode_heartbeat, body)
+        _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
+        if len(body) > http.MAX_VITALS_BYTES:  # otherwise they are not larger either
+            _check_vitals(call.vitals)
+        return await store.heartbeat(worker.worker_id, call.claims, call.vitals)
+
+    return {http.CLAIM: _handler(claim), http.FINISH: _handler(finish), http.HEARTBEAT: _handler(heartbeat)}
+
+
+def _handler(call: Callable[[WorkerCaller, bytes], Awaitable[Any]]) -> ASGIApp:
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        worker = check_worker(scope["state"]["caller"])
+        body = await _read_body(receive)
+        if body is None:
+            return  # the client has disconnected
+        try:
+            reply = _encode(await call(worker, body))
+        except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+            raise ApiError(400, http.BAD_INPUT, _describe(error)) from None
+        headers = [_JSON, (b"content-length", b"%d" % len(reply))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": reply})
+
+    return handle
+
+
+def check_queues(worker: WorkerCaller, queues: Sequence[str]) -> None:
+    """Raise unless the worker serves all of these queues."""
+    check_queue_count(queues)
+    others = [queue for queue in queues if queue not in worker.queues]
+    if others:
+        served = ", ".join(worker.queues) or "none"
+        raise forbidden(f"worker {worker.worker_id} serves {served}, not {', '.join(others[:5])}")
+
+
+def check_queue_count(queues: Sequence[str]) -> None:
+    if len(queues) > http.MAX_QUEUES:
+        raise BadInput(f"a call names at most {http.MAX_QUEUES:,} queues, not {len(queues):,}.")
+
+
+def _check_count(what: str, items: Sequence[Any], limit: int) -> None:
+    if len(items) > limit:
+        raise BadInput(f"a call has at most {limit:,} {what}, not {len(items):,}.")
+
+
+def _check_vitals(vitals: dict[str, Any]) -> None:
+    try:
+        http.check_vitals(vitals)
+    except ValueError as error:
+        raise BadInput(f"{error}.") from None
+
+
+def _check_results(call: http.FinishCall, max_bytes: int) -> None:
+    for done in call.finished:
+        # A character has at most four bytes, so short results need not be encoded.
+        if done.result is not None and 4 * len(done.result) > max_bytes:
+            size_bytes = len(done.result.encode())
+            if size_bytes > max_bytes:
+                what = f"the result of task {done.task_id} has {size_bytes:,} bytes"
+                raise BadInput(f"{what}; the limit is {max_bytes:,}.")
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    parts: list[bytes] = []
+    while (message := await receive())["type"] == "http.request":
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)  # nearly always there is one part, which `join` returns as it is
+    return None
+
+
+def _describe(error: msgspec.DecodeError | RecursionError) -> str:
+    """Names the field and the rule, in the words of the other routes."""
+    if not isinstance(error, msgspec.ValidationError):
+        return "invalid request: body: not valid JSON"
+    message = str(error)
+    found = _AT.search(message)
+    if found is None and message.startswith("Expected `object`"):
+        return "the body must be a JSON object, sent with Content-Type: application/json"
+    field = re.sub(r"\[(.*?)\]", r".\1", found[1] if found else "")
+    rule = _AT.sub("", message).replace("`", "")
+    if rule.startswith("Object missing required field "):
+        field, rule = f"{field}.{rule.rpartition(' ')[2]}", "required field is missing"
+    return f"invalid request: body{field}: {rule}"
