@@ -1,7 +1,9 @@
 """The worker's HTTP client against servers that answer in unusual ways, fail, or are no control plane."""
 
 import asyncio
+import gzip
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -413,6 +415,45 @@ async def test_value_that_is_not_json_is_refused(value: Any) -> None:
     async with transport_of("http://127.0.0.1:1") as transport:
         with pytest.raises(BadInput, match="sending a heartbeat: a value cannot be sent"):
             await transport.heartbeat("w0", vitals={"value": value})
+
+
+PRINTABLE = [chr(code) for code in range(35, 127) if chr(code) != "\\"]
+NOTHING_CLAIMED = b'HTTP/1.1 200 OK\r\nContent-Length: 23\r\n\r\n{"claims":[],"lost":[]}'
+
+
+def finished_texts(server: RawServer) -> list[tuple[bool, Any]]:
+    """For each request: whether it was compressed, and its first result."""
+    found = []
+    for head, body in server.requests:
+        is_gzip = "\r\nContent-Encoding: gzip\r\n" in head
+        found.append((is_gzip, json.loads(gzip.decompress(body) if is_gzip else body)["finished"][0]["result"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("result", "is_gzip"),
+    [
+        pytest.param("1" * 10_000, False, id="small"),
+        pytest.param("12345678" * 10_000, True, id="large"),
+        pytest.param("".join(random.Random(1).choices(PRINTABLE, k=80_000)), False, id="hardly compressible"),  # noqa: S311
+        # The control plane refuses it, as it could be an attack on its memory.
+        pytest.param("1" * 2_000_000, False, id="compressible beyond belief"),
+    ],
+)
+async def test_large_results_are_compressed(result: str, is_gzip: bool) -> None:
+    async with raw_server(responses([NOTHING_CLAIMED])) as server, transport_of(server.url) as transport:
+        await transport.finish_and_claim("w0", [Finished(7, uuid4(), result)], ("a",), 1)
+    assert finished_texts(server) == [(is_gzip, result)]
+
+
+async def test_refused_compression_is_not_tried_again() -> None:
+    refusal = b"HTTP/1.1 415 Unsupported Media Type\r\nContent-Length: 0\r\n\r\n"
+    script = [refusal, NOTHING_CLAIMED, NOTHING_CLAIMED]
+    result = "12345678" * 10_000
+    async with raw_server(responses(script)) as server, transport_of(server.url) as transport:
+        for _ in range(2):
+            await transport.finish_and_claim("w0", [Finished(7, uuid4(), result)], ("a",), 1)
+    assert finished_texts(server) == [(True, result), (False, result), (False, result)]
 
 
 def test_worker_does_not_import_httpx() -> None:

@@ -20,6 +20,7 @@ from windlass.ports.http import max_body_bytes
 from windlass.server import rate_limit
 from windlass.server.context import LoopHealth
 from windlass.wiring.http_server import is_open_to_localhost
+from windlass.worker import http_transport
 
 TOKEN, OTHER_TOKEN = f"{WORKER_PREFIX}{'1' * 64}", f"{WORKER_PREFIX}{'2' * 64}"
 DATABASE_URL = "postgresql://u:hunter2@db.internal:5432"
@@ -342,6 +343,29 @@ async def test_large_batch_is_finished_in_several_requests(clock: Any) -> None:
             result = await transport.finish_and_claim("w0", done, ("a",), 1)
         assert result.lost == [lost.token]
         assert {task.status for task in await plane.store.tasks()} == {TaskStatus.COMPLETE}
+
+
+async def test_compressed_result_arrives_exactly(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compressed: list[bytes | None] = []
+
+    def compress(body: bytes) -> bytes | None:
+        compressed.append(compress_body(body))
+        return compressed[-1]
+
+    compress_body = http_transport.compress_body
+    monkeypatch.setattr(http_transport, "compress_body", compress)
+    async with open_control_plane(clock, max_payload_bytes=1 << 20) as plane:
+        async with plane.transport(await plane.join()) as transport:
+            await transport.register(Registration("w0", ("a",)))
+            task_id = await plane.store.enqueue(new_task("a"))
+            (claim,) = await transport.claim("w0", ("a",))
+            result = json.dumps([f"entry {n}" for n in range(20_000)])
+            await transport.finish_and_claim("w0", [Finished(task_id, claim.token, result)], ("a",), 0)
+        task = await plane.store.task(task_id)
+    assert task is not None
+    assert task.result is not None
+    assert json.loads(task.result) == json.loads(result)
+    assert [body is not None and len(body) < len(result) / 3 for body in compressed] == [True]
 
 
 async def test_security_headers_are_on_every_response(plane: InMemoryControlPlane) -> None:

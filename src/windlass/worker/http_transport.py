@@ -11,6 +11,7 @@ import json
 import random
 import ssl
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -41,6 +42,11 @@ WAIT_MARGIN_S = 15.0
 MAX_RETRY_AFTER_S = 10.0
 # Largest answer: many claims with large payloads. Above it the worker asks for fewer tasks.
 MAX_ANSWER_BYTES = 256 << 20
+# Larger requests are compressed. Below it the time of a request hardly depends on its size.
+MIN_GZIP_BYTES = 16 << 10
+# A compressed request must be smaller than this share of the original: both sides pay for it.
+MAX_GZIP_SHARE = 0.8
+_GZIP_WBITS = 31
 # Characters of an unexpected answer in error messages.
 MAX_QUOTED = 200
 
@@ -81,6 +87,8 @@ class ControlPlaneClient:
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._client = HttpClient(url, headers, tls, max_response_bytes=MAX_ANSWER_BYTES)
         self._not_before = float("-inf")
+        # False once the control plane, or a proxy before it, has refused a compressed request.
+        self._may_compress = True
 
     def set_token(self, token: str) -> None:
         self._client.set_header("Authorization", f"Bearer {token}")
@@ -89,14 +97,29 @@ class ControlPlaneClient:
         await self._client.close()
 
     async def call(
-        self, doing: str, method: str, path: str, body: bytes | None = None, timeout_s: float = ANSWER_TIMEOUT_S
+        self,
+        doing: str,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        *,
+        is_result: bool = False,
     ) -> bytes:
-        """Return the body of a successful answer, or raise the error it describes."""
+        """Return the body of a successful answer, or raise the error it describes.
+
+        `is_result`: the body has results of tasks and may be compressed.
+        """
         wait_s = self._not_before - time.monotonic()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
+        compressed = compress_body(body) if is_result and self._may_compress and body is not None else None
         try:
-            response = await self._client.request(method, path, body, timeout_s)
+            if compressed is not None:
+                response = await self._client.request(method, path, compressed, timeout_s, "gzip")
+                self._may_compress = response.status != 415
+            if compressed is None or not self._may_compress:
+                response = await self._client.request(method, path, body, timeout_s)
         except (NoResponse, OSError) as error:
             reason = str(error) or type(error).__name__
             raise ControlPlaneUnavailable(
@@ -121,6 +144,16 @@ class ControlPlaneClient:
             spread = 1.0 + 0.5 * random.random()  # noqa: S311
             self._not_before = time.monotonic() + min(float(retry_after), MAX_RETRY_AFTER_S) * spread
         return ControlPlaneUnavailable(f"{doing}: the control plane at {self._url} could not answer ({message})")
+
+
+def compress_body(body: bytes) -> bytes | None:
+    """The body as gzip, or None if that is not worth it. Level 1: 10 ms of CPU for a megabyte of JSON."""
+    if len(body) <= MIN_GZIP_BYTES:
+        return None
+    gzip = zlib.compressobj(1, zlib.DEFLATED, _GZIP_WBITS)
+    compressed = gzip.compress(body) + gzip.flush()
+    is_refused = len(body) > http.GZIP_RATIO_FREE_BYTES and len(body) > http.MAX_GZIP_RATIO * len(compressed)
+    return None if is_refused or len(compressed) > MAX_GZIP_SHARE * len(body) else compressed
 
 
 def _parse_problem(response: HttpResponse) -> tuple[str | None, str]:
@@ -169,7 +202,11 @@ class HttpTransport:
         return replace(result, lost=lost + result.lost) if lost else result
 
     async def _finish(self, call: http.FinishCall) -> ClaimResult:
-        return await self._post("finishing tasks", http.FINISH, call, _CLAIM_RESULT)
+        doing = "finishing tasks"
+        body = encode_call(doing, call)
+        return parse_answer(
+            doing, _CLAIM_RESULT, await self._plane.call(doing, "POST", http.FINISH, body, is_result=True)
+        )
 
     async def fail(
         self,
