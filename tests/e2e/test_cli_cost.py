@@ -43,7 +43,7 @@ async def spawn(store: PostgresStores, clock: Clock, worker_id: str, slot: int) 
     intent = Intent(worker_id, slot, "wanted", 30.0)
     await store.commit_plan(ANN, term, seen, Plan((), PlannerState(), "spawn"), [intent])
     machine = replace(PRICED, id=f"m{slot}", name=worker_id, created_at=clock())
-    await store.commit_outcomes(ANN, term, "red", 1, [Created(worker_id, machine, billing_unit_s=3600)], [], None)
+    await store.record_outcomes("red", 1, [Created(worker_id, machine, billing_unit_s=3600)], None)
     clock.advance(minutes=1)
     await store.commit_plan(ANN, term, seen, Plan((Promote(worker_id, "first heartbeat"),), PlannerState(), "up"), [])
 
@@ -64,7 +64,7 @@ async def record_a_morning(dsn: str) -> datetime:
         await work(store, clock, "w0", "renders", 20)
         await work(store, clock, "w0", "mail", 9)
         clock.advance(minutes=20)
-        await store.commit_outcomes(ANN, 1, "red", 1, [Deleted("w0", "m0", "IDLE", "idle")], [], None)
+        await store.record_outcomes("red", 1, [Deleted("w0", "m0", "IDLE", "idle")], None)
         clock.advance(minutes=2)
         accounts = await store.accounts_to_settle("red", 10)
         assert await store.settle([settle(account, clock()) for account in accounts]) == 1

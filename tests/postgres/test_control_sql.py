@@ -88,7 +88,7 @@ async def test_machine_type_location_and_price_are_stored(each_dsn: str, connect
         term, snapshot = await observed(store, ann)
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), [Intent("w0", 0, "wanted", 30.0)])
         if way == "created":
-            await store.commit_outcomes(ann, term, "f", 1, [Created("w0", MACHINE)], [], {})
+            await store.record_outcomes("f", 1, [Created("w0", MACHINE)], {})
         else:
             found = replace(snapshot, machines=(replace(MACHINE, id="m0", name="other"), MACHINE))
             await store.commit_plan(ann, term, found, Plan((Adopt("w0", "m1", "found"),), PlannerState(), "x"), [])
@@ -116,9 +116,9 @@ async def test_concurrent_settlements_charge_once(each_dsn: str, connection: Any
         await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "x"), intents)
         machines = [replace(MACHINE, id=f"m{n}", name=f"w{n}", created_at=now) for n in range(4)]
         made = [Created(machine.name, machine, billing_unit_s=3600) for machine in machines]
-        await store.commit_outcomes(ann, term, "f", 1, made, [], {})
+        await store.record_outcomes("f", 1, made, {})
         times[0] += timedelta(hours=3)
-        await store.commit_outcomes(ann, term, "f", 1, [Deleted("w0", "m0", "X", "x")], [], {})
+        await store.record_outcomes("f", 1, [Deleted("w0", "m0", "X", "x")], {})
         times[0] += timedelta(minutes=2)
 
         async def close() -> int:
@@ -150,14 +150,13 @@ async def test_commit_plan_rejects_an_unknown_action_kind(each_dsn: str, connect
     assert await connection.fetchval("select count(*) from windlass.cycles") == 0
 
 
-async def test_commit_outcomes_rejects_an_unknown_outcome_kind(each_dsn: str, connection: Any) -> None:
+async def test_record_outcomes_rejects_an_unknown_outcome_kind(each_dsn: str, connection: Any) -> None:
     ann = Candidate("ann", 60.0)
     async with PostgresStores(each_dsn) as store:
-        term, _ = await observed(store, ann)
+        await observed(store, ann)
     for outcome in ('{"kind": "delted", "worker_id": "w0"}', '{"worker_id": "w0"}'):
         with pytest.raises(asyncpg.RaiseError, match="unknown outcome kind"):
             await connection.execute(
-                "select windlass_internal.commit_outcomes('orchestrator', 'ann', $1, 'f', 1, $2, '[]', '{}')",
-                term,
+                "select windlass_internal.record_outcomes('f', 1, $1, '{}')",
                 f"[{outcome}]",
             )

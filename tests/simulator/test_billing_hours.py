@@ -175,7 +175,7 @@ def test_crash_at_any_call_keeps_the_ledger_exact(when: CrashTiming) -> None:
     calls = record_calls(short_simulation)
     settling = [number for number, name in enumerate(calls) if name in ("accounts_to_settle", "settle")]
     assert len(settling) >= 2
-    others = [number for number, name in enumerate(calls) if name in ("commit_outcomes", "delete", "create")]
+    others = [number for number, name in enumerate(calls) if name in ("record_outcomes", "delete", "create")]
     for number in (*settling, *others):
         run_with_crash(short_simulation, CrashPoint(number, when))
 

@@ -59,7 +59,7 @@ def test_history_has_a_call_of_every_kind(history: tuple[int, list[str]]) -> Non
         "commit_plan",
         "create",
         "delete",
-        "commit_outcomes",
+        "record_outcomes",
     }
     assert calls.count("create") >= 3
     assert calls.count("delete") >= 4

@@ -93,10 +93,8 @@ class Leader:
         plan = Plan(actions, planner_state or self.snapshot.planner_state, decision)
         return await self.store.commit_plan(self.candidate, self.term, self.snapshot, plan, intents)
 
-    async def report(self, *outcomes: Outcome, intents: tuple[Intent, ...] = (), cycle_id: int = 1) -> frozenset[str]:
-        return await self.store.commit_outcomes(
-            self.candidate, self.term, self.fleet, cycle_id, outcomes, intents, {"n": len(outcomes)}
-        )
+    async def report(self, *outcomes: Outcome, cycle_id: int = 1) -> None:
+        await self.store.record_outcomes(self.fleet, cycle_id, outcomes, {"n": len(outcomes)})
 
     async def spawn_worker(self, *slots: int) -> Committed:
         """Workers w0, w1, ... into these slots."""

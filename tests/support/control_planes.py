@@ -114,7 +114,7 @@ class InMemoryControlPlane:
     async def terminate_worker(self, worker_id: str = "w0") -> None:
         term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
-        await self.store.commit_outcomes(ANN, term, "gpus", 0, [Deleted(worker_id, None, "IDLE", "idle")], [], None)
+        await self.store.record_outcomes("gpus", 0, [Deleted(worker_id, None, "IDLE", "idle")], None)
 
     async def api_token(self, role: Role) -> str:
         token = new_token(API_PREFIX, CHANCE)

@@ -88,7 +88,7 @@ class FleetCycle:
         self._replaced: list[Provider] = []
         self._closing: set[asyncio.Task[None]] = set()
         # Term and id of the last committed cycle: outcomes are recorded under it.
-        self._committed = (0, 0)
+        self._cycle_id = 0
         # Its plan, requeued tasks and recorded outcomes: later outcomes are added to its summary.
         self._planned: tuple[Plan, int] | None = None
         self._recorded: list[Outcome] = []
@@ -206,7 +206,7 @@ class FleetCycle:
                 intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
             intents.append(intent)
         committed = await self._store.commit_plan(self._candidate, term, snapshot, planned, intents)
-        self._committed = (term, committed.cycle_id)
+        self._cycle_id = committed.cycle_id
         self._planned, self._recorded = (planned, committed.requeued), []
         structlog.contextvars.bind_contextvars(cycle=committed.cycle_id)
         return committed, [
@@ -222,12 +222,11 @@ class FleetCycle:
         """
 
         async def write(outcomes: list[Outcome]) -> None:
-            term, cycle_id = self._committed
             summary = None
             if self._planned is not None:
                 planned, requeued = self._planned
                 summary = count_actions(planned, [*self._recorded, *outcomes], requeued)
-            await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, outcomes, [], summary)
+            await self._store.record_outcomes(self.name, self._cycle_id, outcomes, summary)
 
         recorded = await self._outcomes.record(write)
         self._recorded += recorded
@@ -239,8 +238,7 @@ class FleetCycle:
 
     async def _record_at_once(self, outcome: Outcome) -> None:
         """Record one outcome in the middle of a call."""
-        term, cycle_id = self._committed
-        await self._store.commit_outcomes(self._candidate, term, self.name, cycle_id, [outcome], [], None)
+        await self._store.record_outcomes(self.name, self._cycle_id, [outcome], None)
 
     # ------------------------------------------------------------------------------------------- between the cycles
 

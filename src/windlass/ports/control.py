@@ -2,12 +2,11 @@
 
 The contract:
 - `observe` acquires or renews the lease. A plan or intent of a holder whose lease is gone raises LeaseLost and changes
-  nothing. Outcomes are facts about machines: they are recorded for any reporter, also when the intents that came
-  with them are refused.
+  nothing. Outcomes are facts about machines: they are recorded for any reporter, with or without a lease.
 - The number of round trips does not depend on the number of workers, tasks or actions.
 - An intent is granted only for a free slot within max_workers, so no slot is filled twice, by one leader or by two.
 - A worker's status only moves forward: spawning, active, terminating, error, terminated.
-- Each second of a worker's billed time is in the ledger once, however often and by whomever it is settled.
+- Each second of a worker's billed time is in the ledger once, however often it is settled.
 """
 
 from collections.abc import Sequence
@@ -34,21 +33,10 @@ class ControlStore(LeaseStore, Protocol):
     ) -> Committed:
         """Apply the actions that need no provider, store the plan and grant intents. Raises LeaseLost."""
 
-    async def commit_outcomes(
-        self,
-        candidate: Candidate,
-        term: int,
-        fleet: str,
-        cycle_id: int,
-        outcomes: Sequence[Outcome],
-        intents: Sequence[Intent],
-        summary: dict[str, Any] | None,
-    ) -> frozenset[str]:
-        """Record outcomes, then grant intents for slots that became free. Returns the granted worker ids.
-
-        Raises LeaseLost only for intents; the outcomes are recorded even then. `summary` None keeps the stored one:
-        these outcomes came after it.
-        """
+    async def record_outcomes(
+        self, fleet: str, cycle_id: int, outcomes: Sequence[Outcome], summary: dict[str, Any] | None
+    ) -> None:
+        """Record outcomes. Needs no lease. `summary` None keeps the stored one: these outcomes came after it."""
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         """Accounts that are due for settlement, longest due first."""

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from windlass.model.action import Plan, actions_to_plain
 from windlass.model.cost import BillingAccount, Settlement
 from windlass.model.fleet import FleetConfig
-from windlass.model.lease import Candidate, LeaseLost, Standby
+from windlass.model.lease import Candidate, Standby
 from windlass.model.machine import Machine
 from windlass.model.outcome import (
     Committed,
@@ -131,31 +131,17 @@ class PostgresControlStore(PostgresLeaseStore):
         written: dict[str, Any] = json.loads(text)
         return written
 
-    async def commit_outcomes(
-        self,
-        candidate: Candidate,
-        term: int,
-        fleet: str,
-        cycle_id: int,
-        outcomes: Sequence[Outcome],
-        intents: Sequence[Intent],
-        summary: dict[str, Any] | None,
-    ) -> frozenset[str]:
-        granted = await self._database.call(
+    async def record_outcomes(
+        self, fleet: str, cycle_id: int, outcomes: Sequence[Outcome], summary: dict[str, Any] | None
+    ) -> None:
+        await self._database.call(
             "recording the outcomes",
-            "windlass_internal.commit_outcomes",
-            candidate.lease,
-            candidate.holder,
-            term,
+            "windlass_internal.record_outcomes",
             fleet,
             cycle_id,
             json.dumps([_outcome_to_plain(outcome) for outcome in outcomes]),
-            json.dumps([_intent_to_plain(intent) for intent in intents]),
             json.dumps(summary) if summary is not None else None,
         )
-        if granted is None:
-            raise LeaseLost(f"lease {candidate.lease} with term {term} is no longer held by {candidate.holder}")
-        return frozenset(granted)
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         return await read_accounts(self._database, fleet, None, limit, is_due=True)

@@ -244,11 +244,9 @@ async def live(twins: Twins, rng: Random) -> None:
             twins.cycle_ids.append(committed.cycle_id)
 
     async def report() -> None:
-        fleet, candidate = rng.choice(["f", "f", "g"]), rng.choice([ANN, ANN, BOB])
+        fleet = rng.choice(["f", "f", "g"])
         if fleet in twins.seen:
-            cycle_id, term = rng.choice(twins.cycle_ids), twins.seen[fleet][0]
-            outcomes, intents = some_outcomes(), rng.choice([(), some_intents()])
-            await twins.both("commit_outcomes", candidate, term, fleet, cycle_id, outcomes, intents, {"n": 1})
+            await twins.both("record_outcomes", fleet, rng.choice(twins.cycle_ids), some_outcomes(), {"n": 1})
 
     async def work() -> None:
         workers = await twins.both("workers")

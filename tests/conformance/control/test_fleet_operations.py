@@ -106,7 +106,8 @@ async def test_worker_spawned_for_queue_fulfils_no_request(store: ControlStores,
     await ann.spawn_worker(0, 1)
     assert (await ann.observe()).requested == 2
     await ann.commit(intents=(replace(intent("not granted", 0), is_requested=True),))
-    await ann.report(Deleted("w1", None, "X", "x"), intents=(replace(intent("y1", 1), is_requested=True),))
+    await ann.report(Deleted("w1", None, "X", "x"))
+    await ann.commit(intents=(replace(intent("y1", 1), is_requested=True),))
     assert (await ann.observe()).requested == 1
 
 

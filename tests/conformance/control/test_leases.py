@@ -112,22 +112,12 @@ async def test_plan_without_lease_changes_nothing(
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-async def test_outcomes_are_recorded_without_lease_but_intents_are_not(
+async def test_outcomes_are_recorded_without_lease(
     store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
 ) -> None:
     await ann.spawn_worker(0, 1)
     await lose(store, clock)
-    with pytest.raises(LeaseLost):
-        await ann.report(Created("w0", machine(1)), Deleted("w1", None, "X", "gone"), intents=(intent("w9", 2),))
-    view = (await Leader(store, replace(ANN, lease="aside")).observe()).workers
+    await ann.report(Created("w0", machine(1)), Deleted("w1", None, "X", "gone"))
+    view = (await Leader(store, replace(ANN, lease="other")).observe()).workers
     assert [(worker.id, worker.machine_id) for worker in view] == [("w0", "m1")]
-
-
-@pytest.mark.parametrize("lose", LOSSES)
-async def test_outcomes_without_intents_need_no_lease(
-    store: ControlStores, clock: VirtualClock, ann: Leader, lose: Callable[..., Awaitable[None]]
-) -> None:
-    await ann.spawn_worker(0)
-    await lose(store, clock)
-    assert await ann.report(Deleted("w0", None, "X", "gone")) == frozenset()
-    assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
+    assert (await store.worker("w1")).status is WorkerStatus.TERMINATED

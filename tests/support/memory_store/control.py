@@ -54,24 +54,13 @@ class MemoryControlStore(MemoryLeaseStore):
         fleet.planner_state = plan.planner_state
         return Committed(cycle_id, self._tables.reserve_slots(fleet, intents), requeued)
 
-    async def commit_outcomes(
-        self,
-        candidate: Candidate,
-        term: int,
-        fleet: str,
-        cycle_id: int,
-        outcomes: Sequence[Outcome],
-        intents: Sequence[Intent],
-        summary: dict[str, Any] | None,
-    ) -> frozenset[str]:
+    async def record_outcomes(
+        self, fleet: str, cycle_id: int, outcomes: Sequence[Outcome], summary: dict[str, Any] | None
+    ) -> None:
         for outcome in outcomes:
             record_outcome(self._tables, fleet, outcome)
         changes = {} if summary is None else {"summary": dict(summary)}
         self._tables.cycles.amend(cycle_id, finished_at=self._clock(), **changes)
-        if not intents:
-            return frozenset()
-        self._tables.leases.require(candidate, term)
-        return self._tables.reserve_slots(self._tables.fleets[fleet], intents)
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         due = to_settle(self._workers.rows.values(), fleet, self._clock())

@@ -219,9 +219,8 @@ class InvariantChecker:
 
     def on_orchestrator_call(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
         """A call of an orchestrator took effect, whether or not it gets the answer."""
-        if name == "commit_outcomes":
-            # The store records outcomes even if it refuses the intents of the same call.
-            self._record_outcomes(arguments[4])
+        if name == "record_outcomes":
+            self._record_outcomes(arguments[2])
         if isinstance(result, Exception):
             return
         match name:
@@ -234,8 +233,6 @@ class InvariantChecker:
                 self._check_idle_drains(snapshot, plan)
                 self._check_kept_workers(snapshot, plan)
                 self._check_plan(term, snapshot, plan, intents, result)
-            case "commit_outcomes":
-                self._check_spawns(arguments[5], result)
             case _:
                 pass
 

@@ -279,16 +279,12 @@ $$;
 --   {"kind": "preparation_failed", "worker_id", "machine_id", "code", "reason", "output", "host_key"}
 --   {"kind": "preparation_unclear", "worker_id", "reason"}
 --   {"kind": "volume_grown" or "volume_not_grown", "volume_id", "size_gb", "reason"}
-create function windlass_internal.commit_outcomes(
-  p_lease text,
-  p_holder text,
-  p_term bigint,
+create function windlass_internal.record_outcomes(
   p_fleet text,
   p_cycle_id bigint,
   p_outcomes jsonb,
-  p_intents jsonb,
   p_summary jsonb
-) returns text[]
+) returns void
 language plpgsql
 as $$
 declare
@@ -385,15 +381,5 @@ begin
 
   -- Late outcomes have no summary: the cycle keeps its own.
   update windlass.cycles set finished_at = v_now, summary = coalesce(p_summary, summary) where id = p_cycle_id;
-
-  if p_intents = '[]' then
-    return '{}';
-  end if;
-  begin
-    perform windlass_internal.require_lease(p_lease, p_holder, p_term);
-  exception when object_not_in_prerequisite_state then
-    return null;
-  end;
-  return windlass_internal.reserve_slots(p_fleet, p_intents, p_cycle_id);
 end
 $$;
