@@ -255,6 +255,17 @@ def test_up_refuses_to_start_without_a_provider_key(windlass: CommandLine, setti
     assert_refused(windlass.with_env(DATABASE_URL=NOWHERE, **keys)("up", "--port", "0"), sentence)
 
 
+@pytest.mark.parametrize("command", [("up", "--port", "8499"), ("cycle",)])
+def test_fleet_that_cannot_reach_its_control_plane_is_refused(windlass: CommandLine, command: tuple[str, ...]) -> None:
+    (windlass.folder / "windlass.toml").write_text(
+        'runpod_api_key = "rpa_x"\n[api]\nport = 8499\n'
+        '[fleets.a]\nprovider = "runpod"\nhandler = "app:x"\nrunpod.image = "x/y:1"\n'
+    )
+    done = windlass.with_env(DATABASE_URL=NOWHERE)(*command)
+    assert done.code == 2
+    assert "Runpod's pods of fleet a call http://127.0.0.1:8499, which only this host can reach. Set api" in done.err
+
+
 def test_up_names_the_variable_that_created_a_fleet(windlass: CommandLine) -> None:
     done = windlass.with_env(MAX_ACTIVE_GPUS="3", DATABASE_URL=NOWHERE)("up")
     assert_refused(

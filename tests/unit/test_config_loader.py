@@ -16,7 +16,7 @@ from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.redaction import masked
 from windlass.model.urls import problem_of_database_url
-from windlass.wiring.providers import check_machine_url
+from windlass.wiring.reachability import check_control_plane_url
 
 PASSWORD = "hunter2"
 EVERYWHERE = "0.0.0.0"  # noqa: S104
@@ -455,9 +455,14 @@ def test_configuration_docs_are_current() -> None:
 
 
 def with_remote_fleet(**api: Any) -> Config:
-    """A fleet of a cloud provider."""
+    """A fleet on an emulated cloud."""
     ip = api.pop("control_plane_ip", None)
-    config = Config(api=ApiConfig(**api), control_plane_ip=ip, fleets={"far": FleetConfig(handler="a:b")})
+    config = Config(
+        api=ApiConfig(**api),
+        control_plane_ip=ip,
+        hetzner_endpoint="http://127.0.0.1:9/v1",
+        fleets={"far": FleetConfig(handler="a:b")},
+    )
     remote = config.fleets["far"].model_copy(update={"provider": "hetzner"})
     return config.model_copy(update={"fleets": {"far": remote}})
 
@@ -475,14 +480,14 @@ def with_remote_fleet(**api: Any) -> Config:
         ({"control_plane_ip": "10.0.0.2"}, None),
     ],
 )
-def test_machine_url_from_settings(api: dict[str, Any], url: str | None) -> None:
+async def test_machine_url_from_settings(api: dict[str, Any], url: str | None) -> None:
     config = with_remote_fleet(**api)
     assert config.machine_url == url
     if url is None:
         with pytest.raises(ConfigError, match="machines of fleet far work over HTTP, but the address"):
-            check_machine_url(config)
+            await check_control_plane_url(config)
     else:
-        check_machine_url(config)
+        await check_control_plane_url(config)
 
 
 @pytest.mark.parametrize(
@@ -492,13 +497,13 @@ def test_machine_url_from_settings(api: dict[str, Any], url: str | None) -> None
         ({"port": 80, "host": EVERYWHERE, "control_plane_ip": "8.8.8.8"}, "uses http to 8.8.8.8, which sends tokens"),
     ],
 )
-def test_unreachable_control_plane_is_refused(api: dict[str, Any], sentence: str) -> None:
+async def test_unreachable_control_plane_is_refused(api: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        check_machine_url(with_remote_fleet(**api))
+        await check_control_plane_url(with_remote_fleet(**api))
 
 
-def test_local_fleet_needs_no_url() -> None:
-    check_machine_url(Config(fleets={"near": FleetConfig(handler="a:b")}))
+async def test_local_fleet_needs_no_url() -> None:
+    await check_control_plane_url(Config(fleets={"near": FleetConfig(handler="a:b")}))
 
 
 def test_unencrypted_public_url_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
-from windlass.wiring import providers, stores
+from windlass.wiring import providers, reachability, stores
 from windlass.wiring.schema import DatabaseCheck, check_schema_version
 from windlass.worker.gpu import GpuReader
 
@@ -101,7 +101,11 @@ async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncG
 
 
 async def _check_providers(config: Config) -> AsyncGenerator[Finding, None]:
-    for name, run_checks in (("hetzner", providers.check_hetzner), ("runpod", providers.check_runpod)):
+    for name, run_checks in (
+        ("control plane", reachability.check_address),
+        ("hetzner", providers.check_hetzner),
+        ("runpod", providers.check_runpod),
+    ):
         try:
             async with aclosing(run_checks(config)) as diagnostics:
                 async for found in diagnostics:

@@ -44,6 +44,15 @@ class MachineRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Quote:
+    """The published price of one machine of a fleet, for its first choice that has a price."""
+
+    choice: str
+    price_micros_per_hour: int
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
 class Volume:
     """A volume that a fleet's machines share."""
 

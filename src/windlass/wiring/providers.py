@@ -18,7 +18,6 @@ from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
 from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
-from windlass.model.urls import LOOPBACK, problem_of_control_plane_url
 from windlass.ports.provider import Provider
 from windlass.providers.diagnostic import Diagnostic
 from windlass.providers.local import LocalProvider
@@ -44,23 +43,6 @@ def spawning_fleets(config: Config) -> dict[str, FleetConfig]:
     return {name: fleet for name, fleet in config.fleets.items() if fleet.provider != "ray"}
 
 
-def check_machine_url(config: Config) -> None:
-    """Raise ConfigError if remote machines of a fleet could not reach this control plane."""
-    remote = next((name for name, fleet in config.fleets.items() if fleet.provider in ("hetzner", "runpod")), None)
-    if remote is None:
-        return
-    url = _machine_url(remote, config)
-    problem = problem_of_control_plane_url(url)
-    if problem is not None:
-        raise ConfigError(f"machines of fleet {remote} call {url}, which {problem}.")
-    is_only_here = config.api.host in LOOPBACK
-    if config.api.url is None and config.control_plane_ip not in (None, config.api.host) and is_only_here:
-        raise ConfigError(
-            f"machines of fleet {remote} call {config.machine_url}, but api.host is {config.api.host}, which only this "
-            f"host can reach. Set api.host to {config.control_plane_ip} or 0.0.0.0."
-        )
-
-
 def check_keys(config: Config) -> None:
     """Raise ConfigError if the API key of a fleet's provider is missing."""
     providers = {fleet.provider for fleet in config.fleets.values()}
@@ -70,7 +52,8 @@ def check_keys(config: Config) -> None:
         _runpod_key(config)
 
 
-def _machine_url(fleet: str, config: Config) -> str:
+def machine_url(fleet: str, config: Config) -> str:
+    """The URL that machines of a fleet call. ConfigError if it is unknown."""
     if config.machine_url is None:
         raise ConfigError(
             f"machines of fleet {fleet} work over HTTP, but the address of this control plane is unknown. "
@@ -152,7 +135,7 @@ def _hetzner_provider(name: str, fleet: FleetConfig, config: Config, instance_id
 
 def _user_data(name: str, fleet: FleetConfig, config: Config) -> Callable[[MachineRequest], str]:
     """Renders the cloud-init data for the first boot of a machine."""
-    url = _machine_url(name, config)
+    url = machine_url(name, config)
     bootstrap = _with_ray(fleet.bootstrap) if fleet.engine == "ray" else fleet.bootstrap
     return lambda request: render_user_data(bootstrap, request, url, stop_timeout_s=fleet.stop_timeout_s)
 
@@ -215,7 +198,7 @@ def _runpod_provider(name: str, fleet: FleetConfig, config: Config, instance_id:
     from windlass.providers.runpod.provider import RunpodProvider
     from windlass.providers.runpod.provisioning import Preparer
 
-    url = _machine_url(name, config)
+    url = machine_url(name, config)
     settings = fleet.runpod
     identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
     mask = _mask(name, fleet, config)

@@ -17,8 +17,9 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.wiring.background import background_task
 from windlass.wiring.handlers import check_handlers
-from windlass.wiring.providers import check_keys, check_machine_url, spawning_fleets
+from windlass.wiring.providers import check_keys, spawning_fleets
 from windlass.wiring.ray import RaySupervisor
+from windlass.wiring.reachability import check_control_plane_url
 
 # Settings outside of [fleets] with which machines are rented.
 ACCOUNTS = (
@@ -67,8 +68,8 @@ class ActiveConfig:
 
 async def check_fleets(config: Config) -> None:
     """Raise ConfigError if machines of a fleet could not work, as far as that shows before one is rented."""
-    check_machine_url(config)
     check_keys(config)
+    await check_control_plane_url(config)
     await check_handlers(config)
 
 

@@ -34,9 +34,11 @@ from windlass.store.migrate import migrate
 from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
 from windlass.wiring.http_server import open_listener, run_http_server
+from windlass.wiring.minimum_cost import log_minimum_costs
 from windlass.wiring.notifiers import make_notifiers
-from windlass.wiring.providers import check_keys, check_machine_url, make_provider, spawning_fleets
+from windlass.wiring.providers import check_keys, make_provider, spawning_fleets
 from windlass.wiring.ray import check_ray, run_ray_supervisor
+from windlass.wiring.reachability import check_control_plane_url
 from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.store_roles import OrchestratorStores
@@ -54,8 +56,8 @@ Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 async def run_cycles(config: Config) -> list[Summary]:
     """Run one cycle of every fleet, send alerts, apply retention, and release the lease: for cron and the like."""
-    check_machine_url(config)
     check_keys(config)
+    await check_control_plane_url(config)
     await check_ray(config)
     async with database(config) as dsn, Database(dsn, retention=config.retention) as opened:
         store, maintenance = PostgresControlStore(opened), PostgresMaintenance(opened)
@@ -140,6 +142,7 @@ async def run_up(
             _alerting(config, dsn, listeners, notifiers, hooks.on_message),
             _log_sink(config, dsn, tap, hooks.on_dropped),
             trace_cycles(config, version, listeners),
+            background_task(log_minimum_costs(config)),
         ):
             await orchestrator.run(spawning_fleets(config), stops_when_empty=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.cost import PricePart
-from windlass.model.hetzner import Choice
+from windlass.model.hetzner import HOUR_S, Choice, HetznerSettings
+from windlass.model.machine import Quote
 from windlass.providers.money import to_micros
 
 
@@ -24,6 +25,20 @@ class PriceList:
         if server is None or (has_ipv4 and address is None):
             return ()
         return (server, address) if has_ipv4 and address is not None else (server,)
+
+
+def quote(settings: HetznerSettings, prices: PriceList | None) -> Quote | None:
+    """The price per real hour of the first choice whose price is known."""
+    if prices is None:
+        return None
+    for choice in settings.ordered:
+        parts = prices.price_parts(choice, has_ipv4=settings.is_ipv4_on)
+        if parts:
+            # An emulator with shorter billing hours charges the hourly price for each of them.
+            hours = HOUR_S // settings.billing_hour_s
+            micros = sum(part.price_micros_per_hour for part in parts) * hours
+            return Quote(str(choice), micros, prices.currency)
+    return None
 
 
 def read_prices(pricing: Mapping[str, Any], kind: str) -> PriceList:

@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.model.runpod import GpuChoice
+from windlass.model.machine import Quote
+from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.providers.money import to_micros
 
 CURRENCY = "USD"
@@ -61,6 +62,15 @@ def read_price(dollars: object) -> int | None:
     """Micros per hour. None if missing or zero, which is the price of a pod that does not run. Raises ValueError."""
     micros = to_micros(dollars) if dollars is not None else 0
     return micros if micros > 0 else None
+
+
+def quote(settings: RunpodSettings, offers: Offers) -> Quote | None:
+    """The price of the first choice whose price is known."""
+    for choice in settings.ordered:
+        offer = offers.get(choice.cloud, {}).get(choice.gpu)
+        if offer is not None and offer.micros_per_hour is not None:
+            return Quote(str(choice), offer.micros_per_hour * settings.gpu_count, CURRENCY)
+    return None
 
 
 def order_choices(choices: Sequence[GpuChoice], excluded: Collection[GpuChoice], offers: Offers) -> list[GpuChoice]:
