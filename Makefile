@@ -1,12 +1,15 @@
-# `make demo` shows the product, `make test` checks it. Both set up what they need.
+# `make demo` shows the product, `make test` checks it. Each sets up what it needs, in any order.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The package alone, for the demo; and with Ray and the tools of the tests.
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test check histories setup bench bench-queue bench-control bench-api bench-http bench-live bench-ray clean
+.PHONY: demo test check histories setup runtime bench bench-queue bench-control bench-api bench-http bench-live bench-ray clean
 
-demo: setup
+demo: runtime
 	@$(BIN)/windlass demo
 
 # Tests spend half of their time waiting for processes and limits, so three at once keep two cores busy.
@@ -29,7 +32,7 @@ histories: setup
 bench: bench-queue bench-control bench-api bench-http bench-live bench-ray
 
 bench-queue: setup
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	@$(INSTALL) ".[bench]"
 	$(BIN)/python -m bench.queue
 
 bench-control: setup
@@ -50,16 +53,25 @@ bench-live: setup
 bench-ray: setup
 	$(BIN)/python -m bench.ray
 
+runtime: $(RUNTIME)
+
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing windlass into $(VENV) (less than a minute, once)"
+	@$(INSTALL) .
+	@touch $(RUNTIME)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing windlass, Ray and the tools of the tests into $(VENV) (one to three minutes, once)"
+	@$(INSTALL) ".[dev]"
+	@touch $(RUNTIME) $(STAMP)
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "windlass needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 2; }
-	@echo "setting up $(VENV) (about half a minute the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	@touch $(STAMP)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -28,6 +28,7 @@ from windlass.policy.backoff import RETRY_CEILING_S, RETRY_FIRST_S, retry_delay_
 
 async def test_failed_attempt_is_retrying(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
+    started_at = clock()
     failed_at = clock.advance(2)
     assert await fail(store, claim, code="OOM", jitter=0.5) is TaskStatus.ERROR
     task = await task_of(store, claim)
@@ -37,7 +38,12 @@ async def test_failed_attempt_is_retrying(store: AnyStore, clock: Any) -> None:
     (event,) = await store.events(task_id=task.id)
     assert (event.code, event.worker_id) == ("TASK_ERROR", "w1")
     assert event.reason == "attempt 1 of 3: it broke"
-    assert event.detail == {"attempt": 1, "error_code": "OOM", "error": "it broke"}
+    assert event.detail == {
+        "attempt": 1,
+        "started_at": started_at.isoformat(),
+        "error_code": "OOM",
+        "error": "it broke",
+    }
     assert await store.claim("w1", ("q",)) == []
     clock.advance(retry_delay_s(1, 0.5))
     again = await claim_one(store)

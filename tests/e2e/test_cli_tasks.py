@@ -41,7 +41,7 @@ async def set_status(dsn: str, status: str, *task_ids: int, finished_days_ago: f
         status,
         task_ids,
         finished_days_ago * 86_400.0,
-        "Traceback\n  File x\nZeroDivisionError: [red]by\x1b[2Jzero[/red]",
+        "Traceback (most recent call last):\n  File x\nZeroDivisionError: [red]by\x1b[2Jzero[/red]",
     )
     await connection.close()
 

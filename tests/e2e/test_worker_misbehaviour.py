@@ -49,8 +49,12 @@ async def check_heartbeats(harness: WorkerHarness, process: WorkerProcess) -> As
 FAILURES = [
     ("spin", "TIMEOUT", r"exceeded its time limit of 2 s"),
     ("hold the GIL", "TIMEOUT", r"exceeded its time limit of 2 s"),
-    ("segfault", "CHILD_DIED", r"(?s)was killed by SIGSEGV; last output:.*about to read address zero.*in segfault"),
-    ("kill itself", "CHILD_DIED", r"was killed by SIGKILL \(out of memory\?\)"),
+    (
+        "segfault",
+        "CHILD_DIED",
+        r"^killed by SIGSEGV in handlers.py:\d+ segfault; last output:\nabout to read address zero",
+    ),
+    ("kill itself", "CHILD_DIED", r"^killed by SIGKILL \(out of memory\?\)"),
     ("os._exit", "CHILD_DIED", r"exited with code 7"),
     ("os._exit with 0", "CHILD_DIED", r"exited with code 0"),
     ("eat memory", "MEMORY_LIMIT", r"the attempt used [4-9]\d\d MiB of memory; the limit is 400 MiB"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from support.error_texts import HEADLINES
 from support.queue_sql import connected, register, task_reads
 from support.stores import PostgresStores
 from windlass import operations
@@ -64,3 +65,12 @@ async def test_locked_dead_letters_are_retried_after_unlock(
     monkeypatch.setattr(store, "retry_failed", unlock_after_empty_batch)
     assert list((await operations.retry_failed_tasks(store, "q")).task_ids) == ids
     assert batches[:4] == [[ids[1]], [ids[2]], [], [ids[0]]]
+
+
+async def test_sql_headline_equals_python_headline(connection: Any) -> None:
+    rows = await connection.fetch(
+        "select e, windlass_internal.error_headline(e) as headline from unnest($1::text[]) as e",
+        [error for error, _ in HEADLINES.values()],
+    )
+    assert [(row["e"], row["headline"]) for row in rows] == list(HEADLINES.values())
+    assert await connection.fetchval("select windlass_internal.error_headline(null)") == ""

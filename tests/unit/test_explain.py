@@ -22,6 +22,7 @@ from windlass.model.task import NewTask, Task, TaskStatus
 from windlass.model.worker import Registration, Worker, WorkerStatus
 
 NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
+ERROR = {"error_code": "HANDLER_ERROR", "error": "no disk"}
 
 
 def ago(seconds: float) -> datetime:
@@ -106,13 +107,13 @@ def explain_lines(task: Task, **known: Any) -> list[str]:
             id="running",
         ),
         pytest.param(
-            {"status": TaskStatus.ERROR, "attempts": 1, "run_after": NOW + timedelta(seconds=8)},
-            "Task 7 failed in attempt 1 of 3 and will be retried in 8 s.",
+            {"status": TaskStatus.ERROR, "attempts": 1, "run_after": NOW + timedelta(seconds=8), **ERROR},
+            "Task 7 failed in attempt 1 of 3 (HANDLER_ERROR: no disk) and will be retried in 8 s.",
             id="retrying later",
         ),
         pytest.param(
-            {"status": TaskStatus.ERROR, "attempts": 1, "run_after": ago(1)},
-            "Task 7 failed in attempt 1 of 3 and will be retried as soon as a worker is free.",
+            {"status": TaskStatus.ERROR, "attempts": 1, "run_after": ago(1), **ERROR},
+            "Task 7 failed in attempt 1 of 3 (HANDLER_ERROR: no disk) and will be retried as soon as a worker is free.",
             id="retry is due",
         ),
         pytest.param(
@@ -123,7 +124,7 @@ def explain_lines(task: Task, **known: Any) -> list[str]:
                 "status": TaskStatus.FAILED,
                 "attempts": 3,
                 "error_code": "CRASHED",
-                "error": "Traceback\nOSError: no disk",
+                "error": "Traceback (most recent call last):\n  File\nOSError: no disk\nsee the wiki",
             },
             "Task 7 failed permanently (CRASHED) after 3 of 3 attempts: OSError: no disk.",
             id="failed",
@@ -168,6 +169,32 @@ def test_history_of_a_task_is_chronological() -> None:
         "TASK_REQUEUED: attempt 1 of 3: lost",
         "attempt 2 started on w",
         "complete",
+    ]
+
+
+def test_history_names_worker_and_start_of_every_attempt() -> None:
+    def failure(attempt: int, seconds_ago: float) -> Event:
+        detail = {"attempt": attempt, "started_at": ago(seconds_ago + 2).isoformat(), "error_code": "X", "error": "x"}
+        code = "TASK_FAILED" if attempt == 2 else "TASK_ERROR"
+        return replace(event(code, f"attempt {attempt} of 2: x", seconds_ago), worker_id=f"w{attempt}", detail=detail)
+
+    dead = replace(
+        TASK,
+        status=TaskStatus.FAILED,
+        attempts=2,
+        max_attempts=2,
+        worker_id="w2",
+        started_at=ago(12),
+        finished_at=ago(10),
+    )
+    events = [failure(1, 20), failure(2, 10)]
+    explanation = explain_task(dead, events, now=NOW, ahead=0, workers=[], fleets=[])
+    assert [text for _, text in explanation.history] == [
+        "enqueued into renders",
+        "attempt 1 started on w1",
+        "TASK_ERROR: attempt 1 of 2: x",
+        "attempt 2 started on w2",
+        "TASK_FAILED: attempt 2 of 2: x",
     ]
 
 

@@ -53,7 +53,7 @@ async def demo(
     claims, one loses its GPU, one hangs, one is drained. Each is terminated for its own reason and replaced.
 
     --on ray: workers are nodes of a Ray cluster on this host. Ray places the tasks, and one node is killed. Needs
-    `pip install "./windlass[ray]"` from a clone.
+    `pip install "ray>=2.55"` in this environment.
 
     Uses its own PostgreSQL in a temporary folder, which is deleted afterwards.
     """

@@ -110,12 +110,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def last_line(text: str | None, width: int = 60) -> str | None:
-    """The last line, which names the cause in a traceback, cut to `width`."""
-    if not text or not text.strip():
-        return None
-    line = text.strip().splitlines()[-1].strip()
-    return line if len(line) <= width else f"{line[: width - 1]}…"
+def one_line(text: str | None, width: int = 60) -> str | None:
+    """The text with spaces for line ends, cut to `width`. None if it is empty."""
+    line = " ".join((text or "").split())
+    return (line if len(line) <= width else f"{line[: width - 1]}…") or None
 
 
 def duration(seconds: float | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, command, load
-from windlass.cli.output import TextTable, duration, last_line, print_json, print_text_table, rich_table, to_plain
+from windlass.cli.output import TextTable, duration, one_line, print_json, print_text_table, rich_table, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.control.explain import no_orchestrator_reason
 from windlass.model.cycle import Cycle, Fleet
@@ -192,7 +192,7 @@ def _fleet_table(report: StatusReport, *, is_short: bool) -> TextTable:
             decided,
         )
         for fleet, cycle in report.fleets
-        for decided in [(last_line(cycle.decision, 80) if is_short else cycle.decision) if cycle else None]
+        for decided in [(one_line(cycle.decision, 80) if is_short else cycle.decision) if cycle else None]
     ]
     headings = ("fleet", "workers", "limits", "notes", "last cycle", "decision")
     return TextTable(rows, headings, ("workers", "last cycle"))

@@ -16,7 +16,7 @@ from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, comma
 from windlass.cli.output import (
     duration,
     format_count,
-    last_line,
+    one_line,
     print_json,
     print_table,
     printable,
@@ -27,6 +27,7 @@ from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_duration
 from windlass.config_loader import Loaded
 from windlass.cost.queries import task_cost
+from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.money import with_currency
@@ -101,10 +102,10 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
-    note = last_line(task.error)
+    note = one_line(error_headline(task.error))
     if task.status is TaskStatus.RUNNING:
         percent = f"{task.progress * 100:.0f} %" if task.progress is not None else None
-        note = " ".join(part for part in (percent, last_line(task.progress_note)) if part) or None
+        note = " ".join(part for part in (percent, one_line(task.progress_note)) if part) or None
     due_s = (task.run_after - now).total_seconds() if task.run_after is not None else 0.0
     return (
         task.id,

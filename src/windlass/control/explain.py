@@ -3,12 +3,13 @@
 Every sentence states a stored fact: a row, an event or a cycle's snapshot. `explain` reads the store; the rest is pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
 from windlass.model.action import ACTION_KINDS, Delete, Drain, Fail, Promote, Spawn
 from windlass.model.cycle import Cycle, CycleDetail, Explanation, Fleet
+from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus
@@ -115,8 +116,11 @@ def explain_task(
             answer.append(f"No fleet and no worker serves the queue {task.queue}: start one, or check its name.")
     history = [(task.created_at, f"enqueued into {task.queue}")]
     history += [(event.at, _event_line(event)) for event in events]
+    # A set: the last attempt of a failed task is in the task and in its event.
+    starts = {(started_at, event.worker_id, attempt) for event in events for attempt, started_at in _attempt_of(event)}
     if task.started_at is not None and task.worker_id is not None:
-        history.append((task.started_at, f"attempt {task.attempts} started on {task.worker_id}"))
+        starts.add((task.started_at, task.worker_id, task.attempts))
+    history += [(at, f"attempt {attempt} started on {worker_id}") for at, worker_id, attempt in starts]
     if task.finished_at is not None and task.status is TaskStatus.COMPLETE:
         history.append((task.finished_at, "complete"))
     return Explanation(answer, sorted(history))
@@ -129,8 +133,8 @@ def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
         case TaskStatus.FAILED:
             return [
                 f"Task {task.id} failed permanently ({task.error_code}) after {task.attempts} of "
-                f"{_plural(task.max_attempts, 'attempt')}: {_last_line(task.error)}.",
-                f"`windlass tasks retry {task.id}` queues it again.",
+                f"{_plural(task.max_attempts, 'attempt')}: {_headline(task.error)}.",
+                f"`windlass tasks show {task.id}` shows the error, `windlass tasks retry {task.id}` queues it again.",
             ]
         case TaskStatus.RUNNING:
             since_s = _since_s(task.started_at, now)
@@ -139,9 +143,10 @@ def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
             return [f"Task {task.id} has been running on {task.worker_id} for {since_s:.0f} s{done}{note}."]
         case TaskStatus.ERROR:
             wait_s = -_since_s(task.run_after, now)
+            when = f"in {wait_s:.0f} s" if wait_s > 0 else "as soon as a worker is free"
             return [
-                f"Task {task.id} failed in attempt {task.attempts} of {task.max_attempts} and will be retried "
-                + (f"in {wait_s:.0f} s." if wait_s > 0 else "as soon as a worker is free.")
+                f"Task {task.id} failed in attempt {task.attempts} of {task.max_attempts} ({task.error_code}: "
+                f"{_headline(task.error)}) and will be retried {when}."
             ]
         case TaskStatus.QUEUED if _is_scheduled(task, now):
             return [f"Task {task.id} is scheduled for {task.run_after:%Y-%m-%d %H:%M:%S} UTC."]
@@ -312,6 +317,13 @@ def _repeated_note(cycle: Cycle) -> str:
     return f"; unchanged until {cycle.repeated_at:{'%H:%M:%S' if is_same_day else '%Y-%m-%d %H:%M:%S'}}"
 
 
+def _attempt_of(event: Event) -> Iterator[tuple[int, datetime]]:
+    """Number and start of the attempt whose failure the event records."""
+    detail = event.detail or {}
+    if "attempt" in detail and "started_at" in detail:
+        yield int(detail["attempt"]), datetime.fromisoformat(detail["started_at"])
+
+
 def _event_line(event: Event) -> str:
     return f"{event.code}: {event.reason}"
 
@@ -324,9 +336,8 @@ def _plural(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
-def _last_line(text: str | None) -> str:
-    lines = (text or "").strip().splitlines()
-    return lines[-1].strip().rstrip(".") if lines else "no error given"
+def _headline(error: str | None) -> str:
+    return error_headline(error).rstrip(".") or "no error given"
 
 
 def _since_s(moment: datetime | None, now: datetime) -> float:

@@ -3,6 +3,7 @@
 import re
 from datetime import datetime
 
+from windlass.model.error_text import error_headline
 from windlass.model.money import amount
 from windlass.model.overview import COUNT_LIMIT
 
@@ -72,16 +73,15 @@ def gigabytes(megabytes: int | None) -> str:
     return UNKNOWN if megabytes is None else f"{megabytes / 1024:.1f}"
 
 
-def last_line(text: str | None) -> str:
-    """The last line of a traceback, which names its cause."""
-    lines = (text or "").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+def headline(error: str | None) -> str:
+    """The one line of an error that lists show."""
+    return error_headline(error)
 
 
 def gist(text: str) -> str:
-    """A reason without its traceback: the text before it, and its last line."""
+    """A reason without its traceback: the text before it, and the exception's first line."""
     begin, found, _ = text.partition("Traceback (most recent call last)")
-    return f"{begin}{last_line(text)}" if found else text
+    return f"{begin}{error_headline(text[len(begin) :])}" if found else text
 
 
 def action_label(code: str) -> str:

@@ -80,7 +80,7 @@ def _environment() -> Environment:
     environment.globals["asset"] = asset
     for function in (
         *(filters.duration, filters.brief, filters.count, filters.counted, filters.percent, filters.money),
-        *(filters.moment, filters.gigabytes, filters.last_line, filters.gist, filters.action_label, filters.plain),
+        *(filters.moment, filters.gigabytes, filters.headline, filters.gist, filters.action_label, filters.plain),
         *(ray_nodes.node_state, ray_nodes.node_uses, query, in_code, amount),
     ):
         environment.filters[function.__name__] = function

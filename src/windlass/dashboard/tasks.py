@@ -28,7 +28,6 @@ _SUMMARIES = {None: "Newest first", "queued": "In the order in which they will b
 class AttemptView:
     number: int
     worker_id: str | None
-    # Stored for the last attempt only.
     started_at: datetime | None
     ended_at: datetime | None
     outcome: str
@@ -45,12 +44,12 @@ def attempts_of(task: Task, events: Sequence[Event]) -> list[AttemptView]:
     for event in events:
         if event.detail is None or "attempt" not in event.detail:
             continue
-        is_last = task.started_at is not None and task.finished_at == event.at
+        started_at = event.detail.get("started_at")
         attempts.append(
             AttemptView(
                 int(event.detail["attempt"]),
                 event.worker_id,
-                task.started_at if is_last else None,
+                datetime.fromisoformat(started_at) if started_at else None,
                 event.at,
                 "failed",
                 event.detail.get("error_code"),

@@ -19,7 +19,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.output import last_line
 from windlass.config_sources import ENVIRONMENT_ALIASES, PREFIX
 from windlass.demo.cleanup import MARK
 from windlass.model.config import Config
@@ -74,7 +73,7 @@ class DemoEnvironment:
     async def read_progress(self) -> Any:
         """Numbers of tasks and workers. Raises WindlassError if `windlass up` has exited."""
         if self.up.returncode is not None:
-            last = last_line((self.place.folder / "up.log").read_text(errors="replace"), ERROR_WIDTH)
+            last = _last_line((self.place.folder / "up.log").read_text(errors="replace"))
             raise WindlassError(f"`windlass up` of the demo exited with code {self.up.returncode}: {last}")
         return await self.database.fetchrow(QUERIES["progress"])
 
@@ -179,7 +178,7 @@ async def _wait_for_link(place: DemoPlace, up: Process) -> str:
             if (found := _LINK.search(log)) is not None:
                 return found[1]
             if up.returncode is not None:
-                raise WindlassError(f"`windlass up` of the demo did not start: {last_line(log, ERROR_WIDTH)}")
+                raise WindlassError(f"`windlass up` of the demo did not start: {_last_line(log)}")
             await asyncio.sleep(POLL_INTERVAL_S)
 
 
@@ -207,6 +206,10 @@ async def _connection(dsn: str) -> AsyncIterator[Any]:
         yield connection
     finally:
         connection.terminate()
+
+
+def _last_line(log: str) -> str:
+    return (log.strip().splitlines() or ["no output"])[-1][:ERROR_WIDTH]
 
 
 def free_port() -> int:

@@ -27,7 +27,7 @@ def our_versions() -> Versions:
     try:
         return Versions(version("ray"), platform.python_version())
     except PackageNotFoundError:
-        raise ConfigError('ray is not installed. Run `pip install "windlass[ray]"`.') from None
+        raise ConfigError('ray is not installed. Run `pip install "ray>=2.55"` in this environment.') from None
 
 
 def check_versions(here: Versions, there: Versions, where: str) -> None:

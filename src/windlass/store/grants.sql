@@ -43,7 +43,7 @@ grant insert on windlass.attempt_spans to windlass_producer;
 grant select (id, slot, machine_id, price_micros_per_hour) on windlass.workers to windlass_producer;
 
 grant execute on function
-  windlass_internal.truncate_for_event, windlass_internal.truncate_error, windlass_internal.retry_delay_s,
+  windlass_internal.error_headline, windlass_internal.truncate_error, windlass_internal.retry_delay_s,
   windlass_internal.record_attempt_spans, windlass_internal.record_failure, windlass_internal.record_successes,
   windlass_internal.failed_attempts, windlass_internal.failed_attempts_text, windlass_internal.reject_late_results,
   windlass_internal.acts_for,

@@ -11,8 +11,10 @@ import os
 import shlex
 import shutil
 
+from windlass.model.error_text import LAST_OUTPUT, MAX_HEADLINE_CHARACTERS, raised_line
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
+from windlass.worker.crash_report import read_crash
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
@@ -72,9 +74,7 @@ class CommandExecutor:
 
     def _outcome(self, group: ProcessGroup, returncode: int) -> Outcome:
         if returncode != 0:
-            return AttemptFailure(
-                "HANDLER_ERROR", f"the command {describe_exit(returncode)}: {group.tail()}".rstrip(": ")
-            )
+            return AttemptFailure("HANDLER_ERROR", _describe_failure(returncode, group.tail()))
         try:
             text = group.answer.decode().strip()
         except UnicodeDecodeError as error:
@@ -88,3 +88,15 @@ class CommandExecutor:
             return AttemptFailure("BAD_RESULT", str(error))
         except (ValueError, RecursionError) as error:
             return AttemptFailure("BAD_RESULT", f"the command's output is not JSON ({error}): {text[:200]}")
+
+
+def _describe_failure(returncode: int, output: str) -> str:
+    """How it exited and why: the exception of a Python program, otherwise the last line, before the rest."""
+    exited = f"the command {describe_exit(returncode)}"
+    if "\n" not in output:
+        return f"{exited}: {output}".rstrip(": ")
+    crash = read_crash(output)
+    if crash.place is not None:
+        return f"{exited} in {crash.place}{LAST_OUTPUT}\n{crash.output}"
+    cause = raised_line(output) or output.rpartition("\n")[2]
+    return f"{exited}: {cause[:MAX_HEADLINE_CHARACTERS]}{LAST_OUTPUT}\n{crash.output}"

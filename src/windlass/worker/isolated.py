@@ -11,9 +11,11 @@ import os
 import socket
 import sys
 
+from windlass.model.error_text import LAST_OUTPUT
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
 from windlass.worker import child_protocol as frames
+from windlass.worker.crash_report import read_crash
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
 from windlass.worker.process import OUTPUT_TIMEOUT_S, ProcessGroup, describe_exit, start_group
@@ -154,7 +156,8 @@ class _Child:
             await self.close()
             raise
         if outcome is None:
-            outcome = group.limit_failure or AttemptFailure("CHILD_DIED", await self._describe_death())
+            death = (await self._describe_death()).removeprefix("the handler's process was ")
+            outcome = group.limit_failure or AttemptFailure("CHILD_DIED", death)
             await self.close()
         return outcome
 
@@ -217,8 +220,10 @@ class _Child:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_TIMEOUT_S):
                 returncode = await self._group.wait()
-            tail = self._group.tail()
-            return f"the handler's process {describe_exit(returncode)}" + (f"; last output:\n{tail}" if tail else "")
+            crash = read_crash(self._group.tail())
+            place = f" in {crash.place}" if crash.place is not None else ""
+            output = f"{LAST_OUTPUT}\n{crash.output}" if crash.output else ""
+            return f"the handler's process {describe_exit(returncode)}{place}{output}"
         return "the handler's process closed its connection to the worker"
 
 

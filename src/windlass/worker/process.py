@@ -24,8 +24,8 @@ from windlass.worker.nonblocking_stderr import standard_error
 
 # Output of one attempt before it is killed: enough for any log, too little to fill a disk.
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
-# Kept of the output for the error message.
-TAIL_BYTES = 2_000
+# Kept of the output for the error message: enough for the stacks that a crashing Python process prints.
+TAIL_BYTES = 64 * 1024
 MEMORY_CHECK_INTERVAL_S = 0.5
 # Time for a killed process to disappear. Only uninterruptible I/O takes longer.
 KILL_TIMEOUT_S = 10.0
@@ -88,7 +88,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         self._max_output_bytes = MAX_OUTPUT_BYTES if max_output_bytes is None else max_output_bytes
         self._forwards_output = forwards_output
         self._attempts = 0
-        self._tail = b""
+        self._tail = bytearray()
         self._on_exit: Callable[[], object] | None = None
         self._exited = asyncio.Event()
         self._closed = asyncio.Event()
@@ -138,10 +138,11 @@ class ProcessGroup(asyncio.SubprocessProtocol):
     def begin_attempt(self) -> None:
         self._attempts += 1
         self.output_bytes = 0
-        self._tail = b""
+        self._tail.clear()
 
     def tail(self) -> str:
-        return self._tail.decode(errors="replace").strip()
+        """The end of the output of this attempt."""
+        return self._tail[-TAIL_BYTES:].decode(errors="replace").strip()
 
     def kill(self) -> None:
         """Send SIGKILL to the process and its descendants. Safe to repeat, also after the process is gone."""
@@ -240,7 +241,9 @@ class ProcessGroup(asyncio.SubprocessProtocol):
             self.kill()
 
     def _forward(self, data: bytes) -> None:
-        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        self._tail += data
+        if len(self._tail) > 2 * TAIL_BYTES:
+            del self._tail[:-TAIL_BYTES]
         self.output_bytes += len(data)
         if self.output_bytes > self._max_output_bytes:
             self._fail("OUTPUT_LIMIT", f"the attempt printed more than {MAX_OUTPUT_BYTES >> 20} MiB")

@@ -13,7 +13,6 @@ from windlass.model.event import Event
 MAX_ATTEMPTS_LISTED = 20
 MAX_WORKERS_NAMED = 5
 FAILED_ATTEMPTS = frozenset({"TASK_ERROR", "TASK_REQUEUED", "TASK_FAILED"})
-MAX_REASON_CHARACTERS, REASON_BEGINS, REASON_ENDS = 300, 100, 200
 
 _Key = TypeVar("_Key", int, str)
 
@@ -99,13 +98,6 @@ def failed_attempts_text(attempts: list[dict[str, Any]]) -> str:
         return ""
     more = f" and {len(workers) - MAX_WORKERS_NAMED} more" if len(workers) > MAX_WORKERS_NAMED else ""
     return f"; failed on {', '.join(workers[:MAX_WORKERS_NAMED])}{more}"
-
-
-def shortened(error: str) -> str:
-    """Beginning and end of a long error: the kind is at the beginning, the place at the end."""
-    if len(error) <= MAX_REASON_CHARACTERS:
-        return error
-    return f"{error.split(chr(10), 1)[0][:REASON_BEGINS]} ... {error[-REASON_ENDS:]}"
 
 
 def _forget_oldest(events: defaultdict[_Key, deque[Event]], key: _Key | None) -> None:

@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 from pydantic import TypeAdapter
 
 from support.memory_store.cycles import Cycles
-from support.memory_store.events import EventLog, failed_attempts, failed_attempts_text, shortened
+from support.memory_store.events import EventLog, failed_attempts, failed_attempts_text
 from support.memory_store.fleets import FleetRow, LeaseTable, SlotRow
 from support.memory_store.interval import interval
 from support.memory_store.ledger import ChargeLedger, record_span
@@ -23,6 +23,7 @@ from support.memory_store.workers import Credentials, MemoryWorker, WorkerTable
 from windlass.model.action import AttemptRefund
 from windlass.model.auth import ApiToken, ServerAddress, Session
 from windlass.model.config import Retention
+from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.node import dispatcher_lease
 from windlass.model.outcome import Intent
@@ -97,7 +98,7 @@ class Tables:
 
     def take_back(self, row: MemoryTask, code: str, reason: str) -> None:
         """Requeue a task whose worker will not finish it, or fail it without attempts left. The attempt counts."""
-        worker_id = row.worker_id
+        worker_id, started_at = row.worker_id, row.started_at
         if row.attempts < row.max_attempts:
             self.stop(row)
             row.error_code, row.error = code, reason
@@ -107,7 +108,7 @@ class Tables:
             self.end(row, TaskStatus.FAILED, code=code, error=reason)
         row.token = None
         event = "TASK_FAILED" if row.status is TaskStatus.FAILED else "TASK_REQUEUED"
-        self.record_attempt(event, row, worker_id, code, reason)
+        self.record_attempt(event, row, worker_id, started_at, code, reason)
 
     def take_back_all(self, worker_id: str, code: str, reason: str, node_ids: Sequence[str] = ()) -> RecoveredTasks:
         """Take back the tasks of a worker and of the given nodes."""
@@ -117,9 +118,13 @@ class Tables:
         failed = sum(row.status is TaskStatus.FAILED for row in tasks)
         return RecoveredTasks(worker_id, tasks_requeued=len(tasks) - failed, tasks_failed=failed)
 
-    def record_attempt(self, event: str, row: MemoryTask, worker_id: str | None, code: str, error: str) -> None:
+    def record_attempt(
+        self, event: str, row: MemoryTask, worker_id: str | None, started_at: datetime | None, code: str, error: str
+    ) -> None:
         detail: dict[str, object] = {"attempt": row.attempts, "error_code": code, "error": error}
-        reason = f"attempt {row.attempts} of {row.max_attempts}: {shortened(error)}"
+        if started_at is not None:
+            detail["started_at"] = started_at.isoformat()
+        reason = f"attempt {row.attempts} of {row.max_attempts}: {error_headline(error)}"
         if event == "TASK_FAILED":
             last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code}
             attempts = failed_attempts(self.event_log, self.workers, row, last)

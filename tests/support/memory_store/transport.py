@@ -203,7 +203,7 @@ class MemoryTransport(MemoryWorkSignal):
         if doer is not None:
             doer.record_failure(task_id, self._clock())
         event = "TASK_ERROR" if row.status is TaskStatus.ERROR else "TASK_FAILED"
-        self._tables.record_attempt(event, row, row.worker_id, code, error)
+        self._tables.record_attempt(event, row, row.worker_id, row.started_at, code, error)
         return row.status
 
     def _reject_late_results(

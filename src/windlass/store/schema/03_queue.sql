@@ -14,14 +14,45 @@ create type windlass.claim as (
   is_lost boolean
 );
 
--- An error as events show it. The beginning says what happened, the end says where.
-create function windlass_internal.truncate_for_event(p_error text) returns text
-language sql immutable parallel safe
+-- The one line of an error that events and lists show: the exception's own first line, or for a process that died how it
+-- died. model/error_text.py has the same rules.
+create function windlass_internal.error_headline(p_error text) returns text
+language plpgsql immutable parallel safe
 as $$
-  select case
-    when length(p_error) <= 300 then p_error
-    else left(split_part(p_error, e'\n', 1), 100) || ' ... ' || right(p_error, 200)
-  end
+declare
+  v_first text;
+  v_raised text;
+  v_line text;
+  v_text text;
+  v_is_expected boolean := true;
+  v_is_in_frames boolean := false;
+begin
+  foreach v_line in array string_to_array(coalesce(p_error, ''), e'\n') loop
+    v_line := rtrim(v_line, e' \t\r');
+    if v_first is null and ltrim(v_line, e' \t\r') <> '' then
+      v_first := ltrim(v_line, e' \t\r');
+      -- What follows is the output of a process.
+      exit when v_first like '%; last output:';
+    end if;
+    if v_is_in_frames then
+      v_text := regexp_replace(v_line, '^ *\| ?', '');
+      if v_text <> '' and v_text not like ' %' then
+        v_raised := v_text;
+        v_is_in_frames := false;
+        v_is_expected := false;
+      end if;
+    elsif v_is_expected and v_line like '%Traceback (most recent call last):' then
+      v_is_in_frames := true;
+    elsif trim(v_line, ' |') in (
+      'The above exception was the direct cause of the following exception:',
+      'During handling of the above exception, another exception occurred:'
+    ) then
+      v_is_expected := true;
+    end if;
+  end loop;
+  v_text := coalesce(v_raised, regexp_replace(v_first, '; last output:$', ''), '');
+  return case when length(v_text) <= 200 then v_text else left(v_text, 199) || '…' end;
+end
 $$;
 
 -- An error as it is stored. 8,000 characters hold a long traceback. A longer one keeps both ends: the kind of the error

@@ -128,11 +128,12 @@ begin
   end if;
   perform windlass_internal.add_event(
     case v_task.status when 'error' then 'TASK_ERROR' else 'TASK_FAILED' end,
-    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass_internal.truncate_for_event(v_error))
+    format('attempt %s of %s: %s', v_task.attempts, v_task.max_attempts, windlass_internal.error_headline(v_error))
       || coalesce(windlass_internal.failed_attempts_text(v_failed_attempts), ''),
     null, v_task.worker_id, p_task_id,
     jsonb_strip_nulls(jsonb_build_object(
-      'attempt', v_task.attempts, 'error_code', p_code, 'error', v_error, 'failed_attempts', v_failed_attempts))
+      'attempt', v_task.attempts, 'started_at', v_task.started_at, 'error_code', p_code, 'error', v_error,
+      'failed_attempts', v_failed_attempts))
   );
   return v_task.status;
 end

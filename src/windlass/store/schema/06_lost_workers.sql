@@ -30,16 +30,18 @@ begin
         claim_token = null, error_code = p_code, error = p_reason
     from taken
     where t.id = taken.id
-    returning t.id, t.queue, t.status, t.attempts, t.max_attempts, taken.from_worker_id
+    returning t.id, t.queue, t.status, t.attempts, t.max_attempts, taken.from_worker_id,
+      taken.started_at as attempt_started_at
   ),
   recorded as (
     insert into windlass.events (code, reason, worker_id, task_id, detail)
     select case m.status when 'queued' then 'TASK_REQUEUED' else 'TASK_FAILED' end,
-      format('attempt %s of %s: %s', m.attempts, m.max_attempts, p_reason)
+      format('attempt %s of %s: %s', m.attempts, m.max_attempts, windlass_internal.error_headline(p_reason))
         || coalesce(windlass_internal.failed_attempts_text(m.failed_attempts), ''),
       m.from_worker_id, m.id,
       jsonb_strip_nulls(jsonb_build_object(
-        'attempt', m.attempts, 'error_code', p_code, 'error', p_reason, 'failed_attempts', m.failed_attempts))
+        'attempt', m.attempts, 'started_at', m.attempt_started_at, 'error_code', p_code, 'error', p_reason,
+        'failed_attempts', m.failed_attempts))
     from (
       select *,
         case status when 'failed' then windlass_internal.failed_attempts(id, from_worker_id, attempts, p_code) end
