@@ -76,7 +76,7 @@ async def spawn_worker(store: Stores, worker_id: str = "w0", slot: int = 0, join
 async def end(store: Stores, worker_id: str = "w0") -> None:
     observed = await store.observe(ANN, "gpus", FLEET)
     assert isinstance(observed, tuple)
-    await store.record_outcomes("gpus", 0, [Deleted(worker_id, None, "IDLE", "let go")], None)
+    await store.record_outcomes("gpus", 0, [Deleted(worker_id, None, "IDLE", "idle")], None)
 
 
 def test_token_has_256_random_bits_after_its_prefix() -> None:

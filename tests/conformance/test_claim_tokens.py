@@ -43,13 +43,13 @@ async def token_of_another_task(store: AnyStore, claim: Claim) -> tuple[str, Cla
 
 
 async def stale_token(store: AnyStore, claim: Claim) -> tuple[str, Claim]:
-    await store.release("w1", claim.task_id, claim.token, "given back")
+    await store.release("w1", claim.task_id, claim.token, "released")
     assert (await claim_one(store)).task_id == claim.task_id
     return "w1", claim
 
 
 async def token_of_an_attempt_that_another_worker_repeats(store: AnyStore, claim: Claim) -> tuple[str, Claim]:
-    await store.release("w1", claim.task_id, claim.token, "given back")
+    await store.release("w1", claim.task_id, claim.token, "released")
     assert (await claim_one(store, "w2")).task_id == claim.task_id
     return "w1", claim
 

@@ -42,7 +42,7 @@ async def test_finish_and_claim_returns_next_task(store: AnyStore) -> None:
 
 async def test_stale_claim_cannot_complete_task(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
-    await store.release("w1", claim.task_id, claim.token, "given back")
+    await store.release("w1", claim.task_id, claim.token, "released")
     before = await task_of(store, claim)
     clock.advance(1)
     assert await complete(store, claim, result="1") == [claim.token]
@@ -64,7 +64,7 @@ async def test_task_released_with_delay_is_not_claimable_before(store: AnyStore,
 
 async def test_late_result_cannot_complete_later_attempt(store: AnyStore) -> None:
     old = await claimed(store)
-    await store.release("w1", old.task_id, old.token, "given back")
+    await store.release("w1", old.task_id, old.token, "released")
     await register(store, "w2")
     new = await claim_one(store, "w2")
     assert new.task_id == old.task_id
@@ -95,7 +95,7 @@ async def test_batch_reports_exactly_the_lost_claims(store: AnyStore) -> None:
         await add(store)
     done, repeated, lost, cancelled = await store.claim("w1", ("q",), 4)
     await complete(store, repeated)
-    await store.release("w1", lost.task_id, lost.token, "given back")
+    await store.release("w1", lost.task_id, lost.token, "released")
     await store.cancel_task(cancelled.task_id, "no longer wanted")
     stranger = Finished(999_999_999, uuid4(), None)
     batch = [Finished(c.task_id, c.token, None) for c in (done, repeated, lost, cancelled)]
@@ -108,7 +108,7 @@ async def test_batch_reports_exactly_the_lost_claims(store: AnyStore) -> None:
 
 async def test_batch_distinguishes_two_attempts_of_one_task(store: AnyStore) -> None:
     old = await claimed(store)
-    await store.release("w1", old.task_id, old.token, "given back")
+    await store.release("w1", old.task_id, old.token, "released")
     new = await claim_one(store)
     batch = [Finished(c.task_id, c.token, json.dumps(c.attempt)) for c in (old, new)]
     turn = await store.finish_and_claim("w1", batch, (), 0)

@@ -51,7 +51,7 @@ async def test_heartbeat_reply_has_lost_claims(store: AnyStore) -> None:
     for _ in range(4):
         await add(store)
     kept, released, cancelled, finished = await store.claim("w1", ("q",), 4)
-    await store.release("w1", released.task_id, released.token, "given back")
+    await store.release("w1", released.task_id, released.token, "released")
     await store.cancel_task(cancelled.task_id, "not wanted")
     await complete(store, finished)
     stranger = HeldClaim(999_999_999, uuid4())
@@ -82,7 +82,7 @@ async def test_progress_note_may_be_any_text(store: AnyStore) -> None:
 
 async def test_progress_of_lost_claim_is_ignored(store: AnyStore) -> None:
     old = await claimed(store)
-    await store.release("w1", old.task_id, old.token, "given back")
+    await store.release("w1", old.task_id, old.token, "released")
     await register(store, "w2")
     new = await claim_one(store, "w2")
     await store.heartbeat("w1", [held(old, 0.9, "almost")])

@@ -131,7 +131,7 @@ async def test_batch_of_placements_has_one_verdict_each(world: World) -> None:
 async def test_ineligible_node_gets_no_placement(world: World, target: str) -> None:
     await world.store.register(Registration("plain", ("q",), FLEET))
     await world.spawn_worker("ending", 2)
-    await world.store.set_terminating(["ending"], "let go")
+    await world.store.set_terminating(["ending"], "drained")
     (claim,) = await world.claim()
     assert await world.place(claim, target) is NodeVerdict.BARRED
     assert (await world.store.task(claim.task_id)).worker_id == "d"
@@ -319,7 +319,7 @@ async def test_unmanaged_node_starts_again_after_its_end(world: World) -> None:
 
 
 async def test_report_returns_terminating_and_paused_nodes(world: World) -> None:
-    await world.store.set_terminating(["n1"], "let go")
+    await world.store.set_terminating(["n1"], "drained")
     assert await world.report(alive("n1"), alive("n2")) == {"n1": True}
     await world.store.set_paused(["n2"], True)
     assert await world.report(alive("n1"), alive("n2")) == {"n1": True, "n2": False}

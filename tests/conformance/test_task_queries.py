@@ -86,7 +86,7 @@ async def test_workers_are_listed_oldest_first_without_terminated(store: AnyStor
 
 async def test_events_returns_newest_events_oldest_first(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store)
-    await store.release("w1", claim.task_id, claim.token, "given back")
+    await store.release("w1", claim.task_id, claim.token, "released")
     clock.advance(1)
     await store.cancel_task(claim.task_id, "not wanted")
     assert await codes(store) == ["WORKER_REGISTERED", "TASK_RELEASED", "TASK_CANCELLED"]
@@ -119,22 +119,22 @@ async def test_queue_depths_count_unfinished_tasks(store: AnyStore, clock: Any) 
 
 
 @pytest.mark.parametrize(
-    "way", ["its time came", "given back", "retried by hand", "its back-off is over", "worker lost"]
+    "way", ["run_after reached", "released", "retried by hand", "its back-off ended", "worker lost"]
 )
 async def test_queued_age_counts_from_when_task_became_claimable(store: AnyStore, clock: Any, way: str) -> None:
-    if way == "its time came":
+    if way == "run_after reached":
         await add(store, run_after=clock() + timedelta(days=7))
         clock.advance(7 * 86_400)
     else:
         claim = await claimed(store)
         await store.heartbeat("w1", [held(claim, 0.5, "half")])
         clock.advance(600)
-        if way == "given back":
+        if way == "released":
             await store.release("w1", claim.task_id, claim.token, "no room")
         elif way == "retried by hand":
             await fail(store, claim, retry=False)
             await store.retry_task(claim.task_id)
-        elif way == "its back-off is over":
+        elif way == "its back-off ended":
             await fail(store, claim, jitter=0.0)
             clock.advance(RETRY_FIRST_S)
             await register(store, "other")

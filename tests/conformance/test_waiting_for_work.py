@@ -28,7 +28,7 @@ async def test_wait_ends_when_task_arrives(store: AnyStore) -> None:
 async def test_wait_ends_when_task_is_requeued(store: AnyStore) -> None:
     claim = await claimed(store)
     waiting = await waits(store, "q")
-    await store.release("w1", claim.task_id, claim.token, "given back")
+    await store.release("w1", claim.task_id, claim.token, "released")
     await asyncio.wait_for(waiting, LIMIT_S)
     claim = await claim_one(store)
     await fail(store, claim, retry=False)

@@ -154,7 +154,7 @@ def processes() -> "Iterator[list[subprocess.Popen[str]]]":
 
 
 async def end(site: Site, up: "subprocess.Popen[str]") -> None:
-    """In good order: everybody leaves, and no pod is paid for any more."""
+    """Shut down: all workers drain, and no pod is billed afterwards."""
     up.send_signal(signal.SIGTERM)
     assert up.wait(timeout=40) == 0, site.log()
     assert await site.pods_gone(), site.log()

@@ -233,7 +233,7 @@ async def test_failed_start_script_is_quoted_without_secrets(place: Place) -> No
         lines = caught.value.output.splitlines()
         assert lines[-2:] == ["have wlj_********", "exit status 3"]
         assert len(lines) == 20
-        # Whoever comes later finds the same, and starts nothing.
+        # A later preparation finds the same, and starts nothing.
         with pytest.raises(NotPrepared, match="exit status 3"):
             await provider.prepare(machine, caught.value.host_key, unheard)
 
@@ -288,7 +288,7 @@ async def test_pod_with_another_key_is_unreachable(place: Place, tmp_path: Path)
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
         await provider.prepare(machine, None, unheard)
-    # So it answers, and the four seconds are for whom it does not let in.
+    # The server accepts the connection; the timeout applies to the login.
     async with place.provider(Preparer(place.settings(timeout_s=4.0), other.open_shell, retry_s=0.2)) as provider:
         with pytest.raises(NotPrepared, match="Permission denied") as caught:
             await provider.prepare(machine, None, unheard)

@@ -109,7 +109,7 @@ class Plane:
     async def end(self, worker_id: str) -> None:
         term = await self.store.acquire_lease(ANN)
         assert isinstance(term, int)
-        await self.store.record_outcomes("far", 0, [Deleted(worker_id, None, "IDLE", "let go")], None)
+        await self.store.record_outcomes("far", 0, [Deleted(worker_id, None, "IDLE", "idle")], None)
 
 
 async def open_plane(harness: WorkerHarness) -> AsyncIterator[Plane]:

@@ -3,7 +3,7 @@
     python orchestrator_process.py DSN NAME
 
 Its machines never join, so each is spawned, times out, is deleted and replaced repeatedly. A creation runs inside the
-database and goes on there when whoever asked for it is killed. Ends by being killed.
+database and continues when its caller is killed. Ends by being killed.
 """
 
 import asyncio

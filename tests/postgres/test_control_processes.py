@@ -89,7 +89,7 @@ async def _kill_leaders(connection: Any, orchestrators: Orchestrators) -> None:
     orchestrators.start()
     kills = 0
     while kills < KILLS or await cycles() < CYCLES:
-        name = await until("somebody leads", leader)
+        name = await until("a leader", leader)
         led_before = await cycles()
 
         async def moves_on(before: int = led_before) -> bool:

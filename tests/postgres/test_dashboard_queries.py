@@ -189,7 +189,7 @@ async def test_history_has_at_most_requested_points(store: Store, sql: Any, cloc
         await store.enqueue(new_task("a"))
         seen = await store.overview()
         await store.take_samples(seen)
-        await store.take_samples(seen)  # whoever else does the same does no harm
+        await store.take_samples(seen)  # a second sampler does no harm
         clock.advance(5)
         assert seen.fleets[0].work.queued == count + 1
     points = await store.history("gpus", 300, points=10)

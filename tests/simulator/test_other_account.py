@@ -1,4 +1,4 @@
-"""A key that becomes another account's: no machine is made there, and none of the former account's is forgotten."""
+"""A fleet gets the key of another account: no machine is created there, and former machines stay tracked."""
 
 import asyncio
 from random import Random
@@ -23,7 +23,7 @@ VENDORS = {"hetzner": hetzner_fixture.EmulatedHetzner, "runpod": runpod_fixture.
 
 
 class Shop:
-    """One fleet and whoever works in it, and two accounts of its vendor."""
+    """One fleet with its workers, and two accounts of its vendor."""
 
     def __init__(self, vendor: str, max_workers: int = 3) -> None:
         self.store = MemoryStores(virtual_now)
@@ -47,8 +47,8 @@ class Shop:
         self.rent(self.former, "the first key")
 
     def rent(self, account: Any, key: str) -> None:
-        """As an orchestrator that is started anew with this key."""
-        # Of a paid hour nobody here would see the end.
+        """Start a new orchestrator with this key."""
+        # Billed by the second: these tests do not reach the end of a billing hour.
         settings = {"billing_hour_s": 60} if self.fleet.provider == "hetzner" else {}
         provider = account.provider(account=account.account(key), **settings)
         self.cycle = FleetCycle("red", self.fleet, self.store, provider, Candidate("ann", 60.0), Random(1))  # noqa: S311
@@ -81,7 +81,7 @@ class Shop:
         return fleet.hold
 
     async def restart(self, slot: int | None = None) -> None:
-        """As `windlass restart` does it."""
+        """Restart as `windlass restart` does."""
         await self.store.restart_slots("red", slot)
         workers = [worker.id for worker in await self.store.workers() if slot in (None, worker.slot)]
         await self.store.set_terminating(workers, "restarted by hand")
@@ -91,7 +91,7 @@ class Shop:
         return [event for event in alerts if event.detail["code"] == code]
 
     async def left_behind(self) -> dict[str, str]:
-        """By worker, what was remembered of its machine."""
+        """The remembered machine of each worker."""
         return {event.worker_id: event.reason for event in self.reported("ABANDONED")}
 
     async def spawned(self) -> int:
@@ -124,10 +124,10 @@ def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> 
             await shop.store.enqueue(new_task("red", {}))
         await shop.live(60)  # more tasks are queued, and no worker is spawned for them
         await shop.finish()
-        await shop.live(600)  # there is nothing to do, and nobody is let go
+        await shop.live(600)  # the queue is empty, and no worker is drained
         assert (machines(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, before)
         assert await shop.hold() == "OTHER_ACCOUNT"
-        # The former key is back: they are let go where they are.
+        # The former key is back: workers are drained in their account.
         shop.rent(shop.former, "the first key")
         await shop.live(120)
         assert await shop.hold() is None
@@ -189,7 +189,7 @@ def test_silent_workers_do_not_release_the_former_account(vendor: str) -> None:
         assert hold.code == "OTHER_ACCOUNT"
         assert f"lists none of the fleet's machines ({', '.join(sorted(before))})" in hold.reason
         assert hold.reason.endswith("restore the key that created them, or abandon them with `windlass restart red`")
-        # The former key is back: they are ended where they are.
+        # The former key is back: workers are terminated in their account.
         await shop.finish()
         shop.rent(shop.former, "the first key")
         await shop.live(3 * SILENCE_S)
@@ -207,12 +207,12 @@ def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_h
         await shop.spawn_worker()
         await shop.live(120)
         before = ids(shop.former)
-        await shop.restart(slot=0)  # before anything was the matter
+        await shop.restart(slot=0)  # before the hold
         former_workers = {worker.id for worker in await shop.store.workers()}
         shop.rent(shop.other, "another key")
         shop.is_heard = is_heard
         await shop.live(60)
-        await shop.restart(slot=1)  # of one of them
+        await shop.restart(slot=1)  # one of the held slots
         await shop.live(60)
         assert (ids(shop.former), machines(shop.other), await shop.hold()) == (before, 0, "OTHER_ACCOUNT")
         assert await shop.left_behind() == {}
@@ -222,7 +222,7 @@ def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_h
         assert await shop.hold() is None
         assert ids(shop.former) == before
         assert machines(shop.other) == await shop.spawned() > 0
-        # Nothing of them is open any more, and each stands in an event.
+        # No account of them is open, and each has an event.
         assert former_workers.isdisjoint(worker.id for worker in await shop.store.workers())
         assert former_workers.isdisjoint(account.worker_id for account in await shop.store.open_accounts())
         for worker_id in former_workers:
@@ -279,7 +279,7 @@ def test_restart_before_the_alert_abandons_nothing(vendor: str) -> None:
         assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, len(before))
         assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
         assert len(shop.reported("OTHER_ACCOUNT")) == 1
-        # Said again by who knows of it, also while no list can be had: the next one shows what is given up.
+        # Repeated while the list is unavailable: the next complete list shows the abandoned machines.
         shop.other.faults.burst(times=1000)
         await shop.live(60)
         await shop.restart()

@@ -52,8 +52,10 @@ NOT_DELETED = ("not_found", "locked", "conflict", "protected", "forbidden", "rat
 
 
 def hetzner_scenario(seed: int) -> Scenario:
-    """The faults of any scenario, with the timeouts that this vendor's lists require. Every other one lasts for
-    several of its hours, which are shorter, with work that comes in waves."""
+    """The faults of any scenario, with the timeouts that this vendor's lists require.
+
+    Half of the scenarios span several billing hours. Their hours are shorter, and tasks arrive in waves.
+    """
     scenario = draw_billed_scenario(seed) if seed % 2 else draw_scenario(seed)
     return replace(
         scenario, fleets={name: _surroundings(fleet_scenario) for name, fleet_scenario in scenario.fleets.items()}
@@ -69,18 +71,18 @@ def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
     return replace(
         fleet_scenario,
         config=fleet_scenario.config.model_copy(update=settings),
-        # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
+        # The simulation waits for deletions by the cloud's traits, so they must equal the provider's.
         max_list_age_s=60.0,
         max_creation_delay_s=MAX_LATE_S + 60.0,
         billing_unit_s=fleet_scenario.billing_unit_s if fleet_scenario.billing_unit_s > 1 else HOUR_S,
-        # Whatever it is: the emulator says what things cost.
+        # Unused: the emulator has its own prices.
         price_micros_per_hour=1,
         price_micros_per_month=None,
     )
 
 
 class HetznerCloud(SimulatedCloud):
-    """The books of one fleet, kept of an emulated project."""
+    """The bill of one fleet in an emulated project."""
 
     project: "Project"
 
@@ -93,15 +95,17 @@ class HetznerCloud(SimulatedCloud):
         super().mark_exited(machine_id)
 
     def cost_micros(self, entry: MachineRecord, until: datetime) -> int:
-        """By the emulator's own arithmetic, as if it had ended then. An address that somebody made outlive its server
-        costs more, which nobody can know."""
+        """The emulator's bill, as if the server had ended at that time.
+
+        An address that outlives its server by a manual change costs more; the control loop cannot know that.
+        """
         ledger = self.project.emulator.ledger
         lines = [line for line in ledger._lines.values() if entry.id in (f"{line.id}", f"{line.made_with}")]
         return sum(ledger._micros(line, until, is_gross=False) for line in lines)
 
 
 class Project(InProcessTransport):
-    """The emulated project, what goes wrong with it, and whose machine each server is."""
+    """The emulated project, its faults, and the worker of each server."""
 
     def __init__(self, clouds: dict[str, HetznerCloud], hour_s: int, rng: Random) -> None:
         settings = HetznerEmulatorSettings(boot_s=rng.choice([0.0, 4.0, 8.0]), billing_hour_s=hour_s)
@@ -119,7 +123,7 @@ class Project(InProcessTransport):
         method, path = request.method or "", urlsplit(request.url or "").path
         cloud = self._cloud_of(request, method, path)
         lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
-        # Meant for a request that was refused.
+        # The script was meant for a request that was refused.
         self.emulator.faults.action_faults.clear()
         breaks = self._draw(method, path, cloud) if cloud is not None and not self.faults_ended else None
         if breaks == "late":
@@ -156,7 +160,7 @@ class Project(InProcessTransport):
         return self.clouds[found[1]] if found else next(iter(self.clouds.values()))
 
     def _draw(self, method: str, path: str, cloud: HetznerCloud) -> str | None:
-        """Script what happens to this request; or say what breaks on the way."""
+        """Script the response to this request, or return the network fault that it meets."""
         rng, rates, roll = self.rng, cloud.rates, self.rng.random()
         if method == "POST":
             if roll < rates.create_ambiguous:
@@ -186,7 +190,7 @@ class Project(InProcessTransport):
         return None
 
     def _fail_action(self, command: str, cloud: HetznerCloud) -> None:
-        """The request is answered well, and nothing comes of it."""
+        """The request succeeds, but its action has no effect."""
         self.faults_seen.add(f"{command} failed")
         cloud.trace.add("hetzner", f"{command} is accepted and fails")
         self.emulator.faults.next_action(command)
@@ -208,7 +212,7 @@ class Project(InProcessTransport):
     # ----------------------------------------------------------------------------------------------------- books
 
     def update_records(self) -> None:
-        """Write down what began and what is gone, now and when something happens by itself."""
+        """Record servers that began or ended, now and at the next event of the emulator."""
         self.emulator.settle()
         servers = self.emulator.project.servers
         for id_, server in servers.items():
@@ -231,7 +235,7 @@ class Project(InProcessTransport):
             self.update_records()
 
     def vanish(self, machine_id: str) -> None:
-        """The vendor lost it, or somebody deleted it in the console."""
+        """The vendor lost the server, or a person deleted it in the console."""
         for id_, entry in self.entries.items():
             server = self.emulator.project.servers.get(id_)
             if entry.id == machine_id and server is not None:
@@ -240,7 +244,7 @@ class Project(InProcessTransport):
                     self.emulator.project.act("delete_server", [("server", id_)], 0.0)
                 self.emulator.project.begin_deletion(server)
                 self.emulator.project.remove_server(server)
-                server.power_changes += 1  # what was on its way is void
+                server.power_changes += 1  # cancels pending power actions
 
     def turn_off(self, machine_id: str) -> None:
         for id_, entry in self.entries.items():
@@ -250,18 +254,18 @@ class Project(InProcessTransport):
                 self.emulator.project.power_off(server, 0.0)
 
     def forget_an_address(self) -> None:
-        """Somebody turns the automatic deletion of a Primary IP off, whether it is labelled yet or not."""
+        """A person turns off the automatic deletion of a Primary IP, labelled or not."""
         addresses = list(self.emulator.project.primary_ips.values())
         if addresses:
             self.rng.choice(addresses).is_auto_deleted = False
             self.faults_seen.add("forgotten address")
 
     def bill(self) -> Any:
-        """The emulator's, as of its last moment: also when all is over."""
+        """The emulator's clock, also after the end of the simulation."""
         return self.emulator.ledger.to_json(self.emulator.project.now)
 
     def take_over_times(self) -> None:
-        """Into the books, when all is over: since when and until when the emulator has billed each server."""
+        """After the end: record the billed interval of each server by the emulator."""
         for id_, entry in self.entries.items():
             line = self.emulator.ledger._lines["server", id_]
             entry.created_at = (line.started - EPOCH).total_seconds()
@@ -270,9 +274,11 @@ class Project(InProcessTransport):
 
 
 def check_not_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> None:
-    """Whoever is deleted in the first 80 % of a paid hour was not let go for want of work; or it was, late in the hour
-    before, and trouble kept it from being deleted in time. That whoever was not let go at all is to blame is judged for
-    all worlds alike."""
+    """A server deleted in the first 80 % of a billing hour must not have been drained for idleness in that hour.
+
+    A drain late in the hour before, whose deletion was delayed by faults, is allowed. Deletions without a drain are
+    checked by the invariants of all simulations.
+    """
     server = history.project.emulator.project.servers[int(entry.id)]
     hour_s, age_s = history.hour_s, (virtual_now() - server.created).total_seconds()
     idle_drain_at = history.checker.idle_drain_at.get(entry.name)
@@ -281,17 +287,17 @@ def check_not_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> 
         history.deletion_reasons[entry.id] = "failed, " + ("early in an hour" if is_early else "late in an hour")
         return
     history.deletion_reasons[entry.id] = "idle, " + ("delayed by faults" if is_early else "at the end of an hour")
-    let_go_s = (to_datetime(idle_drain_at) - server.created).total_seconds()
-    if is_early and let_go_s // hour_s == age_s // hour_s:
+    drained_after_s = (to_datetime(idle_drain_at) - server.created).total_seconds()
+    if is_early and drained_after_s // hour_s == age_s // hour_s:
         history.report_violation(f"{entry.name} is deleted {age_s % hour_s:.0f} s into a billed hour without a reason")
 
 
 class HetznerHistory(Simulation):
-    """`on_deletion` is told of every server that somebody asks to delete, before it goes."""
+    """`on_deletion` is called with each server before a requested deletion."""
 
     project: Project
     hour_s: int
-    # On what occasion each server was asked to go, for the last time.
+    # Cause of the last deletion request of each server.
     deletion_reasons: dict[str, str]
     on_deletion: Callable[["HetznerHistory", MachineRecord], None] = staticmethod(check_not_deleted_early)
 
@@ -304,7 +310,7 @@ class HetznerHistory(Simulation):
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, HetznerCloud)}
         self.deletion_reasons = {}
-        # One project has one kind of hour; all fleets of a scenario have the same.
+        # A project has one billing unit, so all fleets of a scenario share it.
         (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
         self.project = Project(clouds, self.hour_s, self._rng_for("hetzner"))
         for cloud in clouds.values():
@@ -352,7 +358,7 @@ class HetznerHistory(Simulation):
             adapter=self.project,
             rng=rng,
         )
-        # Looking for proxies in the environment takes longer than the emulator's answer.
+        # Reading proxy settings from the environment takes longer than the emulator's response.
         account.api._client._session.trust_env = False
         provider = HetznerProvider(
             fleet,
@@ -386,7 +392,7 @@ class HetznerHistory(Simulation):
         return await super()._find_leak()
 
     async def _find_unrest(self) -> str | None:
-        """A server whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
+        """A server whose worker ended, is late, or hung before the faults ended may still be replaced."""
         for cloud in self.clouds.values():
             for entry in cloud.billed_machines():
                 worker = self.checker.workers_by_machine[entry.id]

@@ -4,7 +4,7 @@ The emulator's pods are the machines in the cloud's books, with the simulated wo
 (never too many, nobody ended without cause, nothing left over, no doubles) is judged of pods. Faults of each request
 are drawn from the scenario's rates. Each start of an orchestrator has an account and a provider of its own, as a
 process would. In every second history workers are started by a preparation that takes its time, and fails where the
-pod is a bad one. Workers need GPUs, and some pods have none, or are RUNNING for ever with nothing in them.
+pod is a bad one. Workers need GPUs, and some pods have none, or stay RUNNING without a runtime.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
         "gpu_not_detected_timeout_s": 45.0,
         "concurrency": 1,
     }
-    # The world waits for machines to be gone by what the cloud says of itself: as the provider says.
+    # The simulation waits for deletions by the cloud's traits, so they must equal the provider's.
     return replace(
         fleet_scenario,
         config=fleet_scenario.config.model_copy(update=settings),
@@ -77,7 +77,7 @@ def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
 
 
 class RunpodCloud(SimulatedCloud):
-    """The books of one fleet, kept of an emulated account."""
+    """The bill of one fleet in an emulated account."""
 
     pods: "Pods"
 
@@ -91,7 +91,7 @@ class RunpodCloud(SimulatedCloud):
 
 
 class Pods(InProcessTransport):
-    """The emulated account, what goes wrong with it, and whose machine each pod is."""
+    """The emulated account, its faults, and the worker of each pod."""
 
     def __init__(self, clouds: dict[str, RunpodCloud], rng: Random, fate: Random) -> None:
         settings = RunpodEmulatorSettings(
@@ -105,10 +105,10 @@ class Pods(InProcessTransport):
         super().__init__(self.emulator)
         self.clouds = clouds
         self.rng = rng
-        # Of pods, apart from that of requests.
+        # Randomness of pods, separate from that of requests.
         self.fate = fate
         self.has_bad_pods = fate.random() < 2 / 3
-        # What is wrong with the pod that begins at this moment.
+        # The fault of the pod that starts now.
         self.begins_with = PodFaults()
         self.faults_ended = False
         self.entries: dict[str, MachineRecord] = {}
@@ -156,7 +156,7 @@ class Pods(InProcessTransport):
         return self.rng.choice(list(self.clouds.values()))
 
     def _draw(self, method: str, path: str, cloud: RunpodCloud) -> str | None:
-        """Script what happens to this request; or say what breaks on the way."""
+        """Script the response to this request, or return the network fault that it meets."""
         rng, rates, roll = self.rng, cloud.rates, self.rng.random()
         faults = self.emulator.faults
         faults.hidden_s = rng.uniform(0.0, MAX_HIDDEN_S) if rates.list_stale > 0 else 0.0
@@ -213,7 +213,7 @@ class Pods(InProcessTransport):
     # ----------------------------------------------------------------------------------------------------- books
 
     def update_records(self) -> None:
-        """Write down what began and what is gone, now and when something happens by itself."""
+        """Record pods that began or ended, now and at the next event of the emulator."""
         self.emulator.settle()
         pods = self.emulator.account.pods
         for id_, pod in pods.items():
@@ -236,7 +236,7 @@ class Pods(InProcessTransport):
             self.update_records()
 
     def vanish(self, machine_id: str) -> None:
-        """The vendor lost it, or somebody deleted it in the console."""
+        """The vendor lost the pod, or a person deleted it in the console."""
         for pod in self._pods_of(machine_id):
             self.emulator.account.remove(pod)
 
@@ -254,7 +254,7 @@ AFTER = ("", " after")
 
 
 class SlowPreparer:
-    """Takes its time; finds whatever is wrong with a pod."""
+    """Takes virtual time, and reports the fault of the pod."""
 
     def __init__(self, history: "RunpodHistory", rng: Random) -> None:
         self._history = history
@@ -303,7 +303,7 @@ class RunpodHistory(Simulation):
     def _start_worker(
         self, cloud: SimulatedCloud, fleet_scenario: FleetScenario, entry: MachineRecord
     ) -> SimulatedWorker:
-        """As good or bad as its pod."""
+        """A worker with the fault of its pod."""
         pod = self.pods.begins_with
         if pod.has_no_gpu or pod.never_has_runtime:
             self.next_worker(has_no_gpu=pod.has_no_gpu, never_joins=pod.never_has_runtime)
@@ -340,7 +340,7 @@ class RunpodHistory(Simulation):
         return await super()._find_leak()
 
     async def _find_unrest(self) -> str | None:
-        """A pod whose worker is gone, late, or stands still since before the faults ended may yet be replaced."""
+        """A pod whose worker ended, is late, or hung before the faults ended may still be replaced."""
         for cloud in self.clouds.values():
             for entry in cloud.billed_machines():
                 worker = self.checker.workers_by_machine[entry.id]

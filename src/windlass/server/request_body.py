@@ -120,7 +120,7 @@ class BodyReader:
             pass
 
     def release(self) -> None:
-        """The request is over."""
+        """The request has ended."""
         if self._taken_bytes:
             self._buffered.give_back(self._taken_bytes)
             self._taken_bytes = 0

@@ -24,8 +24,8 @@ MAX_SMALL_BODY_BYTES = 64 * 1024
 class Access(Enum):
     """Who may call a route."""
 
-    OPEN = auto()  # everybody, without authentication
-    ANYONE = auto()  # everybody; a token or session is checked if the request has one
+    OPEN = auto()  # all callers, without authentication
+    ANYONE = auto()  # all callers; a token or session is checked if the request has one
     VIEWER = auto()
     PRODUCER = auto()
     OPERATOR = auto()

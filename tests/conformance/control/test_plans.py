@@ -78,7 +78,7 @@ async def test_proven_worker_that_failed_is_no_failed_launch(store: ControlStore
     await ann.commit(Fail("w0", "CRASHED", "x", is_proven=True), Fail("w1", "CRASHED", "x"))
     snapshot = await ann.observe()
     assert [(launch.slot, launch.has_failed) for launch in snapshot.launches] == [(0, False), (1, True)]
-    assert [len(slot.restarts) for slot in snapshot.slots] == [1, 1], "its slot counts a restart all the same"
+    assert [len(slot.restarts) for slot in snapshot.slots] == [1, 1], "its slot still counts a restart"
 
 
 async def test_failed_worker_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
