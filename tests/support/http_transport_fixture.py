@@ -4,7 +4,8 @@ The application runs in the process, behind a real connection. Routes, auth, lim
 production. Only tokens are simplified: every worker id has one, so that a test can act as any worker.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
@@ -42,6 +43,19 @@ class OpenAccess:
         if name is None:
             return None
         return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_ended=False)
+
+    async def watch_revocations(
+        self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
+    ) -> None:
+        """No token is ever revoked."""
+        set_listening(True)
+        await asyncio.Event().wait()
+
+    async def share_rates(
+        self, server_id: UUID, rates: Mapping[tuple[str, str], float]
+    ) -> Mapping[tuple[str, str], float]:
+        """This server is the only one."""
+        return rates
 
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         raise NotImplementedError
