@@ -4,10 +4,10 @@ import asyncio
 import time
 from typing import Any
 
-from support.queue_sql import LIMIT_S, RoleDsn, register, stopped_before_locking
+from support.queue_sql import LIMIT_S, RoleDsn, eventually, is_blocked, register, stopped_before_locking
 from support.stores import PostgresStores
 from windlass.model.task import Finished, NewTask, TaskStatus
-from windlass.model.worker import HeldClaim
+from windlass.model.worker import HeartbeatReport, HeldClaim, WorkerStatus
 
 
 async def test_heartbeat_does_not_wait_for_locked_tasks(connection: Any, store: PostgresStores) -> None:
@@ -57,6 +57,23 @@ async def test_heartbeat_keeps_claim_made_during_its_snapshot(
         (new,) = await store.claim("w1", ("q",))
     result = await store.finish_and_claim("w1", [Finished(new.task_id, new.token, None)], (), 0)
     assert result.lost == []
+
+
+async def test_group_of_heartbeats_does_not_wait_for_locked_worker(connection: Any, store: PostgresStores) -> None:
+    await register(store, "w1", "w2")
+    async with connection.transaction():
+        await connection.execute("select from windlass.workers where id = 'w1' for update")
+        beats = [HeartbeatReport("w1", (), {"load": 1}), HeartbeatReport("w2")]
+        locked, recorded = await asyncio.wait_for(store.heartbeat_many(beats), LIMIT_S)
+        assert (locked, recorded and recorded.status) == (None, WorkerStatus.ACTIVE)
+        alone = asyncio.create_task(store.heartbeat("w1", (), {"load": 2}))
+        await eventually(lambda: is_blocked(connection), "the heartbeat waits for its row")
+    assert (await asyncio.wait_for(alone, LIMIT_S)).status is WorkerStatus.ACTIVE
+    workers = [await store.worker(name) for name in ("w1", "w2")]
+    assert [worker and (worker.last_heartbeat is not None, worker.metadata) for worker in workers] == [
+        (True, {"load": 2}),
+        (True, {}),
+    ]
 
 
 async def test_claim_committed_after_deregistration_is_recovered(connection: Any, store: PostgresStores) -> None:

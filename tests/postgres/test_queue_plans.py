@@ -32,6 +32,16 @@ async def make_every_worker_call(connection: Any) -> None:
     claims += await connection.fetch("select * from windlass.claim_tasks('w', '{q,r}', 2)")
     held = [{"task_id": c["task_id"], "token": str(c["token"]), "progress": 0.5, "note": "half"} for c in claims]
     await connection.fetch("select * from windlass.heartbeat('w', $1)", json.dumps(held))
+    await connection.fetch(
+        "select * from windlass_internal.record_heartbeats($1, $2, $3, $4, $5, $6, $7)",
+        ["w", "idle"],
+        ["{}", "{}"],
+        ["w" for _ in claims],
+        [claim["task_id"] for claim in claims],
+        [claim["token"] for claim in claims],
+        [0.6 for _ in claims],
+        ["more" for _ in claims],
+    )
     for claim in claims[:1]:
         await connection.fetch("select windlass.fail_task('w', $1, $2, 'failed')", claim["task_id"], claim["token"])
     for claim in claims[1:2]:
@@ -58,7 +68,7 @@ async def run_maintenance(connection: Any) -> None:
 async def test_worker_calls_read_no_finished_tasks(connection: Any, second_connection: Any, plans: str) -> None:
     """Plans are cached while the table is empty, when PostgreSQL prefers a sequential scan."""
     await connection.execute(f"set plan_cache_mode = {plans}")
-    await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
+    await connection.execute("select windlass.register_worker(id) from unnest('{w,busy,idle}'::text[]) as id")
     for _ in range(8):
         await make_every_worker_call(connection)
         await run_maintenance(connection)
@@ -86,7 +96,7 @@ async def test_worker_calls_use_no_sequential_scan_of_tasks(
     explained: list[str] = []
     connection.add_log_listener(lambda _, message: explained.append(message.message))
     await connection.execute(f"set plan_cache_mode = {plans}")
-    await connection.execute("select windlass.register_worker('w'), windlass.register_worker('busy')")
+    await connection.execute("select windlass.register_worker(id) from unnest('{w,busy,idle}'::text[]) as id")
     for _ in range(8):
         await make_every_worker_call(connection)
         await run_maintenance(connection)

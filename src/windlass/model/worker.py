@@ -1,6 +1,6 @@
 """A worker: one incarnation of a program that claims and runs tasks, from spawn intent to terminated."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -36,6 +36,8 @@ class WorkerStatus(StrEnum):
     TERMINATED = "terminated"
 
 
+# What a worker reports with its heartbeats, as JSON text. The database refuses more.
+MAX_METADATA_BYTES = 4_096
 # The database refuses a heartbeat with more claims.
 MAX_CLAIMS_PER_HEARTBEAT = 10_000
 LIVE = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
@@ -74,6 +76,15 @@ class HeldClaim:
     token: UUID
     progress: float | None = None
     note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReport:
+    """A worker lives and holds these claims. `vitals`: pid, vram_total_mb, vram_used_mb and values for its metadata."""
+
+    worker_id: str
+    claims: Sequence[HeldClaim] = ()
+    vitals: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from uuid import UUID
 from pydantic import AfterValidator, Field
 
 from windlass.model.task import MAX_ERROR_CHARACTERS, Finished
-from windlass.model.worker import MAX_CONCURRENCY, HeldClaim, Registration, WorkerStatus
+from windlass.model.worker import MAX_CONCURRENCY, MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 # With an API token of role worker.
@@ -50,7 +50,7 @@ MAX_FINISHED = 2_000
 MAX_HELD_CLAIMS = MAX_CONCURRENCY
 # A heartbeat of MAX_HELD_CLAIMS claims with progress and short notes. Its vitals are limited on their own.
 MAX_HEARTBEAT_BYTES = 4 << 20
-MAX_VITALS_BYTES = 4_096
+MAX_VITALS_BYTES = MAX_METADATA_BYTES
 # Longer reasons are cut: they are read by people, and a worker must not fail because of one.
 MAX_REASON_CHARACTERS = MAX_ERROR_CHARACTERS
 MAX_CURSOR_CHARACTERS = 100

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from windlass.model.task import Claim, ClaimResult, Finished, TaskStatus
-from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.model.worker import HeartbeatReply, HeartbeatReport, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 
 
 class WorkSignal(Protocol):
@@ -72,3 +72,14 @@ class WorkerTransport(WorkSignal, Protocol):
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         """When the next scheduled or retrying task of these queues is due."""
+
+
+class HeartbeatStore(Protocol):
+    """Heartbeats of many workers in one call, for a server that receives them."""
+
+    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+        """As `heartbeat` for each worker, in their order. Every worker occurs once.
+
+        None: the worker's row is locked and nothing was recorded; `heartbeat` waits for it. Raises BadInput if one of
+        them is invalid, and then records none.
+        """

@@ -18,7 +18,7 @@ from windlass.ports.costs import CostStore
 from windlass.ports.fleets import FleetQueries, Operations
 from windlass.ports.queries import QueryStore
 from windlass.ports.tasks import TaskStore
-from windlass.ports.transport import WorkerTransport
+from windlass.ports.transport import HeartbeatStore, WorkerTransport
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
@@ -40,7 +40,7 @@ class LoopHealth:
         return self.last_cycle_age_s <= self.limit_s
 
 
-class WorkerStore(WorkerTransport, Protocol):
+class WorkerStore(WorkerTransport, HeartbeatStore, Protocol):
     """The store methods behind the worker protocol, without those of AuthStore."""
 
     async def now(self) -> datetime: ...

@@ -15,11 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from windlass.model.auth import WorkerCaller
 from windlass.model.errors import BadInput
 from windlass.model.task import Claim, ClaimResult
-from windlass.model.worker import HeartbeatReply
+from windlass.model.worker import HeartbeatReply, HeartbeatReport
 from windlass.ports import http
 from windlass.server.auth import check_worker
 from windlass.server.context import WorkerApiContext
 from windlass.server.errors import ApiError, forbidden
+from windlass.server.heartbeat_groups import HeartbeatGroups
 from windlass.server.request_body import decode_body
 
 _JSON = (b"content-type", b"application/json")
@@ -33,6 +34,7 @@ _decode_heartbeat = msgspec.json.Decoder(http.HeartbeatCall).decode
 def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
     """By path, the ASGI applications that answer POST requests of authenticated callers."""
     store, max_payload_bytes = context.worker_store, context.max_payload_bytes
+    groups = HeartbeatGroups(store)
 
     async def claim(worker: WorkerCaller, body: bytes) -> list[Claim]:
         call = await decode_body(_decode_claim, body)
@@ -53,7 +55,7 @@ def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
         _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
         if len(body) > http.MAX_VITALS_BYTES:  # otherwise they are not larger either
             _check_vitals(call.vitals)
-        return await store.heartbeat(worker.worker_id, call.claims, call.vitals)
+        return await groups.heartbeat(HeartbeatReport(worker.worker_id, call.claims, call.vitals))
 
     return {http.CLAIM: _handler(claim), http.FINISH: _handler(finish), http.HEARTBEAT: _handler(heartbeat)}
 

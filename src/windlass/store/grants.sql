@@ -47,7 +47,8 @@ grant execute on function
   windlass_internal.record_attempt_spans, windlass_internal.record_failure, windlass_internal.record_successes,
   windlass_internal.failed_attempts, windlass_internal.failed_attempts_text, windlass_internal.reject_late_results,
   windlass_internal.acts_for,
-  windlass_internal.max_heartbeat_gap_s, windlass_internal.requeue_tasks_of, windlass_internal.dispatcher_and_nodes,
+  windlass_internal.max_heartbeat_gap_s, windlass_internal.record_heartbeats, windlass_internal.requeue_tasks_of,
+  windlass_internal.dispatcher_and_nodes,
   windlass_internal.fail_worker, windlass_internal.refund_attempts, windlass_internal.is_held,
   windlass_internal.follow_clock
 to windlass_worker;

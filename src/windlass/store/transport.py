@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from windlass.model.task import Claim, ClaimResult, Finished, TaskStatus, storable
-from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.model.task import MAX_NOTE_CHARACTERS, Claim, ClaimResult, Finished, TaskStatus, storable
+from windlass.model.worker import HeartbeatReply, HeartbeatReport, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.store.database import Database, DatabaseStore
 
 
@@ -91,8 +91,23 @@ class PostgresTransport(PostgresWorkSignal):
             json.dumps(dict(vitals or {})),
         )
         (row,) = await self._database.call_rows("sending a heartbeat", "windlass.heartbeat", *arguments)
-        status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
-        return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
+        return _reply(row)
+
+    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+        held = [(each.worker_id, claim) for each in heartbeats for claim in each.claims]
+        rows = await self._database.call_rows(
+            "sending heartbeats",
+            "windlass_internal.record_heartbeats",
+            [each.worker_id for each in heartbeats],
+            [json.dumps(dict(each.vitals)) for each in heartbeats],
+            [worker_id for worker_id, _ in held],
+            [claim.task_id for _, claim in held],
+            [claim.token for _, claim in held],
+            [claim.progress for _, claim in held],
+            [_note(claim) for _, claim in held],
+        )
+        by_worker = {row["worker_id"]: _reply(row) for row in rows if row["status"] is not None}
+        return [by_worker.get(each.worker_id) for each in heartbeats]
 
     async def deregister(self, worker_id: str, reason: str) -> None:
         await self._database.call("deregistering the worker", "windlass.deregister_worker", worker_id, reason)
@@ -125,5 +140,15 @@ def _claims(rows: Iterable[Any]) -> list[Claim]:
 def _claim_to_plain(claim: HeldClaim) -> dict[str, Any]:
     plain: dict[str, Any] = {"task_id": claim.task_id, "token": str(claim.token)}
     if claim.progress is not None:
-        plain |= {"progress": claim.progress, "note": storable(claim.note) if claim.note is not None else None}
+        plain |= {"progress": claim.progress, "note": _note(claim)}
     return plain
+
+
+def _note(claim: HeldClaim) -> str | None:
+    # Cut first: making a long text storable takes longer.
+    return storable(claim.note[:MAX_NOTE_CHARACTERS])[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
+
+
+def _reply(row: Any) -> HeartbeatReply:
+    status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
+    return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))

@@ -11,7 +11,7 @@ from support.memory_store.interval import whole_seconds
 from support.memory_store.retention import sweep
 from support.memory_store.tables import Tables, TableStore
 from support.memory_store.tasks import MemoryTask
-from support.memory_store.workers import MemoryWorker, lost
+from support.memory_store.workers import MemoryWorker, lost, parse_vitals
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import (
     MAX_NOTE_CHARACTERS,
@@ -27,6 +27,7 @@ from windlass.model.worker import (
     LIVE,
     MAX_CLAIMS_PER_HEARTBEAT,
     HeartbeatReply,
+    HeartbeatReport,
     HeldClaim,
     RecoveredTasks,
     Registration,
@@ -255,7 +256,7 @@ class MemoryTransport(MemoryWorkSignal):
             return HeartbeatReply(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
         reported = [(claim, real(claim.progress)) for claim in claims]
         now = self._clock()
-        worker.apply_vitals(dict(vitals or {}), now)
+        worker.apply_vitals(vitals or {}, now)
         worker.record_heartbeat(now)
         lost_claims = set()
         for claim, progress in reported:
@@ -271,6 +272,15 @@ class MemoryTransport(MemoryWorkSignal):
             if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
                 self._tables.release(row, worker_id, "the claim did not reach its worker")
         return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
+
+    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+        for each in heartbeats:
+            # All or none, as one statement.
+            if self._workers.among(LIVE, each.worker_id) is not None:
+                parse_vitals(each.vitals)
+            for claim in each.claims:
+                real(claim.progress)
+        return [await self.heartbeat(each.worker_id, each.claims, each.vitals) for each in heartbeats]
 
     async def deregister(self, worker_id: str, reason: str) -> None:
         worker = self._workers.among(LIVE, worker_id)

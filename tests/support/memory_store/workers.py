@@ -2,7 +2,7 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -12,7 +12,7 @@ from support.memory_store.interval import interval
 from windlass.model.cost import Bill, Span
 from windlass.model.errors import BadInput
 from windlass.model.node import NodeView
-from windlass.model.worker import Registration, Worker, WorkerKind, WorkerStatus
+from windlass.model.worker import MAX_METADATA_BYTES, Registration, Worker, WorkerKind, WorkerStatus
 
 MAX_FAILED_TASKS = 100
 # As windlass_internal.max_heartbeat_gap_s: a longer silence, in leases, is a gap.
@@ -149,16 +149,8 @@ class MemoryWorker:
             self.heartbeat_gapless_since = now
         self.last_heartbeat = now
 
-    def apply_vitals(self, vitals: dict[str, Any], now: datetime) -> None:
-        has_vram = "vram_total_mb" in vitals
-        try:
-            # Through JSON and back: a copy that holds only JSON values.
-            vitals = json.loads(json.dumps(vitals, allow_nan=False))
-            numbers = {
-                name: int(str(value)) for name in _NUMBERED_VITALS if (value := vitals.pop(name, None)) is not None
-            }
-        except ValueError as error:
-            raise BadInput(f"sending a heartbeat: the vitals cannot be stored ({error}).") from None
+    def apply_vitals(self, vitals: Mapping[str, Any], now: datetime) -> None:
+        numbers, rest = parse_vitals(vitals)
         total_mb = numbers.get("vram_total_mb")
         if total_mb == 0 and self.vram_total_mb:
             self.spawned.vram_lost_at = now
@@ -166,8 +158,9 @@ class MemoryWorker:
             self.spawned.vram_lost_at = None
         for name, value in numbers.items():
             setattr(self, name, value)
-        self.metadata.update(vitals)
-        if has_vram:
+        merged = self.metadata | rest
+        self.metadata = merged if json_bytes(merged) <= MAX_METADATA_BYTES else rest
+        if "vram_total_mb" in vitals:
             self.spawned.vram_at = now
 
     def record_failure(self, task_id: int, now: datetime) -> None:
@@ -180,6 +173,24 @@ class MemoryWorker:
 
     def as_worker(self) -> Worker:
         return replace(Worker(*_WORKER_VALUES(self)), metadata=dict(self.metadata))
+
+
+def parse_vitals(vitals: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """The values that have columns, and the others. Raises BadInput."""
+    try:
+        # Through JSON and back: a copy that holds only JSON values.
+        rest = json.loads(json.dumps(dict(vitals), allow_nan=False))
+        size_bytes = json_bytes(rest)
+        numbers = {name: int(str(value)) for name in _NUMBERED_VITALS if (value := rest.pop(name, None)) is not None}
+    except ValueError as error:
+        raise BadInput(f"sending a heartbeat: the vitals cannot be stored ({error}).") from None
+    if size_bytes > MAX_METADATA_BYTES:
+        raise BadInput(f"sending a heartbeat: vitals have at most {MAX_METADATA_BYTES} bytes, not {size_bytes}.")
+    return numbers, rest
+
+
+def json_bytes(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode())
 
 
 class WorkerTable:

@@ -51,6 +51,9 @@ create domain windlass.time_limit_s as double precision check (value > 0 and val
 create domain windlass.due_time as timestamptz
   check (value >= '0002-01-01 00:00+00' and value < '9999-01-01 00:00+00');
 
+-- What a worker reports with its heartbeats. Every list of workers reads it, and every dashboard shows it.
+create domain windlass.worker_metadata as jsonb check (octet_length(value::text) <= 4096);
+
 -- Identifies this database independently of the address it is reached by. Machines are tagged with it.
 create table windlass.instance (
   id uuid not null default gen_random_uuid(),

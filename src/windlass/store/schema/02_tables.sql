@@ -117,7 +117,7 @@ create table windlass.workers (
   -- Different tasks that failed on it since it last completed one, newest last, at most 100; and when the first failed.
   failed_tasks bigint[] not null default '{}',
   failing_since timestamptz,
-  metadata jsonb not null default '{}',
+  metadata windlass.worker_metadata not null default '{}',
 
   -- The provider that was asked for the machine. A fleet may change its provider; a machine cannot.
   provider text,
