@@ -341,11 +341,16 @@ class Histories(RuleBasedStateMachine):
         self.same(lambda store: store.next_run_after(QUEUES))
         self.same(lambda store: store.finished_since(60.0))
         their_events, our_events = self.both(self.postgres.events(limit=ALL), self.memory.events(limit=ALL))
-        their_events = [
-            replace(event, task_id=event.task_id and self.task_ids[event.task_id]) for event in their_events
-        ]
+        their_events = [self.with_our_task_ids(event) for event in their_events]
         assert stories(their_events) == stories(our_events)
         self.no_task_is_lost(ours)
+
+    def with_our_task_ids(self, event: Event) -> Event:
+        """An event of the database, with the task ids that the memory store gave."""
+        detail = event.detail
+        if detail is not None and "task_ids" in detail:
+            detail = {**detail, "task_ids": [self.task_ids[task_id] for task_id in detail["task_ids"]]}
+        return replace(event, task_id=event.task_id and self.task_ids[event.task_id], detail=detail)
 
     def both_have_the_same_hidden_state(self) -> None:
         """State that no call returns but later replies depend on: claim tokens, and the start of gapless heartbeats."""
@@ -406,7 +411,12 @@ def stories(events: list[Event]) -> tuple[Counter[str], dict[int, list[str]]]:
     by_task: dict[int, list[str]] = {}
     everything: Counter[str] = Counter()
     for event in events:
-        words = f"{replace(event, id=0, detail=None)} {json.dumps(event.detail, sort_keys=True)}"
+        detail = dict(event.detail or {})
+        if "started_at" in detail:  # one time has several notations
+            detail["started_at"] = datetime.fromisoformat(detail["started_at"]).isoformat()
+        if "task_ids" in detail:
+            detail["task_ids"] = sorted(detail["task_ids"])
+        words = f"{replace(event, id=0, detail=None)} {json.dumps(detail, sort_keys=True)}"
         everything[words] += 1
         if event.task_id is not None:
             by_task.setdefault(event.task_id, []).append(words)

@@ -72,7 +72,7 @@ async def test_retried_task_no_longer_counts_as_finished(store: AnyStore, clock:
 async def test_sweep_continues_until_nothing_is_left(store: AnyStore, clock: Any, count: int) -> None:
     await register(store, "w1")
     await store.enqueue_many(NewTask("q") for _ in range(count))
-    while claims := await store.claim("w1", ("q",), count):
+    while claims := await store.claim("w1", ("q",), 1_000):
         await store.finish_and_claim("w1", [Finished(c.task_id, c.token, None) for c in claims], (), 0)
     clock.advance(3601)
     assert await store.sweep() == count

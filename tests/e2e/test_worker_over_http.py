@@ -25,7 +25,6 @@ from windlass.model.snapshot import PlannerState
 from windlass.model.task import MAX_PAYLOAD_BYTES, TaskStatus
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
-from windlass.server import auth as gate
 from windlass.server.app import make_app
 from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
@@ -210,9 +209,7 @@ async def test_attempt_of_killed_worker_counts_after_service_restart(plane: Plan
     assert (task.worker_id, task.attempts) == ("far-0", 2)
 
 
-async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Terminated, so that the token is refused and not only the worker.
-    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
+async def test_machine_of_terminated_worker_exits_with_code_3(plane: Plane) -> None:
     process, task_id = await started(plane)
     await plane.end("far-0")
     assert await process.exit_code() == 3
@@ -298,8 +295,7 @@ async def test_self_registered_worker_works_over_http(plane: Plane) -> None:
     assert "wlt_" not in process.log().replace("wlt_********", "")
 
 
-async def test_revoked_api_token_terminates_its_workers(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "IDENTITY_TTL_S", 0.0)
+async def test_revoked_api_token_terminates_its_workers(plane: Plane) -> None:
     process = await self_register(plane)
     await plane.harness.enqueue(files(plane.harness))
     await until((plane.harness.folder / "running-1").exists, f"the handler runs\n{process.last_lines()}")
