@@ -2,7 +2,8 @@
 
 Each operation is one function over the store's ports. It returns a result with an outcome, a sentence for a person, and
 the numbers that callers format. The JSON API, the dashboard, the supervisor-compatible routes and the command line call
-these functions and repeat none of their rules. An operation changes the database only: the next cycle spawns workers
+these functions and repeat none of their rules. `scope` limits an operation to the queues and fleets of its caller;
+tasks and workers outside of it count as unknown. An operation changes the database only: the next cycle spawns workers
 and deletes machines. Raises DatabaseUnavailable, and BadInput for arguments that no state of the store could accept.
 """
 
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from windlass.model.auth import EVERYTHING, TokenScope
 from windlass.model.cycle import Fleet
+from windlass.model.errors import OutOfScope
 from windlass.model.task import NewTask, check_queue_name
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import FleetQueries, Operations
@@ -118,7 +121,8 @@ def _count(number: int, noun: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------- tasks
 
 
-async def enqueue_task(store: TaskStore, task: NewTask) -> EnqueueResult:
+async def enqueue_task(store: TaskStore, task: NewTask, *, scope: TokenScope = EVERYTHING) -> EnqueueResult:
+    check_queue_scope(scope, task.queue)
     if task.unique_key is None:
         # One statement, and a producer role needs no right to read tasks for it.
         task_id, is_new = await store.enqueue(task), True
@@ -129,15 +133,40 @@ async def enqueue_task(store: TaskStore, task: NewTask) -> EnqueueResult:
     return EnqueueResult(outcome=outcome, message=message, changed=int(is_new), task_id=task_id)
 
 
-async def retry_task(store: TaskStore, task_id: int) -> OperationResult:
+def check_queue_scope(scope: TokenScope, queue: str) -> None:
+    """Raise OutOfScope unless the caller may reach this queue."""
+    if not scope.allows_queue(queue):
+        raise OutOfScope(f"queue {queue} is outside of this token, which is limited to {scope}")
+
+
+def check_fleet_scope(scope: TokenScope, fleet: str) -> None:
+    """Raise OutOfScope unless the caller may reach this fleet."""
+    if not scope.allows_fleet(fleet):
+        raise OutOfScope(f"fleet {fleet} is outside of this token, which is limited to {scope}")
+
+
+async def _is_task_in_scope(store: TaskStore, task_id: int, scope: TokenScope) -> bool:
+    if scope.is_all:
+        return True
+    task = await store.task(task_id)
+    return task is not None and scope.allows_queue(task.queue)
+
+
+async def retry_task(store: TaskStore, task_id: int, *, scope: TokenScope = EVERYTHING) -> OperationResult:
     """Requeue a failed or retrying task with its full number of attempts."""
+    if not await _is_task_in_scope(store, task_id, scope):
+        return _not_found(task_not_found(task_id))
     if await store.retry_task(task_id):
         return _done(f"task {task_id} requeued")
     return await _refuse_task(store, task_id, "only failed and retrying tasks can be retried")
 
 
-async def cancel_task(store: TaskStore, task_id: int, reason: str = CANCEL_REASON) -> OperationResult:
+async def cancel_task(
+    store: TaskStore, task_id: int, reason: str = CANCEL_REASON, *, scope: TokenScope = EVERYTHING
+) -> OperationResult:
     """Fail an unfinished task with code CANCELLED. A worker that is running it stops the attempt."""
+    if not await _is_task_in_scope(store, task_id, scope):
+        return _not_found(task_not_found(task_id))
     if await store.cancel_task(task_id, reason):
         return _done(f"task {task_id} cancelled")
     return await _refuse_task(store, task_id, "only unfinished tasks can be cancelled")
@@ -157,12 +186,13 @@ async def retry_failed_tasks(
     limit: int | None = None,
     include_cancelled: bool = False,
     on_batch: Callable[[int], None] = lambda _count: None,
+    scope: TokenScope = EVERYTHING,
 ) -> RetryFailedResult:
     """Requeue the failed tasks of a queue, oldest first, in batches. Tasks that fail after the start stay failed.
 
     `limit` None: all of them. `on_batch` is called with the size of each batch.
     """
-    check_queue_name(queue)
+    check_queue_scope(scope, check_queue_name(queue))
     failed_before, failed_from = await store.now(), None
     done: list[int] = []
     while limit is None or len(done) < limit:
@@ -188,9 +218,9 @@ async def retry_failed_tasks(
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-async def _live_worker(store: OperationStore, worker_id: str) -> Worker | OperationResult:
+async def _live_worker(store: OperationStore, worker_id: str, scope: TokenScope) -> Worker | OperationResult:
     worker = await store.worker(worker_id)
-    if worker is None:
+    if worker is None or not scope.allows_fleet(worker.fleet):
         return _not_found(worker_not_found(worker_id))
     if worker.status not in LIVE:
         why = "its machine is being deleted" if worker.status is WorkerStatus.ERROR else "it cannot be changed"
@@ -198,9 +228,9 @@ async def _live_worker(store: OperationStore, worker_id: str) -> Worker | Operat
     return worker
 
 
-async def pause_worker(store: OperationStore, worker_id: str) -> OperationResult:
+async def pause_worker(store: OperationStore, worker_id: str, *, scope: TokenScope = EVERYTHING) -> OperationResult:
     """The worker finishes its current tasks and claims no others."""
-    worker = await _live_worker(store, worker_id)
+    worker = await _live_worker(store, worker_id, scope)
     if isinstance(worker, OperationResult):
         return worker
     if await store.set_paused([worker_id], True):
@@ -208,8 +238,8 @@ async def pause_worker(store: OperationStore, worker_id: str) -> OperationResult
     return _unchanged(f"worker {worker_id} was already paused")
 
 
-async def resume_worker(store: OperationStore, worker_id: str) -> OperationResult:
-    worker = await _live_worker(store, worker_id)
+async def resume_worker(store: OperationStore, worker_id: str, *, scope: TokenScope = EVERYTHING) -> OperationResult:
+    worker = await _live_worker(store, worker_id, scope)
     if isinstance(worker, OperationResult):
         return worker
     if await store.set_paused([worker_id], False):
@@ -217,9 +247,9 @@ async def resume_worker(store: OperationStore, worker_id: str) -> OperationResul
     return _unchanged(f"worker {worker_id} was not paused")
 
 
-async def restart_worker(store: OperationStore, worker_id: str) -> OperationResult:
+async def restart_worker(store: OperationStore, worker_id: str, *, scope: TokenScope = EVERYTHING) -> OperationResult:
     """Drain the worker and clear the restart count of its slot. The next cycle spawns a replacement."""
-    worker = await _live_worker(store, worker_id)
+    worker = await _live_worker(store, worker_id, scope)
     if isinstance(worker, OperationResult):
         return worker
     if worker.slot is not None:
@@ -233,10 +263,15 @@ async def restart_worker(store: OperationStore, worker_id: str) -> OperationResu
 
 
 async def terminate_worker(
-    store: OperationStore, worker_id: str, reason: str = TERMINATE_REASON, *, force: bool = False
+    store: OperationStore,
+    worker_id: str,
+    reason: str = TERMINATE_REASON,
+    *,
+    force: bool = False,
+    scope: TokenScope = EVERYTHING,
 ) -> OperationResult:
     """Drain the worker, or with `force` terminate it at once and requeue its tasks."""
-    worker = await _live_worker(store, worker_id)
+    worker = await _live_worker(store, worker_id, scope)
     if isinstance(worker, OperationResult):
         return worker
     if force:

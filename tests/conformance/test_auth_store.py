@@ -14,6 +14,7 @@ from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables
 from support.stores import PostgresStores
 from windlass.model.action import Plan
+from windlass.model.actor import acting_as
 from windlass.model.auth import (
     API_PREFIX,
     JOIN_PREFIX,
@@ -26,6 +27,7 @@ from windlass.model.auth import (
     ServerAddress,
     Session,
     TokenCaller,
+    TokenScope,
     WorkerCaller,
     hash_of,
     is_token,
@@ -179,8 +181,8 @@ async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
     await store.terminate_worker("w0", "by hand")
     caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
-    # In status error it may still call and read its status.
-    assert not caller.has_ended
+    # At once, although its machine is not deleted yet: the fleet's environment is behind this token.
+    assert caller.has_ended
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
     await end(store)
     for token in (TOKEN, JOIN):
@@ -212,6 +214,35 @@ async def test_api_token_is_valid_until_revoked(store: Stores, clock: Any) -> No
     assert not await store.revoke_token("unknown")
     (token,) = await store.tokens()
     assert token.revoked_at == clock()
+
+
+async def test_api_token_expires_and_gives_its_name_free(store: Stores, clock: Any) -> None:
+    scope = TokenScope(frozenset({"a", "b"}), frozenset({"gpus"}))
+    created = await store.create_token("cron", Role.OPERATOR, TOKEN, scope=scope, ttl_s=60)
+    assert (created.scope, created.expires_at) == (scope, clock() + timedelta(seconds=60))
+    clock.advance(59)
+    caller = await store.authenticate(TOKEN)
+    assert caller == TokenCaller("cron", Role.OPERATOR, scope)
+    assert caller.valid_for_s == 1
+    with pytest.raises(BadInput, match="a token cron exists already"):
+        await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
+    clock.advance(1)
+    assert await store.authenticate(TOKEN) is None
+    assert (await store.tokens())[0].status(clock()) == "expired"
+    unlimited = await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN, ttl_s=None)
+    assert unlimited.expires_at is None
+    clock.advance(10 * 365 * 86_400)
+    assert await store.authenticate(OTHER_TOKEN) == TokenCaller("cron", Role.OPERATOR)
+
+
+async def test_expired_api_token_ends_its_self_registered_workers(store: Stores, clock: Any) -> None:
+    await store.create_token("anywhere", Role.WORKER, hash_of(API), ttl_s=60)
+    await store.self_register(hash_of(API), TOKEN, MINE)
+    clock.advance(60)
+    caller = await store.authenticate(TOKEN)
+    assert isinstance(caller, WorkerCaller)
+    assert caller.has_ended
+    assert await store.self_register(hash_of(API), OTHER_TOKEN, replace(MINE, worker_id="other")) is None
 
 
 async def test_last_use_of_api_token_is_recorded_to_the_minute(store: Stores, clock: Any) -> None:
@@ -320,14 +351,14 @@ LINK, SESSION, OTHER_SESSION = hash_of("link"), hash_of("session"), hash_of("ano
 @pytest.mark.parametrize("role", SESSION_ROLES)
 async def test_link_opens_one_session_with_its_role(store: Stores, role: Role) -> None:
     await store.create_link(LINK, role, 60)
-    assert await store.session_role(LINK) is None
+    assert await store.session(LINK) is None
     assert await store.open_session(LINK, SESSION, 60)
     assert not await store.open_session(LINK, OTHER_SESSION, 60)
     assert not await store.open_session(SESSION, OTHER_SESSION, 60)
-    assert await store.session_role(SESSION) is role
-    assert await store.session_role(OTHER_SESSION) is None
+    assert await store.session(SESSION) == TokenCaller("dashboard", role, kind="session")
+    assert await store.session(OTHER_SESSION) is None
     await store.end_session(SESSION)
-    assert await store.session_role(SESSION) is None
+    assert await store.session(SESSION) is None
 
 
 async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
@@ -337,7 +368,7 @@ async def test_links_and_sessions_expire(store: Stores, clock: Any) -> None:
     await store.create_link(OTHER_JOIN, Role.OPERATOR, 60)
     assert await store.open_session(OTHER_JOIN, SESSION, 60)
     clock.advance(60)
-    assert await store.session_role(SESSION) is None
+    assert await store.session(SESSION) is None
     assert await store.sessions() == []
     assert not await store.revoke_session(session_id(SESSION))
 
@@ -354,7 +385,7 @@ async def test_sessions_and_unused_links_are_listed_and_revoked(store: Stores, c
     assert await store.revoke_session(browser.id)
     assert await store.revoke_session(link.id)
     assert not await store.revoke_session(link.id)
-    assert await store.session_role(SESSION) is None
+    assert await store.session(SESSION) is None
     assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
 
 
@@ -375,9 +406,45 @@ async def test_server_address_is_listed_while_it_is_renewed(store: Stores, clock
     assert await store.servers() == []
 
 
-async def test_has_tokens_ignores_revoked_tokens(store: Stores) -> None:
-    assert not await store.has_tokens()
+async def test_revoking_last_token_does_not_forget_that_one_existed(store: Stores) -> None:
+    assert not await store.had_tokens()
     await store.create_token("ann", Role.VIEWER, TOKEN)
-    assert await store.has_tokens()
+    assert await store.had_tokens()
     await store.revoke_token("ann")
-    assert not await store.has_tokens()
+    assert await store.had_tokens()
+
+
+async def test_session_of_identity_provider_names_its_person(store: Stores) -> None:
+    await store.create_session(SESSION, Role.VIEWER, 60, "ann@example.com")
+    caller = await store.session(SESSION)
+    assert caller == TokenCaller("ann@example.com", Role.VIEWER, kind="session")
+    assert caller.valid_for_s == 60
+    (event,) = (await store.audit_page()).rows
+    assert (event.code, event.actor) == ("SESSION_OPENED", "session:ann@example.com")
+
+
+async def test_audit_list_has_who_did_what_newest_first(store: Stores) -> None:
+    with acting_as("user:root@here"):
+        await store.create_token("cron", Role.VIEWER, TOKEN)
+        failed = await store.enqueue(new_task("a", 1))
+    with acting_as("token:ops"):
+        await store.cancel_task(failed, "no longer needed")
+        await store.revoke_token("cron")
+    await store.cancel_task(await store.enqueue(new_task("a", 2)), "without an actor")
+    page = await store.audit_page()
+    assert [(event.code, event.actor) for event in page.rows] == [
+        ("TOKEN_REVOKED", "token:ops"),
+        ("TASK_CANCELLED", "token:ops"),
+        ("TOKEN_CREATED", "user:root@here"),
+    ]
+    assert [event.code for event in (await store.audit_page(actor="user:root@here")).rows] == ["TOKEN_CREATED"]
+    first = await store.audit_page(limit=2)
+    assert [event.code for event in first.rows] == ["TOKEN_REVOKED", "TASK_CANCELLED"]
+    assert [event.code for event in (await store.audit_page(limit=2, cursor=first.next_cursor)).rows] == [
+        "TOKEN_CREATED"
+    ]
+    (token,) = await store.tokens()
+    assert token.created_by == "user:root@here"
+    task = await store.task(failed)
+    assert task is not None
+    assert task.owner == "user:root@here"

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from support.api_fixture import API, COOKIE, RNG, ApiFixture, open_api, problem_of
-from windlass.model.auth import API_PREFIX, LINK_PREFIX, SESSION_PREFIX, Role, csrf_token, new_token
+from windlass.model.auth import API_PREFIX, LINK_PREFIX, SESSION_PREFIX, Role, TokenCaller, csrf_token, new_token
 from windlass.ports.http import max_body_bytes
 from windlass.server import auth, rate_limit
 from windlass.server.auth import CSRF_HEADER, session_cookie
@@ -86,8 +86,9 @@ async def test_reading_needs_a_token_once_one_exists(api: ApiFixture, monkeypatc
     ("role", "read_status", "enqueue_status", "pause_status"),
     [
         (Role.VIEWER, 200, 403, 403),
-        (Role.PRODUCER, 200, 201, 403),
+        (Role.PRODUCER, 403, 201, 403),
         (Role.OPERATOR, 200, 201, 200),
+        (Role.ADMIN, 200, 201, 200),
         (Role.WORKER, 403, 403, 403),
     ],
 )
@@ -219,14 +220,14 @@ async def test_flood_of_made_up_sessions_is_limited_before_lookup(
     api: ApiFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lookups = 0
-    session_role = api.store.session_role
+    look_up = api.store.session
 
-    async def counted(session_hash: bytes) -> Role | None:
+    async def counted(session_hash: bytes) -> TokenCaller | None:
         nonlocal lookups
         lookups += 1
-        return await session_role(session_hash)
+        return await look_up(session_hash)
 
-    monkeypatch.setattr(api.store, "session_role", counted)
+    monkeypatch.setattr(api.store, "session", counted)
     flood = api.client("192.0.2.66")
     made_up = [new_token(SESSION_PREFIX, RNG) for _ in range(200)]
     responses = [await flood.get(f"{API}/overview", headers={"Cookie": f"{COOKIE}={session}"}) for session in made_up]

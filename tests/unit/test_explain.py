@@ -47,6 +47,7 @@ TASK = Task(
     progress_note=None,
     error_code=None,
     error=None,
+    owner=None,
     payload="{}",
     result=None,
 )

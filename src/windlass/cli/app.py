@@ -64,6 +64,9 @@ COMMANDS = {
         CommandEntry("config", "config", "app", "Show the configuration."),
         CommandEntry("db", "db", "app", "Manage the database schema."),
         CommandEntry("tokens", "tokens", "app", "Create and revoke API tokens and dashboard links."),
+        CommandEntry(
+            "audit", "audit", "audit", "List the changes that people and programs with a token made, newest first."
+        ),
         CommandEntry("bootstrap", "bootstrap", "app", "Show the first-boot script of a cloud machine."),
         CommandEntry("emulate", "emulate", "app", "Run an emulated cloud on this host, with real workers."),
         CommandEntry("ray", "ray", "app", "Run the parts of a fleet whose tasks Ray places."),

@@ -18,7 +18,7 @@ from typing import IO, Annotated, Any, Protocol
 
 import typer
 
-from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, load, person_command
 from windlass.cli.output import format_count, print_json, progress
 from windlass.cli.times import parse_when
 from windlass.model.errors import BadInput, WindlassError
@@ -36,7 +36,7 @@ LINE_SLACK_BYTES = 64 * 1024
 SPOOL_IN_MEMORY_BYTES = 8 * 1024 * 1024
 
 
-@command
+@person_command
 async def enqueue(
     queue: Annotated[str, typer.Argument(help="Name of the queue.", metavar="QUEUE")],
     payload: Annotated[

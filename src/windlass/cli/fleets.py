@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from windlass import operations
-from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, load, person_command
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded
 from windlass.model.errors import BadInput
@@ -31,7 +31,7 @@ AllOfFleet = Annotated[str | None, typer.Option("--fleet", "-f", help="All worke
 AllFleets = Annotated[bool, typer.Option("--all", help="All fleets.")]
 
 
-@command
+@person_command
 async def spawn(
     fleet: OneFleet = None,
     fleet_option: SameFleet = None,
@@ -58,7 +58,7 @@ async def spawn(
     _print_results([result], fields, as_json=as_json)
 
 
-@command
+@person_command
 async def terminate(
     targets: Targets = None,
     fleet: AllOfFleet = None,
@@ -84,7 +84,7 @@ async def terminate(
     _print_results(results, {"workers": ids, "changed": changed}, as_json=as_json)
 
 
-@command
+@person_command
 async def pause(
     targets: Targets = None,
     fleet: AllOfFleet = None,
@@ -100,7 +100,7 @@ async def pause(
     await _set_paused(targets, fleet, all_, load(config, data_dir), is_paused=True, as_json=as_json)
 
 
-@command
+@person_command
 async def resume(
     targets: Targets = None,
     fleet: AllOfFleet = None,
@@ -113,7 +113,7 @@ async def resume(
     await _set_paused(targets, fleet, all_, load(config, data_dir), is_paused=False, as_json=as_json)
 
 
-@command
+@person_command
 async def restart(
     fleet: OneFleet = None,
     fleet_option: SameFleet = None,

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import pwd
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from functools import wraps
@@ -13,6 +15,7 @@ import typer
 
 from windlass.cli.errors import EXIT_BROKEN_PIPE, EXIT_TERMINATED
 from windlass.config_loader import Loaded, load_config
+from windlass.model.actor import acting_as
 from windlass.model.errors import BadInput
 
 ConfigFile = Annotated[
@@ -57,6 +60,30 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
         return code
 
     return run
+
+
+def person_command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> Callable[Parameters, int]:
+    """A command with which a person changes something. Its events name the user of the operating system."""
+
+    @wraps(function)
+    async def run_as_person(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int | None:
+        with acting_as(os_actor()):
+            return await function(*args, **kwargs)
+
+    return command(run_as_person)
+
+
+def os_user() -> str:
+    """The user of the operating system that runs this command, and the host."""
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"
+
+
+def os_actor() -> str:
+    return f"user:{os_user()}"
 
 
 def _check_encoding(word: Any) -> None:

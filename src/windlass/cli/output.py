@@ -44,6 +44,8 @@ def to_plain(value: Any) -> Any:
         return value.value
     if isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, frozenset):
+        return sorted(map(to_plain, value))
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Sequence) and not isinstance(value, str):

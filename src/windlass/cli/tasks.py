@@ -12,7 +12,7 @@ import typer
 from windlass import operations
 from windlass.cli.cost import plain_cost
 from windlass.cli.errors import EXIT_BAD_INPUT, print_error
-from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, load, person_command
 from windlass.cli.output import (
     duration,
     format_count,
@@ -61,7 +61,7 @@ class FinishedFilter(StrEnum):
 
 
 @app.command("list")
-@command
+@person_command
 async def list_(
     queue: QueueFilter = None,
     status: Annotated[
@@ -121,7 +121,7 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
 
 
 @app.command()
-@command
+@person_command
 async def show(
     task_id: Annotated[int, typer.Argument(help="Id of the task.", metavar="ID", min=1, max=MAX_TASK_ID)],
     config: ConfigFile = None,
@@ -153,7 +153,7 @@ async def show(
 
 
 @app.command()
-@command
+@person_command
 async def retry(
     task_ids: TaskIds = None,
     all_failed: Annotated[
@@ -191,7 +191,7 @@ async def retry(
 
 
 @app.command()
-@command
+@person_command
 async def cancel(
     task_ids: TaskIds = None,
     reason: Annotated[str, typer.Option(help="Reason, stored with the task.", metavar="TEXT")] = CANCEL_REASON,
@@ -243,7 +243,7 @@ def purge(
     return _purge(loaded, queue, statuses, older_than_s, as_json)
 
 
-@command
+@person_command
 async def _purge(
     loaded: Loaded, queue: str | None, statuses: list[TaskStatus], older_than_s: float, as_json: bool
 ) -> None:

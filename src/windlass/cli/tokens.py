@@ -5,9 +5,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
+from windlass.cli.options import AsJson, ConfigFile, DataDir, load, os_user, person_command
 from windlass.cli.output import duration, print_json, print_table
-from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
+from windlass.cli.times import parse_duration
+from windlass.model.auth import (
+    API_PREFIX,
+    MAX_PERSON_CHARACTERS,
+    MAX_SCOPE_NAMES,
+    Role,
+    TokenScope,
+    hash_of,
+    new_token,
+)
 from windlass.model.errors import BadInput
 from windlass.model.task import is_name
 from windlass.wiring import stores
@@ -17,28 +26,51 @@ app = typer.Typer(help="Create and revoke API tokens and dashboard links.", no_a
 
 
 @app.command()
-@command
+@person_command
 async def create(
     name: Annotated[str, typer.Argument(help="Name of the token, needed to revoke it.", metavar="NAME")],
     role: Annotated[Role, typer.Option(help="What the token allows.")],
+    queue: Annotated[
+        list[str] | None,
+        typer.Option("--queue", "-q", help="Limit it to this queue. Repeat it for several.", metavar="NAME"),
+    ] = None,
+    fleet: Annotated[
+        list[str] | None,
+        typer.Option("--fleet", "-f", help="Limit it to this fleet. Repeat it for several.", metavar="NAME"),
+    ] = None,
+    expires: Annotated[
+        str, typer.Option(help="Time until it expires: 12h, 30d, or never.", metavar="DURATION")
+    ] = "90d",
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a token and print it. It is shown only once: the database stores its hash."""
+    """Create a token and print it. It is shown only once: the database stores its hash.
+
+    With --queue or --fleet the token reaches these queues and fleets only.
+    """
     if not is_name(name):
         raise BadInput(f"invalid token name {name!r}: use at most 63 letters, digits and _ . : -.")
+    for each in (*(queue or ()), *(fleet or ())):
+        if not is_name(each):
+            raise BadInput(f"{each!r} is not the name of a queue or fleet.")
+    if len(queue or ()) > MAX_SCOPE_NAMES or len(fleet or ()) > MAX_SCOPE_NAMES:
+        raise BadInput(f"a token can be limited to at most {MAX_SCOPE_NAMES} queues and {MAX_SCOPE_NAMES} fleets.")
+    ttl_s = parse_duration(expires, "--expires") if expires != "never" else None
+    if ttl_s == 0:
+        raise BadInput("--expires is 0: give a duration such as 90d, or never.")
+    scope = TokenScope(frozenset(queue or ()), frozenset(fleet or ()))
     token = new_token(API_PREFIX, secrets.SystemRandom())
     async with stores.auth_store(load(config, data_dir).config) as store:
-        created = await store.create_token(name, role, hash_of(token))
+        created = await store.create_token(name, role, hash_of(token), scope=scope, ttl_s=ttl_s)
     if as_json:
-        print_json({"name": created.name, "role": created.role, "token": token})
+        print_json({"name": created.name, "role": created.role, "expires_at": created.expires_at, "token": token})
     else:
         print(token)
 
 
 @app.command("list")
-@command
+@person_command
 async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List tokens, newest first, by name and role."""
     async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
@@ -51,25 +83,33 @@ async def list_(config: ConfigFile = None, data_dir: DataDir = None, as_json: As
         (
             token.name,
             token.role,
-            "revoked" if token.revoked_at is not None else "active",
+            token.scope,
+            token.status(now),
             duration((now - token.created_at).total_seconds()),
+            duration(max(0.0, (token.expires_at - now).total_seconds())) if token.expires_at else "never",
             duration((now - token.last_used_at).total_seconds()) if token.last_used_at else "never",
+            token.created_by or "",
         )
         for token in found
     ]
     if rows:
-        print_table(rows, "token", "role", "status", "age", "last used", right=("age", "last used"))
+        headings = ("token", "role", "scope", "status", "age", "expires in", "last used", "created by")
+        print_table(rows, *headings, right=("age", "expires in", "last used"))
     else:
         print("no tokens")
 
 
 @app.command()
-@command
+@person_command
 async def link(
     role: Annotated[
-        Literal["viewer", "operator"],
-        typer.Option(help="What the browser session allows: viewer reads, operator also changes."),
+        Literal["viewer", "operator", "admin"],
+        typer.Option(help="What the session allows: viewer reads, operator also changes, admin also manages tokens."),
     ] = "operator",
+    name: Annotated[
+        str | None,
+        typer.Option(help="The person the link is for, named in the audit list (default: you).", metavar="NAME"),
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(
@@ -84,7 +124,10 @@ async def link(
     """Print a link that opens the dashboard in one browser. It works once, within a day."""
     if url is not None and not url.startswith(("http://", "https://")):
         raise BadInput(f"{url!r} is not the URL of a dashboard: write http://127.0.0.1:8080 or https://HOST.")
-    address = await dashboard_link(load(config, data_dir).config, Role(role), url)
+    person = name.strip() if name is not None else os_user()
+    if not (0 < len(person) <= MAX_PERSON_CHARACTERS and person.isprintable()):
+        raise BadInput(f"--name must have 1 to {MAX_PERSON_CHARACTERS} printable characters.")
+    address = await dashboard_link(load(config, data_dir).config, Role(role), url, person)
     if as_json:
         print_json({"role": role, "link": address})
     else:
@@ -92,7 +135,7 @@ async def link(
 
 
 @app.command()
-@command
+@person_command
 async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List browser sessions and unused dashboard links, newest first."""
     async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
@@ -104,6 +147,7 @@ async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json:
     rows = [
         (
             session.id,
+            session.name,
             session.role,
             "unused link" if session.is_link else "browser",
             duration((now - session.created_at).total_seconds()),
@@ -112,13 +156,13 @@ async def sessions(config: ConfigFile = None, data_dir: DataDir = None, as_json:
         for session in found
     ]
     if rows:
-        print_table(rows, "session", "role", "kind", "age", "expires in", right=("age", "expires in"))
+        print_table(rows, "session", "person", "role", "kind", "age", "expires in", right=("age", "expires in"))
     else:
         print("no sessions")
 
 
 @app.command()
-@command
+@person_command
 async def revoke(
     name: Annotated[str | None, typer.Argument(help="Name of the token to revoke.", metavar="NAME")] = None,
     session: Annotated[

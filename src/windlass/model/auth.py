@@ -7,7 +7,7 @@ its hash. Plain SHA-256 is enough: 256 random bits cannot be guessed, so the has
 import hashlib
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
@@ -47,12 +47,48 @@ def hash_of(token: str) -> bytes:
 
 
 class Role(StrEnum):
-    """What the holder of an API token may do. Each of the first three includes the ones before it."""
+    """What the holder of an API token may do. server/auth.py has the table of roles and routes."""
 
-    VIEWER = "viewer"  # read
-    PRODUCER = "producer"  # enqueue
-    OPERATOR = "operator"  # all operations
+    VIEWER = "viewer"  # read everything
+    PRODUCER = "producer"  # enqueue, and read the tasks that it enqueued; nothing else
+    OPERATOR = "operator"  # read, enqueue, and all operations on tasks, workers and fleets
+    ADMIN = "admin"  # as an operator; also create and revoke tokens
     WORKER = "worker"  # run self-registered workers, and nothing else
+
+
+# Queues and fleets that one token can be limited to.
+MAX_SCOPE_NAMES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScope:
+    """The queues and fleets that a caller may reach. Without any name: everything."""
+
+    queues: frozenset[str] = frozenset()
+    fleets: frozenset[str] = frozenset()
+
+    @property
+    def is_all(self) -> bool:
+        return not self.queues and not self.fleets
+
+    def allows_queue(self, queue: str) -> bool:
+        return self.is_all or queue in self.queues
+
+    def allows_fleet(self, fleet: str) -> bool:
+        return self.is_all or fleet in self.fleets
+
+    def __str__(self) -> str:
+        if self.is_all:
+            return "all"
+        parts = (("queue", sorted(self.queues)), ("fleet", sorted(self.fleets)))
+        return ", ".join(f"{kind} {name}" for kind, names in parts for name in names)
+
+
+EVERYTHING = TokenScope()
+# A list of tokens shows the newest ones, including revoked ones.
+MAX_TOKENS_LISTED = 1_000
+# Of a token, unless it is created with another time or without one.
+DEFAULT_TOKEN_TTL_S = 90 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +101,21 @@ class ApiToken:
     created_at: datetime
     last_used_at: datetime | None
     revoked_at: datetime | None
+    # None: never.
+    expires_at: datetime | None = None
+    created_by: str | None = None
+    scope: TokenScope = EVERYTHING
+
+    def status(self, now: datetime) -> str:
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at is not None and self.expires_at <= now else "active"
 
 
+# Of the name of a session's person.
+MAX_PERSON_CHARACTERS = 100
 # Roles that a browser session can have.
-SESSION_ROLES = (Role.VIEWER, Role.OPERATOR)
+SESSION_ROLES = (Role.VIEWER, Role.OPERATOR, Role.ADMIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +127,8 @@ class Session:
     is_link: bool
     created_at: datetime
     expires_at: datetime
+    # The person: given with the link, or by the identity provider.
+    name: str = "dashboard"
 
 
 def session_id(session_hash: bytes) -> str:
@@ -111,6 +160,8 @@ class WorkerCaller:
     queues: tuple[str, ...]
     # The worker has ended, and its token with it.
     has_ended: bool
+    # How long the token is valid at most. None: as long as the worker.
+    valid_for_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +177,19 @@ class JoinCaller:
 
 @dataclass(frozen=True, slots=True)
 class TokenCaller:
-    """The holder of an API token."""
+    """The holder of an API token, or of a browser session."""
 
     name: str
     role: Role
+    scope: TokenScope = EVERYTHING
+    kind: str = "token"
+    # None: without end.
+    valid_for_s: float | None = field(default=None, compare=False)
+
+    @property
+    def actor(self) -> str:
+        """As events and tasks name this caller."""
+        return f"{self.kind}:{self.name}"
 
 
 Caller = WorkerCaller | JoinCaller | TokenCaller

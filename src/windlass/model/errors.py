@@ -44,6 +44,10 @@ class SchemaMismatch(WindlassError):
     """The schema in the database is missing, older or newer than this program."""
 
 
+class OutOfScope(WindlassError):
+    """The caller's token is limited to other queues and fleets."""
+
+
 class UnknownWorker(WindlassError):
     """The worker is not registered, or has ended."""
 

@@ -18,6 +18,8 @@ class Event:
     worker_id: str | None
     task_id: int | None
     detail: Mapping[str, Any] | None
+    # The person or program whose request caused it. None: the control loop or a worker.
+    actor: str | None = None
 
 
 def check_reason(reason: str, name: str) -> None:

@@ -115,6 +115,8 @@ class TaskSummary:
     progress_note: str | None
     error_code: str | None
     error: str | None
+    # Who enqueued it, if known: `token:NAME`, `session:NAME` or `user:NAME@HOST`.
+    owner: str | None
 
     def __post_init__(self) -> None:
         """A handler's last report may be missing when its task is complete. The database stores four-byte numbers."""

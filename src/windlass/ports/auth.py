@@ -7,8 +7,9 @@ The contract:
   exchange with the same two tokens is accepted while the worker lives, so a machine that missed the answer can ask
   again. With another worker token it is refused.
 - A self-registering worker uses an API token of role worker and a worker token of its own making. It ends when that API
-  token is revoked.
-- A worker token is valid until the worker is terminated. An API token is valid until it is revoked.
+  token is revoked or expires.
+- A worker token is valid until the worker fails or is terminated. An API token is valid until it is revoked or expires.
+- Creating and revoking a token, logging in, and ending a session of another person are events with their actor.
 - A link opens one browser session, once, before it expires. The session has the link's role and lasts until it expires
   or is ended.
 - A server is notified at once when a token is revoked, a worker terminates or a session ends.
@@ -19,13 +20,24 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 from uuid import UUID
 
-from windlass.model.auth import Activation, ApiToken, Caller, Role, ServerAddress, Session
+from windlass.model.auth import (
+    DEFAULT_TOKEN_TTL_S,
+    EVERYTHING,
+    Activation,
+    ApiToken,
+    Caller,
+    Role,
+    ServerAddress,
+    Session,
+    TokenCaller,
+    TokenScope,
+)
 from windlass.model.worker import Registration, WorkerStatus
 
 
 class AuthStore(Protocol):
     async def authenticate(self, token_hash: bytes) -> Caller | None:
-        """The holder of this token; None if it is unknown or revoked. Records the last use of an API token."""
+        """The holder of this token; None if it is unknown, revoked or expired. Records the last use of an API token."""
 
     async def watch_revocations(
         self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
@@ -61,26 +73,37 @@ class AuthStore(Protocol):
         None if the API token is not valid or has another role. BadInput if the worker id belongs to another worker.
         """
 
-    async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
-        """BadInput if a valid token has this name."""
+    async def create_token(
+        self,
+        name: str,
+        role: Role,
+        token_hash: bytes,
+        *,
+        scope: TokenScope = EVERYTHING,
+        ttl_s: float | None = DEFAULT_TOKEN_TTL_S,
+    ) -> ApiToken:
+        """BadInput if a valid token has this name. `ttl_s` None: it never expires."""
 
     async def tokens(self) -> list[ApiToken]:
-        """Newest first, including revoked ones."""
+        """The newest MAX_TOKENS_LISTED, newest first, including revoked and expired ones."""
 
     async def revoke_token(self, name: str) -> bool:
         """False if no valid token has this name."""
 
-    async def has_tokens(self) -> bool:
-        """Whether a valid API token exists."""
+    async def had_tokens(self) -> bool:
+        """Whether an API token was ever created, also if it was revoked since."""
 
-    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
-        """A link that can be exchanged for a session of this role, for `ttl_s`."""
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float, name: str = "dashboard") -> None:
+        """A link that can be exchanged for a session of this role, for `ttl_s`. `name`: the person it is for."""
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
         """Exchange a link for a session. False if the link is unknown, used or expired."""
 
-    async def session_role(self, session_hash: bytes) -> Role | None:
-        """The role of a session; None if it is unknown or has ended."""
+    async def create_session(self, session_hash: bytes, role: Role, ttl_s: float, name: str) -> None:
+        """A session without a link, for a person whom the identity provider has authenticated."""
+
+    async def session(self, session_hash: bytes) -> TokenCaller | None:
+        """The holder of a session, of kind `session`; None if it is unknown or has ended."""
 
     async def sessions(self) -> list[Session]:
         """Newest first, including unused links."""

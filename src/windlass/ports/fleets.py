@@ -8,6 +8,7 @@ from typing import Protocol
 
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
+from windlass.model.listing import Page
 from windlass.model.worker import Worker
 from windlass.ports.clock import DatabaseClock
 
@@ -27,6 +28,9 @@ class FleetQueries(DatabaseClock, Protocol):
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
     ) -> list[Event]:
         """The newest `limit` events, oldest first."""
+
+    async def audit_page(self, *, actor: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Event]:
+        """Events with an actor, or with this one, newest first. BadInput for an invalid cursor."""
 
     async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
         """Newest first."""

@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.server.access_log import AccessLog
-from windlass.server.auth import ACCESS_OF, CSRF_HEADER, Authenticator
+from windlass.server.auth import ACCESS_OF, CSRF_HEADER, Authenticator, caller_scope
 from windlass.server.context import AppContext, WorkerApiContext
 from windlass.server.errors import add_error_handlers
 from windlass.server.middleware import AdmissionMiddleware, PageCompression
@@ -19,6 +19,7 @@ from windlass.server.pages import STATIC, DashboardFiles, render_error, static_p
 from windlass.server.rate_limit import RateSharing
 from windlass.server.route_table import read_routes
 from windlass.server.routes import (
+    access,
     alerts,
     cost,
     cycles,
@@ -56,7 +57,7 @@ def make_app(context: WorkerApiContext) -> Application:
     authenticator = Authenticator(worker_store=context.auth_store)
     if isinstance(context, AppContext):
         error_page = functools.partial(render_error, context)
-        for subject in (overview, workers, tasks, fleets, cycles, cost, alerts, supervisor_compat, login):
+        for subject in (overview, workers, tasks, fleets, cycles, cost, alerts, access, supervisor_compat, login):
             api.include_router(subject.routes(context))
         api.include_router(health.metrics_routes(context))
         api.mount(STATIC, DashboardFiles())
@@ -73,6 +74,7 @@ def make_app(context: WorkerApiContext) -> Application:
         read_routes(
             api,
             ACCESS_OF,
+            scope_checks=(caller_scope,),
             max_payload_bytes=context.max_payload_bytes,
             static_files=static_paths() if isinstance(context, AppContext) else (),
             handlers=worker_call_handlers(context),

@@ -23,6 +23,7 @@ from starlette.types import Scope
 
 from windlass.model.auth import (
     API_PREFIX,
+    EVERYTHING,
     JOIN_PREFIX,
     SESSION_PREFIX,
     WORKER_PREFIX,
@@ -30,6 +31,7 @@ from windlass.model.auth import (
     JoinCaller,
     Role,
     TokenCaller,
+    TokenScope,
     WorkerCaller,
     csrf_token,
     hash_of,
@@ -41,7 +43,7 @@ from windlass.ports.auth import AuthStore
 from windlass.server.errors import ApiError, forbidden, gone, unauthorized
 from windlass.server.identity_cache import CallerIdentity, IdentityCache
 from windlass.server.rate_limit import FailedLoginLimiter, RequestRateLimiter
-from windlass.server.route_table import Access
+from windlass.server.route_table import Access, RouteEntry
 
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -55,12 +57,15 @@ MAX_LOOKUPS = 2
 LOCALHOST_CALLER = TokenCaller("localhost", Role.VIEWER)
 ANONYMOUS = CallerIdentity(None)
 _LOCALHOST = CallerIdentity(LOCALHOST_CALLER)
-_RANKS = {Role.VIEWER: 0, Role.PRODUCER: 1, Role.OPERATOR: 2}
+# Roles that may use the routes of each access, the least one first.
 _ROLES = {
-    Access.VIEWER: Role.VIEWER,
-    Access.PRODUCER: Role.PRODUCER,
-    Access.OPERATOR: Role.OPERATOR,
-    Access.OPERATOR_FORM: Role.OPERATOR,
+    Access.VIEWER: (Role.VIEWER, Role.OPERATOR, Role.ADMIN),
+    Access.TASK_READER: (Role.VIEWER, Role.PRODUCER, Role.OPERATOR, Role.ADMIN),
+    Access.PRODUCER: (Role.PRODUCER, Role.OPERATOR, Role.ADMIN),
+    Access.OPERATOR: (Role.OPERATOR, Role.ADMIN),
+    Access.OPERATOR_FORM: (Role.OPERATOR, Role.ADMIN),
+    Access.ADMIN: (Role.ADMIN,),
+    Access.ADMIN_FORM: (Role.ADMIN,),
 }
 Headers = Mapping[bytes, bytes]
 
@@ -136,23 +141,23 @@ class Authenticator:
         self._session_lookups.check(address_of(scope))
         generation = self.cache.generation
         async with self._user_lookups:
-            role = await self._user_store.session_role(session_hash)
-        if role is None:
+            caller = await self._user_store.session(session_hash)
+        if caller is None:
             return None
-        name = f"session {session_id(session_hash)}"
-        identity = CallerIdentity(TokenCaller("dashboard", role), name, session=session, token_hash=session_hash)
+        name = f"session {session_id(session_hash)} of {caller.name}"
+        identity = CallerIdentity(caller, name, session=session, token_hash=session_hash)
         self.cache.add(session_hash, identity, generation)
         return identity
 
     async def _is_open_to(self, scope: Scope, headers: Headers) -> bool:
         if not self._is_open_to_localhost or not _is_from_localhost(scope, headers):
             return False
-        if self.cache.has_tokens is not None:
-            return not self.cache.has_tokens
+        if self.cache.had_tokens is not None:
+            return not self.cache.had_tokens
         generation = self.cache.generation
-        has_tokens = await self._user_store.has_tokens()
-        self.cache.set_has_tokens(has_tokens, generation)
-        return not has_tokens
+        had_tokens = await self._user_store.had_tokens()
+        self.cache.set_had_tokens(had_tokens, generation)
+        return not had_tokens
 
 
 def address_of(scope: Scope) -> str:
@@ -226,10 +231,28 @@ def check_access(access: Access, identity: CallerIdentity, method: str, headers:
         case _:
             _check_role(identity, _ROLES[access])
     if identity.session is not None and method not in SAFE_METHODS:
-        if access in (Access.OPERATOR_FORM, Access.ANYONE):
+        if access in (Access.OPERATOR_FORM, Access.ADMIN_FORM, Access.ANYONE):
             _check_origin(headers)  # the CSRF token is in the body
         else:
             check_csrf(identity.session, headers.get(CSRF_HEADER.lower().encode(), b"").decode("latin-1"))
+
+
+def check_scope(route: RouteEntry, caller: Caller | None, path: str) -> None:
+    """Raise ApiError unless a caller that is limited to some queues and fleets may use this route.
+
+    Decided by the fleet or queue in the path. A route without them either checks the scope itself, or concerns the
+    whole installation and is refused.
+    """
+    if not isinstance(caller, TokenCaller) or caller.scope.is_all or route.is_scoped:
+        return
+    parameters = route.parameters(path)
+    fleet, queue = parameters.get("fleet"), parameters.get("queue")
+    if fleet is not None and caller.scope.allows_fleet(fleet):
+        return
+    if queue is not None and caller.scope.allows_queue(queue):
+        return
+    if route.access not in (Access.OPEN, Access.ANYONE, Access.WORKER_ROLE):
+        raise forbidden(f"this token is limited to {caller.scope}; this path is outside of that")
 
 
 def check_worker(caller: Caller | None) -> WorkerCaller:
@@ -248,8 +271,8 @@ def _check_machine(caller: Caller | None) -> None:
     _check_not_terminated(caller)
 
 
-def _check_role(identity: CallerIdentity, needed: Role) -> None:
-    caller = identity.caller
+def _check_role(identity: CallerIdentity, allowed: tuple[Role, ...]) -> None:
+    caller, needed = identity.caller, allowed[0]
     if caller is None:
         raise unauthorized(
             "this path needs a token (`Authorization: Bearer <token>`) or a dashboard session: "
@@ -257,7 +280,7 @@ def _check_role(identity: CallerIdentity, needed: Role) -> None:
         )
     if caller is LOCALHOST_CALLER and needed is not Role.VIEWER:
         raise unauthorized(f"without a token only reading is allowed: `windlass tokens create NAME --role {needed}`")
-    if not isinstance(caller, TokenCaller) or _RANKS.get(caller.role, -1) < _RANKS[needed]:
+    if not isinstance(caller, TokenCaller) or caller.role not in allowed:
         raise forbidden(f"this path needs a token of role {needed}: `windlass tokens create NAME --role {needed}`")
 
 
@@ -319,6 +342,10 @@ async def viewer(request: Request) -> TokenCaller:
     return cast(TokenCaller, _caller(request, Access.VIEWER))
 
 
+async def task_reader(request: Request) -> TokenCaller:
+    return cast(TokenCaller, _caller(request, Access.TASK_READER))
+
+
 async def producer(request: Request) -> TokenCaller:
     return cast(TokenCaller, _caller(request, Access.PRODUCER))
 
@@ -331,6 +358,20 @@ async def form_operator(request: Request) -> TokenCaller:
     return cast(TokenCaller, _caller(request, Access.OPERATOR_FORM))
 
 
+async def admin(request: Request) -> TokenCaller:
+    return cast(TokenCaller, _caller(request, Access.ADMIN))
+
+
+async def form_admin(request: Request) -> TokenCaller:
+    return cast(TokenCaller, _caller(request, Access.ADMIN_FORM))
+
+
+async def caller_scope(request: Request) -> TokenScope:
+    """The queues and fleets that the caller may reach. A route that depends on it must check them."""
+    caller = request.state.caller
+    return caller.scope if isinstance(caller, TokenCaller) else EVERYTHING
+
+
 ACCESS_OF: Mapping[Callable[..., Any], Access] = {
     open_to_all: Access.OPEN,
     anyone: Access.ANYONE,
@@ -339,8 +380,11 @@ ACCESS_OF: Mapping[Callable[..., Any], Access] = {
     machine_caller: Access.MACHINE,
     self_registering_caller: Access.WORKER_ROLE,
     viewer: Access.VIEWER,
+    task_reader: Access.TASK_READER,
     producer: Access.PRODUCER,
     operator: Access.OPERATOR,
+    admin: Access.ADMIN,
+    form_admin: Access.ADMIN_FORM,
     form_operator: Access.OPERATOR_FORM,
 }
 

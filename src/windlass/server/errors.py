@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from windlass.model.auth import without_tokens
-from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
+from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, OutOfScope, TooSlow, UnknownWorker
 from windlass.model.redaction import masked
 from windlass.operations import OperationOutcome, OperationResult
 from windlass.ports import http
@@ -103,6 +103,8 @@ def to_api_error(error: Exception) -> ApiError | None:
             return error
         case BadInput():
             return ApiError(400, http.BAD_INPUT, str(error))
+        case OutOfScope():
+            return forbidden(str(error))
         case UnknownWorker():
             return ApiError(404, http.UNKNOWN_WORKER, str(error))
         case TooSlow():
@@ -152,7 +154,7 @@ def add_error_handlers(app: FastAPI, error_page: ErrorPage | None) -> None:
     async def handle_defect(request: Request, _error: Exception) -> Response:
         return error_response(request, defect(), error_page)
 
-    for kind in (HTTPException, RequestValidationError, BadInput, UnknownWorker, DatabaseUnavailable):
+    for kind in (HTTPException, RequestValidationError, BadInput, OutOfScope, UnknownWorker, DatabaseUnavailable):
         app.add_exception_handler(kind, handle)
     # Starlette raises the error again after this response, and the middleware logs it.
     app.add_exception_handler(Exception, handle_defect)

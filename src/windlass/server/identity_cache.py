@@ -32,7 +32,7 @@ class IdentityCache:
         self._clock = clock
         self._is_listening = False
         self._entries: dict[bytes, tuple[CallerIdentity, float]] = {}
-        self._has_tokens: bool | None = None
+        self._had_tokens: bool | None = None
         # Changes with every revocation. A lookup that began before it may have read the old state.
         self.generation = 0
 
@@ -49,7 +49,9 @@ class IdentityCache:
         """`generation`: as it was before the lookup."""
         if self._is_listening and generation == self.generation:
             self._entries.pop(key, None)
-            self._entries[key] = identity, self._clock() + IDENTITY_TTL_S
+            valid_for_s = getattr(identity.caller, "valid_for_s", None)
+            ttl_s = IDENTITY_TTL_S if valid_for_s is None else min(IDENTITY_TTL_S, valid_for_s)
+            self._entries[key] = identity, self._clock() + ttl_s
             while len(self._entries) > MAX_CACHED_IDENTITIES:
                 del self._entries[next(iter(self._entries))]
 
@@ -58,13 +60,14 @@ class IdentityCache:
         self._entries.pop(key, None)
 
     @property
-    def has_tokens(self) -> bool | None:
-        """Whether any API token exists. None: not known."""
-        return self._has_tokens
+    def had_tokens(self) -> bool | None:
+        """Whether an API token was ever created. None: not known."""
+        return self._had_tokens
 
-    def set_has_tokens(self, has_tokens: bool, generation: int) -> None:
-        if self._is_listening and generation == self.generation:
-            self._has_tokens = has_tokens
+    def set_had_tokens(self, had_tokens: bool, generation: int) -> None:
+        # Once true, it stays true.
+        if had_tokens or (self._is_listening and generation == self.generation):
+            self._had_tokens = had_tokens
 
     def set_listening(self, is_listening: bool) -> None:
         """Called when notifications start to arrive, and when they no longer do."""
@@ -73,7 +76,7 @@ class IdentityCache:
 
     def revoke(self, token_hash: bytes | None) -> None:
         """Called for each notification. None: any identity may have changed."""
-        self._has_tokens = None
+        self._forget_had_tokens()
         if token_hash is None:
             self._clear()
         else:
@@ -82,4 +85,8 @@ class IdentityCache:
     def _clear(self) -> None:
         self.generation += 1
         self._entries.clear()
-        self._has_tokens = None
+        self._forget_had_tokens()
+
+    def _forget_had_tokens(self) -> None:
+        if not self._had_tokens:
+            self._had_tokens = None

@@ -10,11 +10,22 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from windlass.model.errors import BadInput
+from windlass.model.auth import TokenScope
+from windlass.model.errors import BadInput, OutOfScope
 from windlass.model.listing import MAX_PAGE, Page
 from windlass.model.task import MAX_TASK_ID
 from windlass.operations import OperationResult
-from windlass.server.auth import form_operator, open_to_all, operator, producer, viewer
+from windlass.server.auth import (
+    admin,
+    caller_scope,
+    form_admin,
+    form_operator,
+    open_to_all,
+    operator,
+    producer,
+    task_reader,
+    viewer,
+)
 from windlass.server.errors import raise_if_refused
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.request_body import decode_body
@@ -22,6 +33,9 @@ from windlass.server.request_body import decode_body
 API = "/api/v1"
 VIEWER, PRODUCER, OPERATOR = Depends(viewer), Depends(producer), Depends(operator)
 FORM_OPERATOR, OPEN = Depends(form_operator), Depends(open_to_all)
+TASK_READER, ADMIN, FORM_ADMIN = Depends(task_reader), Depends(admin), Depends(form_admin)
+# The queues and fleets of the caller. A route with this parameter checks them.
+CallerScope = Annotated[TokenScope, Depends(caller_scope)]
 
 FleetName = Annotated[str, Path(max_length=63)]
 WorkerId = Annotated[str, Path(max_length=200)]
@@ -55,6 +69,15 @@ class PageResponse(Generic[Item]):
 def api_router(role: Any) -> APIRouter:
     """A router of JSON routes that need this role."""
     return APIRouter(prefix=API, dependencies=[role])
+
+
+def filter_in_scope(wanted: str | None, allowed: frozenset[str], scope: TokenScope, what: str) -> str | None:
+    """The filter of a list for this caller: `wanted`, or the only name that its token allows. Raises OutOfScope."""
+    if scope.is_all or (wanted is not None and wanted in allowed):
+        return wanted
+    if wanted is None and len(allowed) == 1:
+        return next(iter(allowed))
+    raise OutOfScope(f"this token is limited to {scope}: name one of them with ?{what}=")
 
 
 def page_response(page: Page[Any], items: Sequence[Any] | None = None) -> PageResponse[Any]:

@@ -18,10 +18,11 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.model.auth import JoinCaller, WorkerCaller
+from windlass.model.actor import acting_as
+from windlass.model.auth import JoinCaller, TokenCaller, WorkerCaller
 from windlass.ports import http
 from windlass.server.access_log import AccessLog, short_path
-from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers, address_of, check_access
+from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers, address_of, check_access, check_scope
 from windlass.server.errors import ApiError, ErrorPage, defect, error_response, not_found, to_api_error
 from windlass.server.identity_cache import CallerIdentity
 from windlass.server.rate_limit import BYTES_PER_REQUEST, MAX_REFUSALS_PER_S, LeakyBuckets, RequestRateLimiter
@@ -121,6 +122,7 @@ class AdmissionMiddleware:
                 identity = await self.authenticator.authenticate(scope, headers, needs_token=route.needs_token)
                 self._check_rate(identity, scope, body)
                 check_access(route.access, identity, scope["method"], headers)
+                check_scope(route, identity.caller, scope["path"])
             body.set_limit(route.max_body_bytes)
         except ApiError as error:
             if identity.caller is None and error.status_code != 429:
@@ -189,7 +191,8 @@ class _RequestContext:
             self._set_state(route)
             if self._scope["method"] not in SAFE_METHODS:
                 await self._body.read()
-            await (route.handler or self._middleware.app)(self._scope, self._body.receive, self._send)
+            with acting_as(self._actor()):
+                await (route.handler or self._middleware.app)(self._scope, self._body.receive, self._send)
         except _ConnectionFailed:
             pass
         except Exception as error:
@@ -198,6 +201,11 @@ class _RequestContext:
             self._body.release()
             duration_s = time.monotonic() - started
             self._middleware.access_log.record(self._scope, self._status or 0, self._identity.name, duration_s)
+
+    def _actor(self) -> str | None:
+        """Named in the events that this request causes. Workers have events of their own."""
+        caller = self._identity.caller
+        return caller.actor if isinstance(caller, TokenCaller) and self._identity.name is not None else None
 
     def _set_state(self, route: RouteEntry) -> None:
         identity, authenticator = self._identity, self._middleware.authenticator

@@ -20,6 +20,8 @@ from windlass.server.json_api import API
 STREAM = f"{API}/stream"
 STATIC = "/static"
 PAGE_ROWS = 50
+# Roles whose pages have buttons.
+OPERATORS = (Role.OPERATOR, Role.ADMIN)
 # Static files carry a hash of their content in the address.
 STATIC_MAX_AGE_S = 31_536_000
 THEME_COOKIE = "windlass_theme"
@@ -49,7 +51,7 @@ def page_context(
     """`is_live`: the page is reloaded when something changes."""
     caller = getattr(request.state, "caller", None)
     csrf = expected_csrf_token(request) if caller is not None else None
-    is_operator = csrf is not None and isinstance(caller, TokenCaller) and caller.role is Role.OPERATOR
+    is_operator = csrf is not None and isinstance(caller, TokenCaller) and caller.role in OPERATORS
     theme = request.cookies.get(THEME_COOKIE)
     return PageContext(
         now=now,

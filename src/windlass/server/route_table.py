@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 from typing import Any
 
 from fastapi import FastAPI, routing
@@ -27,9 +28,12 @@ class Access(Enum):
     OPEN = auto()  # all callers, without authentication
     ANYONE = auto()  # all callers; a token or session is checked if the request has one
     VIEWER = auto()
+    TASK_READER = auto()  # a viewer, or the producer that enqueued the task
     PRODUCER = auto()
     OPERATOR = auto()
+    ADMIN = auto()
     OPERATOR_FORM = auto()  # an operator's session; the CSRF token is a field of the form
+    ADMIN_FORM = auto()
     WORKER = auto()  # a worker token
     JOINING = auto()  # a join token
     MACHINE = auto()  # a worker token or a join token
@@ -46,6 +50,13 @@ class RouteEntry:
     needs_token: bool = False
     # Answers in place of the application, for routes that must be fast.
     handler: ASGIApp | None = None
+    # The route itself checks the queues and fleets that a token is limited to.
+    is_scoped: bool = False
+
+    def parameters(self, path: str) -> dict[str, str]:
+        """The parameters in the path of a request to this route."""
+        match = _pattern(self.path).match(path)
+        return match.groupdict() if match is not None else {}
 
     @property
     def has_large_body(self) -> bool:
@@ -62,6 +73,11 @@ def large_bodies(max_payload_bytes: int) -> dict[str, int]:
     }
 
 
+@lru_cache(maxsize=1_000)
+def _pattern(path: str) -> re.Pattern[str]:
+    return compile_path(path)[0]
+
+
 class RouteTable:
     """Finds the route of a request. A fixed path comes before a path with parameters."""
 
@@ -70,7 +86,7 @@ class RouteTable:
         self._patterns: dict[str, tuple[re.Pattern[str], dict[str, RouteEntry]]] = {}
         for entry in entries:
             if "{" in entry.path:
-                pattern = compile_path(entry.path)[0]
+                pattern = _pattern(entry.path)
                 by_method = self._patterns.setdefault(entry.path, (pattern, {}))[1]
             else:
                 by_method = self._fixed.setdefault(entry.path, {})
@@ -100,16 +116,18 @@ def read_routes(
     app: FastAPI,
     access_of: Mapping[Callable[..., Any], Access],
     *,
+    scope_checks: Iterable[Callable[..., Any]] = (),
     max_payload_bytes: int,
     static_files: Iterable[str] = (),
     handlers: Mapping[str, ASGIApp] | None = None,
 ) -> RouteTable:
     """The table of an application.
 
-    `access_of`: the access that each dependency stands for. `static_files`: paths of a mounted folder, open to all.
+    `access_of`: the access that each dependency stands for. `scope_checks`: dependencies of the routes that check the
+    caller's scope themselves. `static_files`: paths of a mounted folder, open to all.
     `handlers`: by path, see RouteEntry.
     """
-    limits = large_bodies(max_payload_bytes)
+    limits, checks = large_bodies(max_payload_bytes), frozenset(scope_checks)
     entries = [RouteEntry(method, path, Access.OPEN) for path in static_files for method in ("GET", "HEAD")]
     for route in routing.iter_route_contexts(app.routes):
         dependant = getattr(route, "dependant", None)
@@ -128,6 +146,7 @@ def read_routes(
                 max_body_bytes=limits.get(path, MAX_SMALL_BODY_BYTES) if method == "POST" else MAX_SMALL_BODY_BYTES,
                 needs_token=path.startswith("/internal/"),
                 handler=(handlers or {}).get(path),
+                is_scoped=any(each.call in checks for each in dependant.dependencies),
             )
             for method in methods
         ]

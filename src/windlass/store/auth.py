@@ -9,6 +9,9 @@ from typing import Any
 from uuid import UUID
 
 from windlass.model.auth import (
+    DEFAULT_TOKEN_TTL_S,
+    EVERYTHING,
+    MAX_TOKENS_LISTED,
     RATE_TTL_S,
     SERVER_TTL_S,
     Activation,
@@ -19,6 +22,7 @@ from windlass.model.auth import (
     ServerAddress,
     Session,
     TokenCaller,
+    TokenScope,
     WorkerCaller,
 )
 from windlass.model.errors import BadInput
@@ -28,7 +32,7 @@ from windlass.store.channel import watch_channel
 from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 
-QUERIES = read_queries("windlass.store", "control_queries.sql")
+QUERIES = read_queries("windlass.store", "auth.sql")
 IDENTITY_CHANNEL = "windlass_identities"
 
 
@@ -39,11 +43,12 @@ class PostgresAuthStore(DatabaseStore):
             return None
         (row,) = rows
         if row["kind"] == "token":
-            return TokenCaller(row["name"], Role(row["role"]))
+            scope = TokenScope(frozenset(row["queues"]), frozenset(row["fleets"]))
+            return TokenCaller(row["name"], Role(row["role"]), scope, valid_for_s=row["valid_for_s"])
         queues = tuple(row["queues"])
         if row["kind"] == "join":
             return JoinCaller(row["name"], row["fleet"], queues, row["has_ended"], row["is_expired"])
-        return WorkerCaller(row["name"], row["fleet"], queues, row["has_ended"])
+        return WorkerCaller(row["name"], row["fleet"], queues, row["has_ended"], row["valid_for_s"])
 
     async def watch_revocations(
         self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
@@ -93,33 +98,50 @@ class PostgresAuthStore(DatabaseStore):
             raise BadInput(f"a worker {r.worker_id} exists already: choose another name.")
         return WorkerStatus(status) if status is not None else None
 
-    async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
-        row = await self._database.fetchrow("creating a token", QUERIES["create_token"], name, role, token_hash)
+    async def create_token(
+        self,
+        name: str,
+        role: Role,
+        token_hash: bytes,
+        *,
+        scope: TokenScope = EVERYTHING,
+        ttl_s: float | None = DEFAULT_TOKEN_TTL_S,
+    ) -> ApiToken:
+        lists = sorted(scope.queues), sorted(scope.fleets)
+        await self._database.execute("creating a token", QUERIES["free_name"], name)
+        row = await self._database.fetchrow(
+            "creating a token", QUERIES["create_token"], name, role, token_hash, *lists, ttl_s
+        )
         if row is None:
             raise BadInput(f"a token {name} exists already: revoke it first, or choose another name.")
         return _token(row)
 
     async def tokens(self) -> list[ApiToken]:
-        rows = await self._database.fetch("listing tokens", QUERIES["tokens"])
+        rows = await self._database.fetch("listing tokens", QUERIES["tokens"], MAX_TOKENS_LISTED)
         return [_token(row) for row in rows]
 
     async def revoke_token(self, name: str) -> bool:
         return bool(await self._database.fetchval("revoking a token", QUERIES["revoke_token"], name))
 
-    async def has_tokens(self) -> bool:
-        return bool(await self._database.fetchval("checking for tokens", QUERIES["has_tokens"]))
+    async def had_tokens(self) -> bool:
+        return bool(await self._database.fetchval("checking for tokens", QUERIES["had_tokens"]))
 
-    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
-        await self._database.execute("creating a link", QUERIES["create_link"], link_hash, role, ttl_s)
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float, name: str = "dashboard") -> None:
+        await self._database.execute("creating a link", QUERIES["create_link"], link_hash, role, ttl_s, name)
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
         return bool(
             await self._database.fetchval("opening a session", QUERIES["open_session"], link_hash, session_hash, ttl_s)
         )
 
-    async def session_role(self, session_hash: bytes) -> Role | None:
-        role = await self._database.fetchval("checking a session", QUERIES["session_role"], session_hash)
-        return Role(role) if role is not None else None
+    async def create_session(self, session_hash: bytes, role: Role, ttl_s: float, name: str) -> None:
+        await self._database.execute("opening a session", QUERIES["create_session"], session_hash, role, ttl_s, name)
+
+    async def session(self, session_hash: bytes) -> TokenCaller | None:
+        row = await self._database.fetchrow("checking a session", QUERIES["session"], session_hash)
+        if row is None:
+            return None
+        return TokenCaller(row["name"], Role(row["role"]), kind="session", valid_for_s=row["valid_for_s"])
 
     async def sessions(self) -> list[Session]:
         rows = await self._database.fetch("listing sessions", QUERIES["sessions"])
@@ -143,4 +165,6 @@ class PostgresAuthStore(DatabaseStore):
 
 
 def _token(row: Any) -> ApiToken:
-    return ApiToken(**{**row, "role": Role(row["role"])})
+    values = {name: value for name, value in row.items() if name not in ("queues", "fleets")}
+    scope = TokenScope(frozenset(row["queues"]), frozenset(row["fleets"]))
+    return ApiToken(**{**values, "role": Role(row["role"])}, scope=scope)

@@ -1,4 +1,4 @@
--- Named queries about fleets, cycles, costs, tokens and sessions. Each says who calls it and which index serves it.
+-- Named queries about fleets, cycles and costs. Each says who calls it and which index serves it.
 
 -- name: fleets
 -- `windlass status`; a few rows.
@@ -40,6 +40,14 @@ cross join lateral (
 where w.id = $2 and w.fleet = $1
   and c.snapshot -> 'workers' @> jsonb_build_array(jsonb_build_object('id', w.id))
 order by c.started_at desc, c.id desc limit 1;
+
+-- name: audit
+-- `windlass audit` and the audit page; scans events_actor backwards up to the limit.
+select id, at, code, reason, fleet, worker_id, task_id, detail, actor from windlass.events
+where actor is not null
+  and ($1::text is null or actor = $1)
+  and ($2::bigint is null or id < $2)
+order by id desc limit $3;
 
 -- name: running_tasks
 -- `windlass status`; tasks_running.
@@ -90,85 +98,6 @@ from (
   )
   limit $2
 ) as counted;
-
--- name: create_token
--- `windlass tokens create`; tokens_name. No row if the name is taken.
-insert into windlass.tokens (name, role, hash)
-values ($1, $2, $3)
-on conflict (name) where revoked_at is null do nothing
-returning id, name, role, created_at, last_used_at, revoked_at;
-
--- name: tokens
--- `windlass tokens list`; a few rows.
-select id, name, role, created_at, last_used_at, revoked_at from windlass.tokens
-order by id desc;
-
--- name: revoke_token
--- `windlass tokens revoke`; tokens_name.
-update windlass.tokens set revoked_at = windlass.now()
-where name = $1 and revoked_at is null
-returning true;
-
--- name: has_tokens
--- Without tokens, local requests may read without one; tokens_name.
-select exists (select from windlass.tokens where revoked_at is null);
-
--- name: create_link
--- `windlass up`, `windlass tokens link`; primary key.
-insert into windlass.sessions (hash, is_link, role, expires_at)
-values ($1, true, $2, windlass.now() + make_interval(secs => $3::float8));
-
--- name: open_session
--- Replaces a login link by a session: each link works once; primary key.
-with used as (
-  delete from windlass.sessions
-  where hash = $1 and is_link and expires_at > windlass.now()
-  returning role
-)
-insert into windlass.sessions (hash, is_link, role, expires_at)
-select $2, false, role, windlass.now() + make_interval(secs => $3::float8)
-from used
-returning true;
-
--- name: session_role
--- Each request of a browser; primary key.
-select role from windlass.sessions
-where hash = $1 and not is_link and expires_at > windlass.now();
-
--- name: sessions
--- `windlass tokens sessions`; a few rows.
-select left(encode(hash, 'hex'), 12) as id, role, is_link, created_at, expires_at
-from windlass.sessions where expires_at > windlass.now()
-order by created_at desc, hash;
-
--- name: end_session
--- Logging out; primary key.
-delete from windlass.sessions where hash = $1 and not is_link;
-
--- name: revoke_session
--- `windlass tokens revoke --session`; a few rows.
-delete from windlass.sessions
-where left(encode(hash, 'hex'), 12) = $1
-  and expires_at > windlass.now()
-returning true;
-
--- name: record_server
--- `windlass up --port`, every few seconds; primary key.
-insert into windlass.http_servers as f (url, host)
-values ($1, $2)
-on conflict (url, host) do update
-  set seen_at = excluded.seen_at;
-
--- name: http_servers
--- `windlass tokens link`; a few rows.
-select url, host from windlass.http_servers
-where seen_at > windlass.now() - make_interval(secs => $1::float8)
-order by seen_at desc, url, host;
-
--- name: remove_server
--- `windlass up --port` stops; primary key.
-delete from windlass.http_servers
-where url = $1 and host = $2;
 
 -- name: costs_from_spending
 -- `windlass cost --by day|fleet|queue`, the cost page; spending_hour. Charges without a queue have no key.

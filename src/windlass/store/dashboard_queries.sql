@@ -362,7 +362,7 @@ limit 100;
 -- tasks_page, running_tasks_of; primary keys, charges_task.
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
-  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error,
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner,
   coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
 from unnest($1::bigint[]) with ordinality as wanted (id, place)
 join windlass.tasks t on t.id = wanted.id
@@ -376,13 +376,13 @@ order by wanted.place;
 -- The page of one task; primary key.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error, payload, result,
+  worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result,
   coalesce(ready_at, created_at) as ready_at
 from windlass.tasks where id = $1;
 
 -- name: events_page
 -- events_page; events_task, events_worker or the primary key backwards, at most $7 rows.
-select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail
+select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail, s.actor
 from (
   select e.* from windlass.events e
   where ($1::bigint is null or e.task_id = $1) and ($2::text is null or e.worker_id = $2)
@@ -401,7 +401,7 @@ order by e.id desc limit 1 offset $4 - 1;
 
 -- name: events_after
 -- Event stream; primary key.
-select id, at, code, reason, fleet, worker_id, task_id, detail
+select id, at, code, reason, fleet, worker_id, task_id, detail, actor
 from windlass.events where id > $1 order by id limit $2;
 
 -- name: cycles_page

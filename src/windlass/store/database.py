@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import asyncpg
 
+from windlass.model.actor import current_actor
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
 from windlass.store.connect import (
@@ -45,6 +47,8 @@ POOLED_LIMITS = "set local lock_timeout = '20s'; set local idle_in_transaction_s
 # asyncio's default read buffer is 256 KiB. The allocator gets it from the kernel and returns it for every answer, which
 # takes longer than reading the answer.
 READ_BYTES = 1 << 16
+# Events and tasks take their actor from this setting.
+SET_ACTOR = "select set_config('windlass.actor', $1, $2)"
 
 
 class Database:
@@ -76,6 +80,8 @@ class Database:
         self._virtual_now = virtual_now
         self._is_contract_sufficient = is_contract_sufficient
         self._listener: Listener | None = None
+        # The actor that was last set on a connection.
+        self._actors: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
     async def __aenter__(self) -> Self:
         async with connected(self._dsn, "connecting") as connection, connection.transaction():
@@ -118,8 +124,10 @@ class Database:
                 if self.is_pooled:
                     async with connection.transaction():
                         await connection.execute(self._pooled_limits())
+                        await self._set_actor(connection)
                         yield connection
                 else:
+                    await self._set_actor(connection)
                     yield connection
             except (asyncio.CancelledError, *CUT_OFF):
                 self.pool.discard(connection)
@@ -194,6 +202,15 @@ class Database:
         if self._statement_timeout_s is not None and not self.is_pooled:
             await connection.execute(_set_statement_timeout(self._statement_timeout_s, "session"))
         return connection
+
+    async def _set_actor(self, connection: Any) -> None:
+        """Connections of the control loop and of workers never have an actor, and pay nothing."""
+        actor = current_actor()
+        if self.is_pooled and actor is not None:
+            await connection.execute(SET_ACTOR, actor, True)  # until the end of the transaction
+        elif not self.is_pooled and actor != self._actors.get(connection):
+            await connection.execute(SET_ACTOR, actor or "", False)
+            self._actors[connection] = actor
 
     def _pooled_limits(self) -> str:
         if self._statement_timeout_s is None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
+from windlass.model.listing import Page
 from windlass.model.worker import Worker
 from windlass.ports.fleets import MAX_AHEAD
+from windlass.store.cursors import ID, next_cursor, page_size, read_cursor
 from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 from windlass.store.rows import cycle_detail_of, cycle_of, event_of, fleet_of, worker_fields
@@ -34,6 +36,12 @@ class PostgresFleetQueries(DatabaseStore):
     ) -> list[Event]:
         rows = await self._database.fetch("reading events", WORKER_QUERIES["events"], task_id, worker_id, limit)
         return [event_of(row) for row in reversed(rows)]
+
+    async def audit_page(self, *, actor: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Event]:
+        limit = page_size(limit)
+        (before,) = read_cursor(cursor, ID) or (None,)
+        rows = await self._database.fetch("reading the audit list", QUERIES["audit"], actor, before, limit)
+        return Page(tuple(map(event_of, rows)), next_cursor(rows, limit, key=("id",)))
 
     async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
         rows = await self._database.fetch("listing cycles", QUERIES["cycles"], fleet, limit)

@@ -18,14 +18,14 @@ on conflict (queue, unique_key) where unique_key is not null do nothing;
 -- `windlass tasks show`; primary key.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error, payload, result
+  worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result
 from windlass.tasks where id = $1;
 
 -- name: tasks
 -- Tasks with payload and result; scans the primary key backwards up to the limit.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error, payload, result
+  worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result
 from windlass.tasks
 where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
@@ -37,7 +37,7 @@ order by id desc limit $4;
 -- $5: only tasks whose run_after is in the future.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error
+  worker_id, unique_key, progress, progress_note, error_code, error, owner
 from windlass.tasks
 where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
@@ -158,7 +158,7 @@ where status = 'failed' and finished_at > windlass.now() - make_interval(secs =>
 
 -- name: events
 -- Events of a task or a worker; events_task, events_worker.
-select id, at, code, reason, fleet, worker_id, task_id, detail from windlass.events
+select id, at, code, reason, fleet, worker_id, task_id, detail, actor from windlass.events
 where ($1::bigint is null or task_id = $1)
   and ($2::text is null or worker_id = $2)
 order by id desc limit $3;

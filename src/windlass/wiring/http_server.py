@@ -216,8 +216,8 @@ def is_open_to_localhost(api: ApiConfig) -> bool:
     return api.host in LOOPBACK and api.url is None
 
 
-async def dashboard_link(config: Config, role: Role, url: str | None) -> str:
-    """A login link for one browser. `url`: where the dashboard is, if it is not to be looked up."""
+async def dashboard_link(config: Config, role: Role, url: str | None, name: str) -> str:
+    """A login link for one browser. `url`: where the dashboard is, if it is not to be looked up. `name`: the person."""
     from windlass.server.routes.login import create_login_link
 
     async with auth_store(config, may_create=False) as store:
@@ -229,7 +229,7 @@ async def dashboard_link(config: Config, role: Role, url: str | None) -> str:
                     "api.port or api.url."
                 )
             base_url = _browser_url(config, config.api.port)
-        return await create_login_link(store, base_url.rstrip("/"), role)
+        return await create_login_link(store, base_url.rstrip("/"), role, name)
 
 
 async def _recorded_url(store: "PostgresAuthStore") -> str | None:

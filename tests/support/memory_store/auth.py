@@ -10,7 +10,10 @@ from support.memory_store.interval import interval
 from support.memory_store.tables import Tables, TableStore
 from support.memory_store.transport import MemoryTransport
 from support.memory_store.workers import Credentials
+from windlass.model.actor import acting_as, current_actor
 from windlass.model.auth import (
+    DEFAULT_TOKEN_TTL_S,
+    EVERYTHING,
     RATE_TTL_S,
     SERVER_TTL_S,
     Activation,
@@ -21,6 +24,7 @@ from windlass.model.auth import (
     ServerAddress,
     Session,
     TokenCaller,
+    TokenScope,
     WorkerCaller,
     session_id,
 )
@@ -43,21 +47,26 @@ class MemoryAuthStore(TableStore):
             if credentials is None:
                 continue
             if credentials.token_hash == token_hash:
-                has_ended = worker.status is WorkerStatus.TERMINATED or self._is_revoked(credentials.api_token_hash)
-                return WorkerCaller(worker.id, worker.fleet, worker.queues, has_ended)
+                sponsor = self._tables.api_tokens.get(credentials.api_token_hash or b"")
+                has_ended = worker.status not in LIVE or (sponsor is not None and not self._is_valid(sponsor))
+                return WorkerCaller(worker.id, worker.fleet, worker.queues, has_ended, self._valid_for_s(sponsor))
             if credentials.join_token_hash == token_hash:
                 is_expired = credentials.join_expires_at <= self._clock()
                 return JoinCaller(worker.id, worker.fleet, worker.queues, worker.status not in LIVE, is_expired)
         token, now = self._tables.api_tokens.get(token_hash), self._clock()
-        if token is None or token.revoked_at is not None:
+        if token is None or not self._is_valid(token):
             return None
         if token.last_used_at is None or token.last_used_at < now - LAST_USE_INTERVAL:
             self._tables.api_tokens[token_hash] = replace(token, last_used_at=now)
-        return TokenCaller(token.name, token.role)
+        return TokenCaller(token.name, token.role, token.scope, valid_for_s=self._valid_for_s(token))
 
-    def _is_revoked(self, api_token_hash: bytes | None) -> bool:
-        token = self._tables.api_tokens.get(api_token_hash) if api_token_hash is not None else None
-        return token is not None and token.revoked_at is not None
+    def _is_valid(self, token: ApiToken) -> bool:
+        return token.status(self._clock()) == "active"
+
+    def _valid_for_s(self, token: ApiToken | None) -> float | None:
+        if token is None or token.expires_at is None:
+            return None
+        return (token.expires_at - self._clock()).total_seconds()
 
     async def watch_revocations(
         self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]
@@ -108,7 +117,7 @@ class MemoryAuthStore(TableStore):
         self, api_token_hash: bytes, token_hash: bytes, registration: Registration
     ) -> WorkerStatus | None:
         sponsor = self._tables.api_tokens.get(api_token_hash)
-        if sponsor is None or sponsor.revoked_at is not None or sponsor.role is not Role.WORKER:
+        if sponsor is None or not self._is_valid(sponsor) or sponsor.role is not Role.WORKER:
             return None
         known = self._workers.get(registration.worker_id)
         if known is not None and (known.credentials is None or known.credentials.token_hash != token_hash):
@@ -118,12 +127,27 @@ class MemoryAuthStore(TableStore):
         self._workers.rows[registration.worker_id].credentials = credentials
         return status
 
-    async def create_token(self, name: str, role: Role, token_hash: bytes) -> ApiToken:
+    async def create_token(
+        self,
+        name: str,
+        role: Role,
+        token_hash: bytes,
+        *,
+        scope: TokenScope = EVERYTHING,
+        ttl_s: float | None = DEFAULT_TOKEN_TTL_S,
+    ) -> ApiToken:
         check_queue_name(name)
-        if any(token.name == name and token.revoked_at is None for token in self._tables.api_tokens.values()):
+        now = self._clock()
+        if any(token.name == name and self._is_valid(token) for token in self._tables.api_tokens.values()):
             raise BadInput(f"a token {name} exists already: revoke it first, or choose another name.")
-        token = ApiToken(len(self._tables.api_tokens) + 1, name, role, self._clock(), None, None)
+        for hash_, token in self._tables.api_tokens.items():
+            if token.name == name and token.revoked_at is None:
+                self._tables.api_tokens[hash_] = replace(token, revoked_at=now)
+        expires_at = now + interval(ttl_s) if ttl_s is not None else None
+        number = len(self._tables.api_tokens) + 1
+        token = ApiToken(number, name, role, now, None, None, expires_at, current_actor(), scope)
         self._tables.api_tokens[token_hash] = token
+        self._add_event("TOKEN_CREATED", f"token {name} created with role {role}", detail={"token": name})
         return token
 
     async def tokens(self) -> list[ApiToken]:
@@ -133,32 +157,41 @@ class MemoryAuthStore(TableStore):
         for token_hash, token in self._tables.api_tokens.items():
             if token.name == name and token.revoked_at is None:
                 self._tables.api_tokens[token_hash] = replace(token, revoked_at=self._clock())
+                self._add_event("TOKEN_REVOKED", f"token {name} revoked", detail={"token": name})
                 return True
         return False
 
-    async def has_tokens(self) -> bool:
-        return any(token.revoked_at is None for token in self._tables.api_tokens.values())
+    async def had_tokens(self) -> bool:
+        return bool(self._tables.api_tokens)
 
-    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float) -> None:
-        self._add_session(link_hash, role, ttl_s, is_link=True)
+    async def create_link(self, link_hash: bytes, role: Role, ttl_s: float, name: str = "dashboard") -> None:
+        self._add_session(link_hash, role, ttl_s, name, is_link=True)
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
         link = self._tables.sessions.get(link_hash)
         if link is None or not link.is_link or link.expires_at <= self._clock():
             return False
         del self._tables.sessions[link_hash]
-        self._add_session(session_hash, link.role, ttl_s, is_link=False)
+        self._add_session(session_hash, link.role, ttl_s, link.name, is_link=False)
+        with acting_as(f"session:{link.name}"):
+            self._add_event("SESSION_OPENED", f"logged in by a link, role {link.role}")
         return True
 
-    def _add_session(self, hash_: bytes, role: Role, ttl_s: float, *, is_link: bool) -> None:
-        now = self._clock()
-        self._tables.sessions[hash_] = Session(session_id(hash_), role, is_link, now, now + interval(ttl_s))
+    async def create_session(self, session_hash: bytes, role: Role, ttl_s: float, name: str) -> None:
+        self._add_session(session_hash, role, ttl_s, name, is_link=False)
+        with acting_as(f"session:{name}"):
+            self._add_event("SESSION_OPENED", f"logged in through the identity provider, role {role}")
 
-    async def session_role(self, session_hash: bytes) -> Role | None:
+    def _add_session(self, hash_: bytes, role: Role, ttl_s: float, name: str, *, is_link: bool) -> None:
+        now = self._clock()
+        self._tables.sessions[hash_] = Session(session_id(hash_), role, is_link, now, now + interval(ttl_s), name)
+
+    async def session(self, session_hash: bytes) -> TokenCaller | None:
         session = self._tables.sessions.get(session_hash)
         if session is None or session.is_link or session.expires_at <= self._clock():
             return None
-        return session.role
+        valid_for_s = (session.expires_at - self._clock()).total_seconds()
+        return TokenCaller(session.name, session.role, kind="session", valid_for_s=valid_for_s)
 
     async def sessions(self) -> list[Session]:
         now = self._clock()
@@ -175,7 +208,8 @@ class MemoryAuthStore(TableStore):
         now = self._clock()
         found = [hash_ for hash_, s in self._tables.sessions.items() if s.id == session_id and s.expires_at > now]
         for hash_ in found:
-            del self._tables.sessions[hash_]
+            name = self._tables.sessions.pop(hash_).name
+            self._add_event("SESSION_REVOKED", f"session of {name} revoked")
         return bool(found)
 
     async def record_server(self, server: ServerAddress) -> None:

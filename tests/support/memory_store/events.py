@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from support.memory_store.tasks import MemoryTask
 from support.memory_store.workers import WorkerTable
+from windlass.model.actor import current_actor
 from windlass.model.event import Event
 
 MAX_ATTEMPTS_LISTED = 20
@@ -36,7 +37,7 @@ class EventLog:
         detail: dict[str, Any] | None = None,
     ) -> None:
         self._last_id += 1
-        event = Event(self._last_id, self._clock(), code, reason, fleet, worker_id, task_id, detail)
+        event = Event(self._last_id, self._clock(), code, reason, fleet, worker_id, task_id, detail, current_actor())
         self.events.append(event)
         if task_id is not None:
             self._of_task[task_id].append(event)

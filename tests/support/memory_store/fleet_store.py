@@ -10,8 +10,10 @@ from support.memory_store.tables import TableStore
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
+from windlass.model.listing import Page
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import MAX_AHEAD
+from windlass.store.cursors import ID, read_cursor, write_cursor
 
 
 class MemoryFleetQueries(TableStore):
@@ -32,6 +34,16 @@ class MemoryFleetQueries(TableStore):
     ) -> list[Event]:
         check_limit("reading events", limit)
         return self._tables.event_log.latest(task_id, worker_id, limit)
+
+    async def audit_page(self, *, actor: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Event]:
+        (before,) = read_cursor(cursor, ID) or (None,)
+        events = (
+            event
+            for event in reversed(self._tables.event_log.events)
+            if event.actor is not None and actor in (None, event.actor) and (before is None or event.id < before)
+        )
+        found = tuple(islice(events, limit))
+        return Page(found, write_cursor(found[-1].id) if len(found) == limit else None)
 
     async def cycles(self, fleet: str, limit: int = 20) -> list[Cycle]:
         return [stored.cycle for stored in islice(self._tables.cycles.of(fleet), limit)]

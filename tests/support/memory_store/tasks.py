@@ -13,6 +13,7 @@ from operator import attrgetter
 from random import Random
 from uuid import UUID
 
+from windlass.model.actor import current_actor
 from windlass.model.event import QueueDepth
 from windlass.model.task import Claim, NewTask, Task, TaskStatus, TaskSummary
 
@@ -46,6 +47,7 @@ class MemoryTask:
     progress_note: str | None = None
     error_code: str | None = None
     error: str | None = None
+    owner: str | None = None
     result: str | None = None
 
     def is_held_by(self, token: UUID) -> bool:
@@ -159,6 +161,7 @@ class TaskTable:
             timeout_s=task.timeout_s,
             unique_key=task.unique_key,
             created_at=now,
+            owner=current_actor(),
         )
         self.rows[row.id] = row
         if task.unique_key is not None:

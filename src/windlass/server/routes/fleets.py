@@ -20,6 +20,7 @@ from windlass.server.json_api import (
     FORM_OPERATOR,
     OPERATOR,
     VIEWER,
+    CallerScope,
     FleetName,
     RequestBody,
     api_router,
@@ -76,18 +77,22 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
     store, feed = context.store, context.overview_feed
 
     @viewer.get("/fleets", **documented(list[FleetResponse], "List fleets"))
-    async def fleets() -> Response:
+    async def fleets(scope: CallerScope) -> Response:
         seen = await feed.overview()
         config = context.control.fleet_config
-        return _fleets([_fleet_response(each, config(each.fleet.name), seen.at) for each in seen.fleets])
+        allowed = [each for each in seen.fleets if scope.allows_fleet(each.fleet.name)]
+        return _fleets([_fleet_response(each, config(each.fleet.name), seen.at) for each in allowed])
 
     @viewer.get("/fleets/{fleet}", **documented(FleetResponse, "Get a fleet"))
-    async def fleet(fleet: FleetName) -> Response:
+    async def fleet(fleet: FleetName, scope: CallerScope) -> Response:
+        operations.check_fleet_scope(scope, fleet)
         seen = await feed.overview()
         for each in seen.fleets:
             if each.fleet.name == fleet:
                 return _fleet(_fleet_response(each, context.control.fleet_config(fleet), seen.at))
-        raise not_found(fleet_not_found(fleet, [each.fleet for each in seen.fleets]))
+        raise not_found(
+            fleet_not_found(fleet, [each.fleet for each in seen.fleets if scope.allows_fleet(each.fleet.name)])
+        )
 
     @viewer.get("/fleets/{fleet}/history", **documented(list[Sample], "Get samples"))
     async def history(

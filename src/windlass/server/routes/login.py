@@ -29,9 +29,12 @@ _WELCOME = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-eq
 <title>windlass</title><p><a href="/">To the dashboard</a></p></html>"""
 
 
-async def create_login_link(store: AuthStore, base_url: str, role: Role = Role.OPERATOR) -> str:
+async def create_login_link(
+    store: AuthStore, base_url: str, role: Role = Role.OPERATOR, name: str = "dashboard"
+) -> str:
+    """`name`: the person whom the session's events name."""
     key = new_token(LINK_PREFIX, secrets.SystemRandom())
-    await store.create_link(hash_of(key), role, LINK_TTL_S)
+    await store.create_link(hash_of(key), role, LINK_TTL_S, name)
     # A proxy may not report that it was called over https, so the link does.
     return f"{base_url}{LOGIN}?key={key}" + (f"&over={HTTPS}" if base_url.startswith(f"{HTTPS}://") else "")
 

@@ -9,6 +9,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter
 from windlass import operations
 from windlass.cost.queries import task_cost
 from windlass.dashboard.tasks import task_page, tasks_page
+from windlass.model.auth import Role
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.listing import TaskList, TaskRow
@@ -21,7 +22,9 @@ from windlass.server.json_api import (
     FORM_OPERATOR,
     OPERATOR,
     PRODUCER,
+    TASK_READER,
     VIEWER,
+    CallerScope,
     Cursor,
     LargeBody,
     Limit,
@@ -31,6 +34,7 @@ from windlass.server.json_api import (
     RequestBody,
     TaskId,
     api_router,
+    filter_in_scope,
     json_response,
     operation_response,
     page_response,
@@ -82,19 +86,22 @@ _tasks = json_response(PageResponse[TaskRow])
 
 def routes(context: AppContext) -> APIRouter:
     router, viewer, producer, operator = APIRouter(), api_router(VIEWER), api_router(PRODUCER), api_router(OPERATOR)
-    _add_json_routes(viewer, producer, operator, context)
+    reader = api_router(TASK_READER)
+    _add_read_routes(viewer, reader, context)
+    _add_write_routes(producer, operator, context)
     _add_pages(router, context)
     _add_form_routes(router, context)
-    for part in (viewer, producer, operator):
+    for part in (viewer, reader, producer, operator):
         router.include_router(part)
     return router
 
 
-def _add_json_routes(viewer: APIRouter, producer: APIRouter, operator: APIRouter, context: AppContext) -> None:
-    store, feed = context.store, context.overview_feed
+def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) -> None:
+    store = context.store
 
     @viewer.get("/tasks", **documented(PageResponse[TaskRow], "List tasks"))
     async def tasks(
+        scope: CallerScope,
         queue: QueueFilter = None,
         status: Annotated[TaskList | None, Query(description="Without it all tasks, newest first.")] = None,
         search: Annotated[
@@ -104,58 +111,69 @@ def _add_json_routes(viewer: APIRouter, producer: APIRouter, operator: APIRouter
         cursor: Cursor = None,
     ) -> Response:
         """Without payloads and results. Queued tasks are in the order in which they will be claimed."""
+        queue = filter_in_scope(queue, scope.queues, scope, "queue")
         page = await store.tasks_page(queue=queue, which=status, search=search, limit=limit, cursor=cursor)
         return _tasks(page_response(page))
 
-    @viewer.get("/tasks/{task_id}", **documented(TaskResponse, "Get a task"))
-    async def task(task_id: TaskId) -> Response:
-        """With payload, result, events and cost."""
-        found = await store.task(task_id)
-        if found is None:
+    @reader.get("/tasks/{task_id}", **documented(TaskResponse, "Get a task"))
+    async def task(request: Request, task_id: TaskId, scope: CallerScope) -> Response:
+        """With payload, result, events and cost. A producer gets its own tasks only, without events and cost."""
+        found, caller = await store.task(task_id), request.state.caller
+        is_producer = caller.role is Role.PRODUCER
+        if found is None or not scope.allows_queue(found.queue) or (is_producer and found.owner != caller.actor):
             raise not_found(task_not_found(task_id))
         summary = {field.name: getattr(found, field.name) for field in fields(TaskSummary)}
         response = TaskResponse(
             **summary,
             payload=None,
             result=None,
-            events=await store.events(task_id=task_id),
-            answer=(await context.control.explain(str(task_id))).answer,
-            cost=await task_cost(store, task_id, await store.now(), found.worker_id) if found.worker_id else None,
+            events=[] if is_producer else await store.events(task_id=task_id),
+            answer=[] if is_producer else (await context.control.explain(str(task_id))).answer,
+            cost=await task_cost(store, task_id, await store.now(), found.worker_id)
+            if found.worker_id and not is_producer
+            else None,
         )
         # Payload and result are copied as stored: PostgreSQL accepts deeper nesting and longer numbers than Python.
         rest = _TASK.dump_json(response, exclude={"payload", "result"}).removesuffix(b"}")
         parts = (rest, found.payload.encode(), (found.result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
 
+
+def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppContext) -> None:
+    store, feed = context.store, context.overview_feed
+
     @producer.post(
         "/tasks",
         **documented(EnqueueResult, "Enqueue a task", status_code=201, also=200),
         openapi_extra=_NEW_TASK.openapi_extra,
     )
-    async def enqueue(request: Request) -> Response:
+    async def enqueue(request: Request, scope: CallerScope) -> Response:
         """201 for a new task, 200 if the unique key already has one."""
         body, payload = await _NEW_TASK.read(request)
         new = new_task(**body.model_dump(exclude={"payload"}))
         new = new._replace(payload=check_json_text(payload, "the payload", context.max_payload_bytes))
-        result = await operations.enqueue_task(store, new)
+        result = await operations.enqueue_task(store, new, scope=scope)
         response = operation_response(feed, result)
         response.status_code = 201 if result.outcome is OperationOutcome.DONE else 200
         return response
 
     @operator.post("/tasks/retry-failed", **documented(RetryFailedResult, "Retry failed tasks"))
-    async def retry_failed(body: RetryFailedBody) -> Response:
+    async def retry_failed(body: RetryFailedBody, scope: CallerScope) -> Response:
         """The oldest failed tasks of a queue. Cancelled tasks stay failed."""
-        return operation_response(feed, await operations.retry_failed_tasks(store, body.queue, limit=body.limit))
+        result = await operations.retry_failed_tasks(store, body.queue, limit=body.limit, scope=scope)
+        return operation_response(feed, result)
 
     @operator.post("/tasks/{task_id}/retry", **documented(OperationResult, "Retry a task"))
-    async def retry(task_id: TaskId) -> Response:
+    async def retry(task_id: TaskId, scope: CallerScope) -> Response:
         """A failed or retrying task is requeued with its full number of attempts."""
-        return operation_response(feed, await operations.retry_task(store, task_id))
+        return operation_response(feed, await operations.retry_task(store, task_id, scope=scope))
 
     @operator.post("/tasks/{task_id}/cancel", **documented(OperationResult, "Cancel a task"))
-    async def cancel(task_id: TaskId, body: Annotated[ReasonBody, Body(default_factory=ReasonBody)]) -> Response:
+    async def cancel(
+        task_id: TaskId, scope: CallerScope, body: Annotated[ReasonBody, Body(default_factory=ReasonBody)]
+    ) -> Response:
         """It fails with code CANCELLED. A worker that is running it stops the attempt."""
-        return operation_response(feed, await operations.cancel_task(store, task_id, body.reason))
+        return operation_response(feed, await operations.cancel_task(store, task_id, body.reason, scope=scope))
 
 
 def _add_pages(router: APIRouter, context: AppContext) -> None:

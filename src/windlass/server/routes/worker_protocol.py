@@ -15,6 +15,7 @@ from windlass.model.errors import BadInput
 from windlass.model.task import MAX_ERROR_CHARACTERS, Claim, ClaimResult, TaskStatus, is_name
 from windlass.model.work_order import WorkOrder, work_order
 from windlass.model.worker import DEFAULT_FLEET, HeartbeatReply, RecoveredTasks, Registration, WorkerKind, WorkerStatus
+from windlass.operations import check_queue_scope
 from windlass.ports import http
 from windlass.server.auth import joining_caller, self_registering_caller, worker_caller
 from windlass.server.context import WorkerApiContext
@@ -104,12 +105,14 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
                 raise gone(f"worker {worker_id} has terminated")
 
     @router.post(http.SELF_REGISTER, **documented(http.SelfRegisterReply, "Register an unmanaged worker"))
-    async def self_register(call: http.SelfRegisterCall, _caller: WorkerToken, request: Request) -> Response:
+    async def self_register(call: http.SelfRegisterCall, caller: WorkerToken, request: Request) -> Response:
         """Register a worker outside of any fleet, with the worker token in the body. Repeating it is safe."""
         _check_token(call.token)
         if not is_name(call.registration.worker_id):
             raise BadInput("a worker name consists of letters, digits and _ . : -, at most 63 characters.")
         check_queue_count(call.registration.queues)
+        for queue in call.registration.queues:
+            check_queue_scope(caller.scope, queue)
         registration = replace(call.registration, fleet=DEFAULT_FLEET, kind=WorkerKind.WORKER)
         status = await store.self_register(request.state.token_hash, hash_of(call.token), registration)
         if status is None:

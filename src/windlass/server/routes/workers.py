@@ -11,6 +11,7 @@ from pydantic import Field
 from windlass import operations
 from windlass.cost.report import Meter, read_meter
 from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page, workers_page
+from windlass.model.auth import EVERYTHING, TokenScope
 from windlass.model.errors import BadInput
 from windlass.model.listing import WorkerRow
 from windlass.model.overview import FleetOverview
@@ -23,6 +24,7 @@ from windlass.server.json_api import (
     FORM_OPERATOR,
     OPERATOR,
     VIEWER,
+    CallerScope,
     Cursor,
     FleetFilter,
     Limit,
@@ -31,6 +33,7 @@ from windlass.server.json_api import (
     WorkerId,
     api_router,
     extend,
+    filter_in_scope,
     json_response,
     operation_response,
     page_response,
@@ -80,9 +83,9 @@ def _worker_response(row: WorkerRow, now: datetime) -> WorkerResponse:
     return extend(WorkerResponse, row, meter=read_meter(row.bill, now) if row.bill is not None else None)
 
 
-async def _worker_row(context: AppContext, worker_id: str) -> WorkerRow:
+async def _worker_row(context: AppContext, worker_id: str, scope: TokenScope = EVERYTHING) -> WorkerRow:
     row = await context.store.worker_row(worker_id)
-    if row is None:
+    if row is None or not scope.allows_fleet(row.fleet):
         raise not_found(worker_not_found(worker_id))
     return row
 
@@ -92,23 +95,30 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
 
     @viewer.get("/workers", **documented(PageResponse[WorkerResponse], "List workers"))
     async def workers(
-        fleet: FleetFilter = None, status: WorkerStatus | None = None, limit: Limit = 50, cursor: Cursor = None
+        scope: CallerScope,
+        fleet: FleetFilter = None,
+        status: WorkerStatus | None = None,
+        limit: Limit = 50,
+        cursor: Cursor = None,
     ) -> Response:
         """By fleet and slot, without terminated workers. With `status=terminated` only those, newest first."""
+        fleet = filter_in_scope(fleet, scope.fleets, scope, "fleet")
         page = await store.workers_page(fleet=fleet, status=status, limit=limit, cursor=cursor)
         now = await store.now()
         return _workers(page_response(page, [_worker_response(row, now) for row in page.rows]))
 
     @viewer.get("/workers/{worker_id}", **documented(WorkerResponse, "Get a worker"))
-    async def worker(worker_id: WorkerId) -> Response:
-        return _worker(_worker_response(await _worker_row(context, worker_id), await store.now()))
+    async def worker(worker_id: WorkerId, scope: CallerScope) -> Response:
+        return _worker(_worker_response(await _worker_row(context, worker_id, scope), await store.now()))
 
     @viewer.get("/workers/{worker_id}/log", **documented(LogLinesResponse, "Get a worker's log"))
     async def worker_log(
-        worker_id: WorkerId, lines: Annotated[int, Query(ge=1, le=MAX_LOG_LINES, description="Last lines.")] = 200
+        worker_id: WorkerId,
+        scope: CallerScope,
+        lines: Annotated[int, Query(ge=1, le=MAX_LOG_LINES, description="Last lines.")] = 200,
     ) -> Response:
         """The output of a worker on the server's own host. Workers on other machines keep their logs there."""
-        row = await _worker_row(context, worker_id)
+        row = await _worker_row(context, worker_id, scope)
         try:
             log = [line async for line in context.control.worker_log(row.fleet, worker_id, lines)]
         except BadInput as error:
@@ -116,25 +126,25 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
         return _lines(LogLinesResponse(log))
 
     @operator.post("/workers/{worker_id}/pause", **documented(OperationResult, "Pause a worker"))
-    async def pause(worker_id: WorkerId) -> Response:
+    async def pause(worker_id: WorkerId, scope: CallerScope) -> Response:
         """It finishes its current tasks and claims no others."""
-        return operation_response(feed, await operations.pause_worker(store, worker_id))
+        return operation_response(feed, await operations.pause_worker(store, worker_id, scope=scope))
 
     @operator.post("/workers/{worker_id}/resume", **documented(OperationResult, "Resume a worker"))
-    async def resume(worker_id: WorkerId) -> Response:
-        return operation_response(feed, await operations.resume_worker(store, worker_id))
+    async def resume(worker_id: WorkerId, scope: CallerScope) -> Response:
+        return operation_response(feed, await operations.resume_worker(store, worker_id, scope=scope))
 
     @operator.post("/workers/{worker_id}/restart", **documented(OperationResult, "Restart a worker"))
-    async def restart(worker_id: WorkerId) -> Response:
+    async def restart(worker_id: WorkerId, scope: CallerScope) -> Response:
         """It drains, the restart count of its slot is cleared, and a later cycle spawns a replacement."""
-        return operation_response(feed, await operations.restart_worker(store, worker_id))
+        return operation_response(feed, await operations.restart_worker(store, worker_id, scope=scope))
 
     @operator.post("/workers/{worker_id}/terminate", **documented(OperationResult, "Terminate a worker"))
     async def terminate(
-        worker_id: WorkerId, body: Annotated[TerminateBody, Body(default_factory=TerminateBody)]
+        worker_id: WorkerId, scope: CallerScope, body: Annotated[TerminateBody, Body(default_factory=TerminateBody)]
     ) -> Response:
         """It drains first. With `force` it terminates at once and its running tasks are requeued."""
-        result = await operations.terminate_worker(store, worker_id, body.reason, force=body.force)
+        result = await operations.terminate_worker(store, worker_id, body.reason, force=body.force, scope=scope)
         return operation_response(feed, result)
 
 

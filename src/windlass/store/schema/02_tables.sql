@@ -8,9 +8,15 @@
 create table windlass.tokens (
   id bigint generated always as identity primary key,
   name windlass.name not null,
-  role text not null check (role in ('viewer', 'producer', 'operator', 'worker')),
+  role text not null check (role in ('viewer', 'producer', 'operator', 'admin', 'worker')),
   hash bytea not null unique,
+  -- The queues and fleets that the token may reach. Both empty: everything.
+  queues text[] not null default '{}' check (cardinality(queues) <= 100),
+  fleets text[] not null default '{}' check (cardinality(fleets) <= 100),
   created_at timestamptz not null default windlass.now(),
+  created_by text default nullif(current_setting('windlass.actor', true), ''),
+  -- Null: never.
+  expires_at timestamptz,
   last_used_at timestamptz,
   revoked_at timestamptz
 );
@@ -20,7 +26,9 @@ create unique index tokens_name on windlass.tokens (name) where revoked_at is nu
 create table windlass.sessions (
   hash bytea primary key,
   is_link boolean not null,
-  role text not null check (role in ('viewer', 'operator')),
+  role text not null check (role in ('viewer', 'operator', 'admin')),
+  -- The person: given with the link, or by the identity provider.
+  name text not null default 'dashboard' check (length(name) between 1 and 190),
   created_at timestamptz not null default windlass.now(),
   expires_at timestamptz not null
 );
@@ -218,7 +226,9 @@ create table windlass.tasks (
   error_code text,
   error text,
   payload jsonb not null default 'null',
-  result jsonb
+  result jsonb,
+  -- Who enqueued it: the actor of the session (model/actor.py). A producer's token reads its own tasks only.
+  owner text default nullif(current_setting('windlass.actor', true), '')
 )
 -- Claimed tasks leave dead entries at the head of tasks_ready, and every claim scans them. So autovacuum starts after a
 -- fixed number of dead rows, not after a share of the table.
@@ -263,8 +273,12 @@ create table windlass.events (
   worker_id text,
   task_id bigint,
   cycle_id bigint,
-  detail jsonb
+  detail jsonb,
+  -- The person or program whose request caused it (model/actor.py). Null: the control loop or a worker.
+  actor text default nullif(current_setting('windlass.actor', true), '')
 );
+-- Serves the audit list.
+create index events_actor on windlass.events (id) where actor is not null;
 create index events_task on windlass.events (task_id, id) where task_id is not null;
 create index events_worker on windlass.events (worker_id, id) where worker_id is not null;
 create index events_at on windlass.events (at);

@@ -9,7 +9,9 @@ create function windlass_internal.authenticate(p_token_hash bytea) returns table
   queues text[],
   has_ended boolean,
   is_expired boolean,
-  role text
+  role text,
+  fleets text[],
+  valid_for_s double precision
 )
 language plpgsql
 set enable_seqscan = off
@@ -19,7 +21,10 @@ declare
   v_now timestamptz := windlass.now();
 begin
   return query
-    select 'worker', w.id, w.fleet, w.queues, w.status = 'terminated' or t.revoked_at is not null, false, null::text
+    select 'worker', w.id, w.fleet, w.queues,
+      w.status not in ('spawning', 'active', 'terminating') or t.revoked_at is not null
+        or coalesce(t.expires_at <= v_now, false),
+      false, null::text, null::text[], extract(epoch from t.expires_at - v_now)::float8
     from windlass.workers w
     left join windlass.tokens t on t.id = w.registered_by
     where w.token_hash = p_token_hash;
@@ -29,17 +34,19 @@ begin
 
   return query
     select 'join', w.id, w.fleet, w.queues, w.status not in ('spawning', 'active', 'terminating'),
-      w.join_expires_at <= v_now, null::text
+      w.join_expires_at <= v_now, null::text, null::text[], null::float8
     from windlass.workers w where w.join_token_hash = p_token_hash;
   if found then
     return;
   end if;
 
   return query
-    select 'token', t.name::text, null::text, null::text[], false, false, t.role
+    select 'token', t.name::text, null::text, t.queues, false, false, t.role, t.fleets,
+      extract(epoch from t.expires_at - v_now)::float8
     from windlass.tokens t
     where t.hash = p_token_hash
-      and t.revoked_at is null;
+      and t.revoked_at is null
+      and (t.expires_at is null or t.expires_at > v_now);
   if found then
     -- At most one write per minute: authentication should stay a read.
     update windlass.tokens set last_used_at = v_now
@@ -103,7 +110,7 @@ $$;
 
 -- A worker that no fleet spawned registers with an API token of role worker and a worker token that it generated
 -- itself. Returns its status, also for a repeated call with the same two tokens; null if the API token is revoked,
--- unknown or of another role; 'taken' if the worker id belongs to another worker token.
+-- expired, unknown or of another role; 'taken' if the worker id belongs to another worker token.
 create function windlass_internal.self_register_worker(
   p_api_token_hash bytea,
   p_token_hash bytea,
@@ -126,6 +133,7 @@ begin
   -- A concurrent revocation waits for this transaction, and then applies to this worker too.
   select t.id into v_token_id from windlass.tokens t
   where t.hash = p_api_token_hash and t.role = 'worker' and t.revoked_at is null
+    and (t.expires_at is null or t.expires_at > windlass.now())
   for share;
   if not found then
     return null;
@@ -164,7 +172,7 @@ create trigger notify_worker_identity
   when (
     old.token_hash is not null
     and (
-      new.status = 'terminated' and old.status <> 'terminated'
+      new.status in ('error', 'terminated') and old.status not in ('error', 'terminated')
       or new.queues <> old.queues
       or new.fleet <> old.fleet
       or new.token_hash is distinct from old.token_hash
@@ -175,7 +183,7 @@ create trigger notify_worker_identity
 create trigger notify_deleted_worker_identity
   after delete on windlass.workers
   for each row
-  when (old.token_hash is not null and old.status <> 'terminated')
+  when (old.token_hash is not null and old.status not in ('error', 'terminated'))
   execute function windlass_internal.notify_worker_identity();
 
 -- The first token closes the server to requests without one. A token of role worker ends all workers that it
