@@ -43,12 +43,49 @@ async def test_cross_site_page_cannot_read_through_local_browser(api: ApiFixture
     assert (await api.localhost.get(f"{API}/overview", headers=headers | crossing)).status_code == 200
 
 
-@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via"])
+PROXY_HEADERS = (
+    *("X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Forwarded", "Via", "CF-Connecting-IP", "True-Client-IP"),
+    *("X-Client-IP", "Fly-Client-IP", "X-Envoy-External-Address", "X-Cluster-Client-IP", "X-Forwarded-Server"),
+    *("X-Original-Host", "X-Original-Forwarded-For", "Fastly-Client-IP", "X-Amzn-Trace-Id", "CDN-Loop"),
+)
+
+
+@pytest.mark.parametrize("header", PROXY_HEADERS)
 async def test_request_through_local_proxy_is_not_from_localhost(api: ApiFixture, header: str) -> None:
     passed_on = {header: "127.0.0.1", "Host": "localhost"}
     assert problem_of(await api.localhost.get(f"{API}/overview", headers=passed_on)) == (401, "UNAUTHORIZED")
     token = await api.auth_headers(Role.VIEWER)
     assert (await api.localhost.get(f"{API}/overview", headers=passed_on | token)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1:80@evil.com", "localhost:1.evil.com", "[::1].evil.com", "[::1]evil", "localhost:x", "a b", "a/b"),
+        *("localhost:123456", "[localhost]", "127.0.0.1:80:80", "user@localhost", "localhost,evil.com", "[::1]:"),
+    ],
+)
+async def test_malformed_host_header_is_refused(api: ApiFixture, host: str) -> None:
+    assert problem_of(await api.localhost.get(f"{API}/overview", headers={"Host": host})) == (400, "BAD_INPUT")
+
+
+async def test_revoking_last_token_does_not_open_reading_again(api: ApiFixture) -> None:
+    assert (await api.localhost.get(f"{API}/overview")).status_code == 200
+    await api.auth_headers(Role.VIEWER)
+    (token,) = await api.store.tokens()
+    await api.store.revoke_token(token.name)
+    for _ in range(2):
+        assert problem_of(await api.localhost.get(f"{API}/overview")) == (401, "UNAUTHORIZED")
+
+
+async def test_token_of_terminated_worker_ends_at_once(api: ApiFixture) -> None:
+    worker = await api.join_worker()
+    assert (await worker.get("/internal/worker/order")).status_code == 200
+    (worker_id,) = [each.id for each in await api.store.workers()]
+    # As `windlass terminate --force` does. The machine still exists: the fleet has not deleted it yet.
+    assert await api.store.terminate_worker(worker_id, "stolen")
+    assert problem_of(await worker.get("/internal/worker/order")) == (410, "GONE")
+    assert problem_of(await worker.post("/internal/worker/claim", json={"queues": ["a"]})) == (410, "GONE")
 
 
 async def test_client_address_is_taken_from_local_proxy_only(api: ApiFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,12 +66,19 @@ async def up(dsn: str, tmp_path: Path) -> AsyncIterator[RunningUp]:
         yield it
 
 
+async def ignore_dashboard(_url: str, _create_link: Any) -> None: ...
+
+
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[RunningUp]:
     """Runs `up` in this process and stops it at the end."""
     it = RunningUp(config)
     with capture_logs() as it.lines:
-        task = asyncio.create_task(run_up(it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0"))
+        task = asyncio.create_task(
+            run_up(
+                it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0", on_dashboard=ignore_dashboard
+            )
+        )
         try:
             async with asyncio.timeout(LIMIT_S):
                 await it.has_begun.wait()

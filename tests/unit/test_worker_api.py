@@ -393,9 +393,10 @@ async def test_log_lines_contain_no_secrets(plane: InMemoryControlPlane) -> None
 @pytest.mark.parametrize(
     ("settings", "is_open"),
     [
-        pytest.param({}, True, id="loopback address"),
-        pytest.param({"host": "10.0.0.2"}, False, id="network address"),
-        pytest.param({"url": "https://windlass.example"}, False, id="behind a proxy"),
+        pytest.param({}, False, id="unless it is asked for"),
+        pytest.param({"open_reading": True}, True, id="loopback address"),
+        pytest.param({"open_reading": True, "host": "10.0.0.2"}, False, id="network address"),
+        pytest.param({"open_reading": True, "url": "https://windlass.example"}, False, id="behind a proxy"),
     ],
 )
 def test_reading_without_token_is_allowed_on_loopback_only(settings: dict[str, Any], is_open: bool) -> None:

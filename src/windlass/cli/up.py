@@ -1,6 +1,8 @@
 """`windlass up` and `windlass cycle`: the control loop as a daemon, or one cycle of it."""
 
 import os
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,10 +101,17 @@ async def up(
         CycleLog().write,
         keeps_workers=leave_workers,
         version=__version__,
-        # Not logged: the link is a credential.
-        on_link=lambda link: print(f"dashboard: {link}", flush=True),
+        on_dashboard=_print_dashboard,
         tap=add_tap,
     )
+
+
+async def _print_dashboard(url: str, create_link: Callable[[], Awaitable[str]] | None) -> None:
+    """A login link is printed to a terminal only: it is a credential, and others may read a file or a journal."""
+    if create_link is not None and sys.stdout is not None and sys.stdout.isatty():
+        print(f"dashboard: {await create_link()}", flush=True)
+    else:
+        print(f"dashboard: {url}/ (`windlass tokens link` prints a login link)", flush=True)
 
 
 @command

@@ -21,11 +21,13 @@ from typing import Any
 
 from windlass.config_sources import ENVIRONMENT_ALIASES, PREFIX
 from windlass.demo.cleanup import MARK
+from windlass.model.auth import Role
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
 from windlass.store.connect import connect, explained
 from windlass.store.queries import read_queries
 from windlass.wiring import stores
+from windlass.wiring.http_server import dashboard_link
 
 QUEUE = FLEET = "demo"
 HANDLER = "windlass.demo.handlers:work"
@@ -35,7 +37,7 @@ STOP_TIMEOUT_S = 30.0
 ERROR_WIDTH = 160
 QUERIES = read_queries("windlass.demo", "demo.sql")
 PrintLine = Callable[[str], None]
-_LINK = re.compile(r"^dashboard: (\S+)$", re.MULTILINE)
+_ADDRESS = re.compile(r"^dashboard: (http\S+)/ ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,8 @@ async def start_environment(
         print_line(f"starting `windlass up`: {description}")
         place.toml.write_text(toml, encoding="utf-8")
         up = await _start_up(place, secrets)
-        print_line(f"dashboard: {await _wait_for_link(place, up)}")
+        address = await _wait_for_address(place, up)
+        print_line(f"dashboard: {await dashboard_link(config, Role.OPERATOR, address, 'demo')}")
         yield DemoEnvironment(place, config, database, up)
         print_line("stopping `windlass up`: it drains its workers and exits")
         up.terminate()
@@ -170,12 +173,12 @@ async def start_environment(
                 await up.wait()
 
 
-async def _wait_for_link(place: DemoPlace, up: Process) -> str:
-    """The dashboard link, which `windlass up` prints when it listens."""
+async def _wait_for_address(place: DemoPlace, up: Process) -> str:
+    """The address of the dashboard, which `windlass up` prints when it listens."""
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             log = (place.folder / "up.log").read_text(errors="replace")
-            if (found := _LINK.search(log)) is not None:
+            if (found := _ADDRESS.search(log)) is not None:
                 return found[1]
             if up.returncode is not None:
                 raise WindlassError(f"`windlass up` of the demo did not start: {_last_line(log)}")

@@ -99,6 +99,14 @@ class ApiConfig(_Section):
         default=None, description="URL that remote workers call. Default: http, control_plane_ip (or host) and port."
     )
 
+    open_reading: bool = Field(
+        default=False,
+        description="Let every user of this host read without a login, until the first API token is created.",
+    )
+    login_link: bool = Field(
+        default=True,
+        description="Print a login link for an operator when `up` starts in a terminal.",
+    )
     rate_limit: float = Field(
         default=500.0, gt=0, description="Requests per second for one token, session or address. Workers have no limit."
     )

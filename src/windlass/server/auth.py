@@ -1,8 +1,9 @@
 """Authenticates requests by their headers, and decides whether the caller may use a route.
 
-Paths under `/internal/` need a token. Other paths also accept a dashboard session, and requests from this host may read
-as long as no token exists (`is_open_to_localhost`). Each route declares its access by one of the dependencies below;
-the decision is made before the body is read and before the route runs, and the dependencies only return the caller.
+Paths under `/internal/` need a token. Other paths also accept a dashboard session. With `is_open_to_localhost`,
+requests from this host may read until the first token is created. Each route declares its access by one of the
+dependencies below; the decision is made before the body is read and before the route runs, and the dependencies only
+return the caller.
 Browsers send the session cookie with every request, also with requests that other sites caused, so a session that
 changes something must also send its CSRF token.
 
@@ -13,6 +14,7 @@ token is never refused because of others at the same address (a proxy, a network
 import asyncio
 import hmac
 import ipaddress
+import re
 import time
 from collections.abc import Callable, Mapping
 from http.cookies import CookieError, SimpleCookie
@@ -39,6 +41,7 @@ from windlass.model.auth import (
     session_id,
 )
 from windlass.model.errors import DatabaseUnavailable
+from windlass.ports import http
 from windlass.ports.auth import AuthStore
 from windlass.server.errors import ApiError, forbidden, gone, unauthorized
 from windlass.server.identity_cache import CallerIdentity, IdentityCache
@@ -47,8 +50,23 @@ from windlass.server.route_table import Access, RouteEntry
 
 CSRF_HEADER = "X-CSRF-Token"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# Headers that proxies add. A request that came through a proxy on this host is not from this host.
-FORWARDING_HEADERS = (b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
+# Headers that proxies, load balancers and tunnels add. A request that came through one of them on this host is not from
+# this host.
+FORWARDING_HEADERS = frozenset(
+    {
+        *(b"forwarded", b"via", b"cdn-loop", b"x-real-ip", b"x-client-ip", b"client-ip", b"x-cluster-client-ip"),
+        *(b"cf-connecting-ip", b"cf-connecting-ipv6", b"cf-ray", b"cf-visitor", b"true-client-ip"),
+        *(b"fly-client-ip", b"fastly-client-ip", b"x-azure-clientip", b"x-azure-socketip", b"x-appengine-user-ip"),
+        *(b"x-envoy-external-address", b"x-envoy-original-path", b"x-amzn-trace-id", b"x-amz-cf-id", b"x-arr-log-id"),
+        *(b"x-proxyuser-ip", b"wl-proxy-client-ip", b"proxy-client-ip", b"x-nginx-proxy", b"x-scheme", b"x-host"),
+        *(b"x-rewrite-url", b"x-backend-server", b"tailscale-user-login", b"x-tailscale-client-ip"),
+    }
+)
+FORWARDING_PREFIXES = (b"x-forwarded-", b"x-original-", b"x-remote-")
+# RFC 3986, without user information: an IPv6 address in brackets, or a name or IPv4 address; then a port.
+_HOST = re.compile(
+    r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252}[A-Za-z0-9_])?\.?))(?::([0-9]{1,5}))?"
+)
 # Sessions of one address that are looked up per second. A browser's session is looked up once per IDENTITY_TTL_S.
 MAX_SESSION_LOOKUPS_PER_S = 50.0
 # Concurrent lookups of unknown tokens. A flood of them leaves most database connections to workers.
@@ -95,7 +113,8 @@ class Authenticator:
         self._session_lookups = RequestRateLimiter("session", MAX_SESSION_LOOKUPS_PER_S, clock)
 
     async def authenticate(self, scope: Scope, headers: Headers, *, needs_token: bool = False) -> CallerIdentity:
-        """By token, by session, or as a request from this host. Raises ApiError for a wrong token."""
+        """By token, by session, or as a request from this host. Raises ApiError for a wrong token or Host header."""
+        check_host(headers)
         token = _bearer_token(headers)
         if token is not None:
             token_hash = hash_of(token)
@@ -169,11 +188,22 @@ def _is_from_localhost(scope: Scope, headers: Headers) -> bool:
 
     The Host header must name this host too: with DNS rebinding, a page of another site reaches us under its own name.
     """
-    host = headers.get(b"host", b"").decode("latin-1")
-    name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    if not _is_loopback(address_of(scope)) or not (name == "localhost" or _is_loopback(name)):
+    host = _HOST.fullmatch(headers.get(b"host", b"").decode("latin-1"))
+    name = (host[1] or host[2]) if host is not None else ""
+    if not _is_loopback(address_of(scope)) or not (name.lower() == "localhost" or _is_loopback(name)):
         return False
-    return headers.get(b"sec-fetch-site") != b"cross-site" and not any(name in headers for name in FORWARDING_HEADERS)
+    return headers.get(b"sec-fetch-site") != b"cross-site" and not any(map(is_forwarding_header, headers))
+
+
+def is_forwarding_header(name: bytes) -> bool:
+    return name in FORWARDING_HEADERS or name.startswith(FORWARDING_PREFIXES)
+
+
+def check_host(headers: Headers) -> None:
+    """Raise ApiError for a Host header that is not a name or address with an optional port."""
+    host = headers.get(b"host", b"").decode("latin-1")
+    if host and _HOST.fullmatch(host) is None:
+        raise ApiError(400, http.BAD_INPUT, "the Host header must be a name or an address, with an optional port")
 
 
 def _is_loopback(address: str) -> bool:
@@ -188,8 +218,8 @@ def session_cookie(host: str) -> str:
 
     Cookies ignore ports. Without the port in the name, two dashboards on one host would log each other's users out.
     """
-    port = host.rpartition("]")[2].rpartition(":")[2]
-    return f"windlass_session_{port}" if port.isascii() and port.isdigit() and ":" in host else "windlass_session"
+    parsed = _HOST.fullmatch(host)
+    return f"windlass_session_{parsed[3]}" if parsed is not None and parsed[3] else "windlass_session"
 
 
 def _session(headers: Headers) -> str | None:
@@ -276,7 +306,7 @@ def _check_role(identity: CallerIdentity, allowed: tuple[Role, ...]) -> None:
     if caller is None:
         raise unauthorized(
             "this path needs a token (`Authorization: Bearer <token>`) or a dashboard session: "
-            "`windlass tokens link` prints a login link, and so does `windlass up` when it starts"
+            "`windlass tokens link` prints a login link, and so does `windlass up` in a terminal"
         )
     if caller is LOCALHOST_CALLER and needed is not Role.VIEWER:
         raise unauthorized(f"without a token only reading is allowed: `windlass tokens create NAME --role {needed}`")

@@ -16,7 +16,8 @@ from windlass.server.auth import CSRF_HEADER, viewer
 OPENAPI = "/api/v1/openapi.json"
 _DESCRIPTION = (
     "Elastic workers for a PostgreSQL task queue. Reading needs a token of role `viewer`, enqueueing `producer`, "
-    f"changes `operator`, and managing tokens `admin`. A dashboard session works too, with its CSRF token in `{CSRF_HEADER}`. "
+    "changes `operator`, and managing tokens `admin`. "
+    f"A dashboard session works too, with its CSRF token in `{CSRF_HEADER}`. "
     "Requests from the server's own host may read without a token until the first token is created. "
     "Every error response is a Problem (RFC 9457)."
 )

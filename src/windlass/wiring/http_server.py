@@ -7,9 +7,10 @@ in the database, for `windlass tokens link`.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -50,6 +51,8 @@ MIN_STUCK_S = 60.0
 SAMPLES_PER_PURGE = 60
 # The address is recorded again several times per TTL, so that one late or lost write does not remove it.
 ADDRESS_UPDATES_PER_TTL = 4
+# Gets the address of the dashboard, and a function that creates a login link; None if `api.login_link` is off.
+OnDashboard = Callable[[str, Callable[[], Awaitable[str]] | None], Awaitable[None]]
 log = structlog.get_logger(__name__)
 
 
@@ -153,13 +156,14 @@ async def run_http_server(
     listener: socket.socket | None,
     version: str,
     watchers: "list[Callable[[Summary], None]]",
-    on_link: Callable[[str], None],
+    on_dashboard: OnDashboard,
     ray_head: Callable[[], RayHead | None],
     notifiers: "Sequence[Notifier]",
 ) -> AsyncIterator[MetricHooks]:
     """Serve until the context exits, if there is a listener.
 
-    `watchers` are called with the summary of each cycle; the server adds itself. `on_link` gets the login link.
+    `watchers` are called with the summary of each cycle; the server adds itself. `on_dashboard` is called once,
+    when the server runs.
     """
     if listener is None:
         yield MetricHooks()
@@ -202,7 +206,8 @@ async def run_http_server(
             serving(make_app(context), listener),
             _recorded_address(user_store, url),
         ):
-            on_link(await create_login_link(user_store, url))
+            create_link = functools.partial(create_login_link, user_store, url)
+            await on_dashboard(url, create_link if config.api.login_link else None)
             try:
                 yield MetricHooks(metrics.record_message, metrics.record_dropped_lines)
             finally:
@@ -213,7 +218,7 @@ async def run_http_server(
 
 def is_open_to_localhost(api: ApiConfig) -> bool:
     """Whether requests from this host may read without a token. With `api.url`, a proxy on this host is likely."""
-    return api.host in LOOPBACK and api.url is None
+    return api.open_reading and api.host in LOOPBACK and api.url is None
 
 
 async def dashboard_link(config: Config, role: Role, url: str | None, name: str) -> str:

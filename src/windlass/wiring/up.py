@@ -33,7 +33,7 @@ from windlass.store.log_sink import LogSink, PostgresLogStore
 from windlass.store.migrate import migrate
 from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
-from windlass.wiring.http_server import open_listener, run_http_server
+from windlass.wiring.http_server import OnDashboard, open_listener, run_http_server
 from windlass.wiring.minimum_cost import log_minimum_costs
 from windlass.wiring.notifiers import make_notifiers
 from windlass.wiring.providers import check_keys, make_provider, spawning_fleets
@@ -89,14 +89,14 @@ async def run_up(
     *,
     keeps_workers: bool,
     version: str,
-    on_link: Callable[[str], None] = lambda _link: None,
+    on_dashboard: OnDashboard,
     tap: Tap = lambda _receiver: lambda: None,
 ) -> None:
     """Run every fleet until stopped: SIGTERM and Ctrl-C shut down, a second one ends now, SIGHUP reloads.
 
     `load` reads the configuration, now and at each reload. A configuration without fleets is accepted while workers of
-    former fleets exist, which are then shut down; otherwise BadInput. `on_link` receives, once, the URL that logs a
-    browser in. `tap` registers receivers of log lines.
+    former fleets exist, which are then shut down; otherwise BadInput. `on_dashboard` is called once, when the HTTP
+    server runs. `tap` registers receivers of log lines.
     """
     # Before the file is read: a SIGHUP during start-up is handled once everything runs.
     is_reload_requested = asyncio.Event()
@@ -137,7 +137,7 @@ async def run_up(
         async with (
             reload_on_request(orchestrator, active, load, ray, is_reload_requested),
             run_http_server(
-                config, dsn, orchestrator, listener, version, listeners, on_link, ray.head, notifiers
+                config, dsn, orchestrator, listener, version, listeners, on_dashboard, ray.head, notifiers
             ) as hooks,
             _alerting(config, dsn, listeners, notifiers, hooks.on_message),
             _log_sink(config, dsn, tap, hooks.on_dropped),
