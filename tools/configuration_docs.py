@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from windlass.config_sources import PREFIX
 from windlass.model.config import Config
-from windlass.model.fleet import PROVIDER_DEFAULTS, FleetConfig
+from windlass.model.fleet import FleetConfig
+from windlass.model.provider_defaults import PROVIDER_DEFAULTS
 from windlass.model.worker import DEFAULT_FLEET, MAX_COUNT
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"

@@ -18,6 +18,7 @@ from windlass.control.summary import Summary
 from windlass.model.errors import BadInput, ConfigError
 from windlass.wiring.providers import startup_problem
 from windlass.wiring.up import NO_FLEET, run_cycles, run_up
+from windlass.worker.handler_user import runs_handlers_as_root
 
 Queues = Annotated[
     list[str] | None,
@@ -94,6 +95,7 @@ async def up(
         check_fleets(loaded)
         hide(secrets_of(loaded.config))
         log_settings(loaded)
+        _warn_of_root(loaded)
         return loaded
 
     await run_up(
@@ -153,6 +155,16 @@ def check_fleets(loaded: Loaded) -> None:
             problem = startup_problem(name, fleet)
             if problem is not None:
                 raise ConfigError(problem)
+
+
+def _warn_of_root(loaded: Loaded) -> None:
+    """Handlers run code that tasks and packages bring. As root that code owns the host."""
+    for name, fleet in loaded.config.fleets.items():
+        if fleet.is_of_this_host and runs_handlers_as_root(fleet.run_as):
+            hint = (
+                f"set fleets.{name}.run_as to another user" if fleet.provider == "local" else "run up as another user"
+            )
+            get_logger("windlass.up").warning("handlers run as root", fleet=name, hint=hint)
 
 
 class CycleLog:

@@ -13,7 +13,7 @@ import typer
 
 from windlass import __version__
 from windlass.cli.errors import EXIT_BAD_INPUT, EXIT_LOST, print_error
-from windlass.cli.logs import LogFormat, configure_logs, hide
+from windlass.cli.logs import LogFormat, configure_logs, get_logger, hide
 from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.config_loader import secrets_of
@@ -23,6 +23,7 @@ from windlass.model.task import check_queue_name
 from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.worker import MAX_CONCURRENCY
 from windlass.wiring.worker import run_joined_worker, run_self_registered_worker, run_worker
+from windlass.worker.handler_user import runs_handlers_as_root
 from windlass.worker.lifecycle import ExitReason, WorkerSettings
 from windlass.worker.nonblocking_stderr import standard_error
 
@@ -80,6 +81,10 @@ async def worker(
     memory_limit_mb: Annotated[
         int | None, typer.Option(help="Memory limit of one handler process.", metavar="MB")
     ] = None,
+    run_as: Annotated[
+        str | None,
+        typer.Option(help="User to run the handler or command as. The worker must run as root.", metavar="USER"),
+    ] = None,
     join: Annotated[
         Path | None,
         typer.Option(help="Join the control plane named in this file. It sends all other settings.", metavar="FILE"),
@@ -94,6 +99,10 @@ async def worker(
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token for --url, instead of WINDLASS_TOKEN.", metavar="FILE")
     ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(help="CA certificate (PEM) of --url, if it is not publicly trusted.", metavar="FILE"),
+    ] = None,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -106,7 +115,9 @@ async def worker(
     configure_logs(log_format)
     if join is not None:
         given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
-        if any(value is not None for value in (*given, memory_limit_mb, url, token_file, config, data_dir)):
+        if any(
+            value is not None for value in (*given, memory_limit_mb, run_as, url, token_file, ca_file, config, data_dir)
+        ):
             raise BadInput("--join cannot be combined with other options: the control plane sends the settings.")
         return await _exit_code_of(run_joined_worker(join, __version__))
     if not queue:
@@ -115,8 +126,11 @@ async def worker(
         raise BadInput("pass exactly one of --handler and --exec.")
     if inline and handler is None:
         raise BadInput("--inline needs --handler: a command cannot run inside the worker.")
-    if token_file is not None and url is None:
-        raise BadInput("--token-file needs --url, the address of the control plane.")
+    if inline and run_as is not None:
+        raise BadInput("--run-as cannot be combined with --inline: an inline handler has the worker's user.")
+    if url is None and (token_file is not None or ca_file is not None):
+        option = "--token-file" if token_file is not None else "--ca-file"
+        raise BadInput(f"{option} needs --url, the address of the control plane.")
     api_token = _api_token(url, token_file) if url is not None else ""
     spawned = SpawnedWorkerEnv.take_from_environment()
     loaded = load(
@@ -137,6 +151,8 @@ async def worker(
             os.chdir(chdir)
         except OSError as error:
             raise BadInput(f"cannot change to the folder {chdir}: {error.strerror}. Check --chdir.") from None
+    if spawned.worker_id is None and runs_handlers_as_root(run_as):
+        get_logger("windlass.worker").warning("handlers run as root", hint="pass --run-as USER")
     chosen = loaded.config.worker
     settings = WorkerSettings(
         queues=tuple(check_queue_name(name) for name in dict.fromkeys(queue)),
@@ -152,8 +168,8 @@ async def worker(
     )
     run = partial(run_worker, loaded.config, settings)
     if url is not None:
-        run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token)
-    return await _exit_code_of(run(handler=handler, command=exec_, is_inline=inline))
+        run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token, ca_file)
+    return await _exit_code_of(run(handler=handler, command=exec_, is_inline=inline, run_as=run_as))
 
 
 def _api_token(url: str, file: Path | None) -> str:

@@ -96,9 +96,18 @@ class ApiConfig(_Section):
         default=None, ge=0, le=65_535, description="Port to listen on; 0 for any free port. Default: no HTTP server."
     )
     url: str | None = Field(
-        default=None, description="URL that remote workers call. Default: http, control_plane_ip (or host) and port."
+        default=None,
+        description="URL that remote workers call. Default: http or https, control_plane_ip (or host) and port.",
     )
 
+    tls_cert: Path | None = Field(
+        default=None, description="Certificate chain (PEM) for HTTPS. Loaded again when the file changes."
+    )
+    tls_key: Path | None = Field(default=None, description="Private key (PEM) of `tls_cert`, without a password.")
+    plain_http: bool = Field(
+        default=False,
+        description="Allow HTTP without TLS beyond loopback, because a proxy or the network encrypts it.",
+    )
     open_reading: bool = Field(
         default=False,
         description="Let every user of this host read without a login, until the first API token is created.",
@@ -113,6 +122,16 @@ class ApiConfig(_Section):
     cors_origins: TextList = Field(
         default=(), description="Origins whose web pages may read the API with a token. Default: none."
     )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: set both, or none of them")
+        return self
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_cert is not None else "http"
 
     @field_validator("cors_origins")
     @classmethod
@@ -334,4 +353,5 @@ class Config(_Section):
         host = self.control_plane_ip or self.api.host
         if not self.api.port or host in _ANY_ADDRESS:
             return None
-        return f"http://[{host}]:{self.api.port}" if ":" in host else f"http://{host}:{self.api.port}"
+        address = f"[{host}]:{self.api.port}" if ":" in host else f"{host}:{self.api.port}"
+        return f"{self.api.scheme}://{address}"

@@ -17,6 +17,7 @@ from windlass.model.comma_separated import TextList
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.money import to_micros
+from windlass.model.provider_defaults import PROVIDER_DEFAULTS
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
@@ -29,67 +30,6 @@ MIN_INTERVAL_S = 0.05
 MAX_RESTARTS = 100
 # Ten years. Longer durations would overflow dates.
 MAX_SECONDS = 315_360_000.0
-# Defaults that differ between providers.
-PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "local": {
-        "min_workers": 0,
-        "max_workers": 4,
-        "poll_interval_s": 10.0,
-        "heartbeat_interval_s": 5.0,
-        "heartbeat_timeout_s": 30.0,
-        "spawn_timeout_s": 30.0,
-        "stop_timeout_s": 30.0,
-        # A process starts in a second and costs nothing: no reason to wait before spawning or draining.
-        "min_scaling_interval_s": 0.0,
-        "spawn_grace_s": 0.0,
-        "scale_down_grace_s": 0.0,
-    },
-    "hetzner": {
-        "policy": "clear-time",
-        "concurrency": 2,
-        "min_workers": 0,
-        "max_workers": 50,
-        "poll_interval_s": 10.0,
-        "heartbeat_interval_s": 10.0,
-        "heartbeat_timeout_s": 120.0,
-        "spawn_timeout_s": 120.0,
-        # Billing hours keep idle servers anyway, so there is no reason to delay spawning.
-        "min_scaling_interval_s": 0.0,
-        "spawn_grace_s": 0.0,
-        "scale_down_grace_s": 0.0,
-    },
-    # Processes of this host, like local, but starting Ray takes some seconds.
-    "ray-local": {
-        "engine": "ray",
-        "min_workers": 0,
-        "max_workers": 4,
-        "poll_interval_s": 10.0,
-        "heartbeat_interval_s": 5.0,
-        "heartbeat_timeout_s": 30.0,
-        "spawn_timeout_s": 60.0,
-        "stop_timeout_s": 30.0,
-        "min_scaling_interval_s": 0.0,
-        "spawn_grace_s": 0.0,
-        "scale_down_grace_s": 0.0,
-    },
-    # An existing Ray cluster: no worker is spawned, so scaling settings have no effect.
-    "ray": {"engine": "ray", "heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 30.0, "stop_timeout_s": 30.0},
-    # A pod takes minutes to start and is billed from its first second: long timeouts, slow scaling.
-    "runpod": {
-        "policy": "buffered",
-        "concurrency": 1,
-        "has_gpu": True,
-        "min_workers": 0,
-        "max_workers": 10,
-        "poll_interval_s": 30.0,
-        "heartbeat_interval_s": 20.0,
-        "heartbeat_timeout_s": 600.0,
-        "spawn_timeout_s": 600.0,
-        # A GPU that hangs is common and expensive. Other providers have no limit unless it is set.
-        "stuck_timeout_s": 1200.0,
-        "stop_timeout_s": 600.0,
-    },
-}
 
 
 def _setting(default: Any, description: str, *, env: str | None = None, **constraints: Any) -> Any:
@@ -134,6 +74,11 @@ class FleetConfig(BaseModel):
     )
     chdir: Path | None = _setting(None, "Working directory of the workers.")
     env: dict[str, str] = _setting({}, "Environment variables added for the workers.")
+    run_as: str | None = _setting(
+        None,
+        "User of this host that handlers of a local fleet run as. `up` must run as root. Default: the user of `up`.",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}$",
+    )
 
     # --- how many
     min_workers: int = _setting(0, "Minimum number of workers.", env="MIN_ACTIVE_GPUS", ge=0, le=MAX_COUNT)
@@ -384,6 +329,11 @@ class FleetConfig(BaseModel):
             raise ValueError("both handler and exec are set: a worker runs one of them")
         if self.is_inline and self.exec is not None:
             raise ValueError("is_inline needs handler: a command cannot run inside the worker")
+        if self.run_as is not None and (self.provider != "local" or self.is_inline):
+            raise ValueError(
+                'run_as is set, which needs provider = "local" and a handler in a process of its own: '
+                "rented machines have bootstrap.user, and an inline handler has the worker's user"
+            )
         if self.is_inline is False and self.has_gpu and self.concurrency > 1:
             raise ValueError(
                 f"concurrency is {self.concurrency} and has_gpu is set: a GPU runs exactly one task at a time"

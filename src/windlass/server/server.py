@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Any, cast
 
 import structlog
 import uvicorn
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from windlass.model.errors import BadInput
 from windlass.server.connections import PROXIES, ConnectionTracker, LimitedConnection, connection_limit, mark_responses
+from windlass.server.tls import ReloadingTls
 
 BACKLOG = 2_048
 # Longer than workers keep an idle connection, so that workers close it and no request meets a closed connection.
@@ -56,8 +57,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve the application until the context exits."""
+async def serving(app: ASGIApp, listener: socket.socket, *, tls: ReloadingTls | None = None) -> AsyncIterator[None]:
+    """Serve the application until the context exits, with `tls` over HTTPS."""
     for name, event in (("uvicorn", "http server"), ("asyncio", "event loop")):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
@@ -66,7 +67,8 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
             logger.addHandler(_StructlogHandler(event))
     tracker = ConnectionTracker(connection_limit())
     server = _Server(
-        uvicorn.Config(
+        _Config(
+            tls,
             mark_responses(app),
             http=cast(type[asyncio.Protocol], functools.partial(LimitedConnection, tracker)),
             # The application has background tasks of its own.
@@ -82,6 +84,7 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         )
     )
     task = asyncio.create_task(server.serve([listener]))
+    watch = asyncio.create_task(tls.watch()) if tls is not None else None
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while not server.started:
@@ -90,11 +93,25 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
                     raise RuntimeError("the HTTP server ended before it had started")
                 await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
-        log.info("listening", host=host, port=port)
+        log.info("listening", host=host, port=port, tls=tls is not None)
         yield
     finally:
+        if watch is not None:
+            watch.cancel()
         server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
+
+
+class _Config(uvicorn.Config):
+    """With a TLS context of our own, whose certificate can be replaced while the server runs."""
+
+    def __init__(self, tls: ReloadingTls | None, app: ASGIApp, **settings: Any) -> None:
+        super().__init__(app, **settings)
+        self._tls = tls
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls.context if self._tls is not None else None
 
 
 class _Server(uvicorn.Server):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from windlass.ports.alerts import Notifier
     from windlass.server.context import LoopHealth
     from windlass.server.event_stream import OverviewFeed
+    from windlass.server.tls import ReloadingTls
     from windlass.store.auth import PostgresAuthStore
     from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
@@ -60,6 +61,11 @@ def open_listener(config: Config) -> socket.socket | None:
     """Bind the configured port, and raise the file limit for its connections. Raises BadInput."""
     if config.api.port is None:
         return None
+    if config.api.host not in LOOPBACK and config.api.tls_cert is None and not config.api.plain_http:
+        raise BadInput(
+            f"api.host is {config.api.host} without TLS, which would send tokens unencrypted: set api.tls_cert and "
+            "api.tls_key, or api.plain_http = true if a proxy or the network encrypts."
+        )
     from windlass.server.connections import raise_file_limit
     from windlass.server.server import listen
 
@@ -203,7 +209,7 @@ async def run_http_server(
         url = _browser_url(config, listener.getsockname()[1])
         async with (
             background_task(take_samples(user_store, overview_feed)),
-            serving(make_app(context), listener),
+            serving(make_app(context), listener, tls=load_tls(config.api)),
             _recorded_address(user_store, url),
         ):
             create_link = functools.partial(create_login_link, user_store, url)
@@ -214,6 +220,15 @@ async def run_http_server(
                 # Before the server stops: it waits for open requests.
                 await overview_feed.close()
                 await context.long_poll_hub.close()
+
+
+def load_tls(api: ApiConfig) -> "ReloadingTls | None":
+    """Raises ConfigError if the certificate or key cannot be used."""
+    if api.tls_cert is None or api.tls_key is None:
+        return None
+    from windlass.server.tls import ReloadingTls, TlsFiles
+
+    return ReloadingTls(TlsFiles(api.tls_cert.expanduser(), api.tls_key.expanduser()))
 
 
 def is_open_to_localhost(api: ApiConfig) -> bool:
@@ -275,7 +290,7 @@ def _browser_url(config: Config, port: int) -> str:
     if config.api.url is not None:
         return config.api.url
     host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{config.api.scheme}://[{host}]:{port}" if ":" in host else f"{config.api.scheme}://{host}:{port}"
 
 
 async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") -> None:

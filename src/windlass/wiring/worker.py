@@ -30,12 +30,18 @@ JOINED_REGISTRATION_TIMEOUT_S = 900.0
 
 
 async def run_worker(
-    config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
+    config: Config,
+    settings: "WorkerSettings",
+    *,
+    handler: str | None,
+    command: str | None,
+    is_inline: bool,
+    run_as: str | None = None,
 ) -> "ExitReason":
     """Run a worker over the database until it is drained."""
     from windlass.worker.lifecycle import WorkerRuntime
 
-    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
+    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as)
     async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
 
         def connect() -> "AbstractAsyncContextManager[PostgresTransport]":
@@ -56,18 +62,20 @@ async def run_self_registered_worker(
     settings: "WorkerSettings",
     url: str,
     api_token: str,
+    ca_file: Path | None,
     *,
     handler: str | None,
     command: str | None,
     is_inline: bool,
+    run_as: str | None = None,
 ) -> "ExitReason":
     """Run a worker over HTTP that was not spawned until it is drained. Raises TokenRefused for an invalid API token."""
     from windlass.worker.http_transport import tls_context
     from windlass.worker.lifecycle import WorkerRuntime
     from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
-    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline)
-    self_registration = new_self_registration(url, api_token, tls_context(url, None))
+    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as)
+    self_registration = new_self_registration(url, api_token, tls_context(url, ca_file))
     async with trace_attempts(config, settings.version) as traced:
         return await WorkerRuntime(settings, lambda: SelfRegisteredTransport(self_registration), traced(executor)).run()
 
@@ -151,14 +159,25 @@ async def _run_joined_node(
 
 
 def _executor(
-    config: Config, settings: "WorkerSettings", *, handler: str | None, command: str | None, is_inline: bool
+    config: Config,
+    settings: "WorkerSettings",
+    *,
+    handler: str | None,
+    command: str | None,
+    is_inline: bool,
+    run_as: str | None = None,
 ) -> "Executor":
+    from windlass.worker.handler_user import find_handler_user
+
+    user = find_handler_user(run_as) if run_as is not None else None
     limit_mb = config.worker.memory_limit_mb
     limit_bytes = limit_mb << 20 if limit_mb else int(_memory_bytes() * MEMORY_SHARE) // settings.concurrency
     if command is not None:
         from windlass.worker.command import CommandExecutor
 
-        return CommandExecutor(command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes)
+        return CommandExecutor(
+            command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes, run_as=user
+        )
     if handler is None:
         raise BadInput("nothing to run: a worker needs a handler or a command.")
     if is_inline:
@@ -172,6 +191,7 @@ def _executor(
         concurrency=settings.concurrency,
         memory_limit_bytes=limit_bytes,
         max_result_bytes=config.max_payload_bytes,
+        run_as=user,
     )
 
 

@@ -17,18 +17,25 @@ from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
 from windlass.worker.crash_report import read_crash
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
+from windlass.worker.handler_user import HandlerUser
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
 
 class CommandExecutor:
     def __init__(
-        self, command: str, *, memory_limit_bytes: int | None = None, max_result_bytes: int = MAX_PAYLOAD_BYTES
+        self,
+        command: str,
+        *,
+        memory_limit_bytes: int | None = None,
+        max_result_bytes: int = MAX_PAYLOAD_BYTES,
+        run_as: HandlerUser | None = None,
     ) -> None:
         """`memory_limit_bytes` applies to each attempt's process together with its descendants."""
         self._command = command
         self._arguments: list[str] = []
         self._memory_limit_bytes = memory_limit_bytes
         self._max_result_bytes = max_result_bytes
+        self._run_as = run_as
 
     async def start(self) -> None:
         try:
@@ -54,6 +61,7 @@ class CommandExecutor:
                 },
                 memory_limit_bytes=self._memory_limit_bytes,
                 max_answer_bytes=self._max_result_bytes,
+                run_as=self._run_as,
             )
         except OSError as error:
             raise HandlerNotFound(

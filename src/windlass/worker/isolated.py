@@ -18,6 +18,7 @@ from windlass.worker import child_protocol as frames
 from windlass.worker.crash_report import read_crash
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
+from windlass.worker.handler_user import HandlerUser
 from windlass.worker.process import OUTPUT_TIMEOUT_S, ProcessGroup, describe_exit, start_group
 
 # Importing a large framework and loading a model takes minutes; an import that hangs must still end.
@@ -36,9 +37,10 @@ class IsolatedExecutor:
         concurrency: int = 1,
         memory_limit_bytes: int | None = None,
         max_result_bytes: int = MAX_PAYLOAD_BYTES,
+        run_as: HandlerUser | None = None,
     ) -> None:
-        """`memory_limit_bytes` applies to each child together with its descendants."""
-        self._children = [_Child(handler, memory_limit_bytes, max_result_bytes) for _ in range(concurrency)]
+        """`memory_limit_bytes` applies to each child together with its descendants. `run_as`: the children's user."""
+        self._children = [_Child(handler, memory_limit_bytes, max_result_bytes, run_as) for _ in range(concurrency)]
         self._free = list(self._children)
 
     @property
@@ -104,8 +106,11 @@ class _Link(asyncio.BufferedProtocol):
 
 
 class _Child:
-    def __init__(self, handler: str, memory_limit_bytes: int | None, max_result_bytes: int) -> None:
+    def __init__(
+        self, handler: str, memory_limit_bytes: int | None, max_result_bytes: int, run_as: HandlerUser | None
+    ) -> None:
         self._handler = handler
+        self._run_as = run_as
         self._memory_limit_bytes = memory_limit_bytes
         self._max_result_bytes = max_result_bytes
         self._group: ProcessGroup | None = None
@@ -202,6 +207,7 @@ class _Child:
                     env={"PYTHONUNBUFFERED": "1", **os.environ},
                     pass_fds=[theirs.fileno()],
                     memory_limit_bytes=self._memory_limit_bytes,
+                    run_as=self._run_as,
                 )
             loop = asyncio.get_running_loop()
             self._transport, self._link = await loop.create_connection(_Link, sock=ours)

@@ -15,11 +15,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import psutil
 
 from windlass.worker.executor import AttemptFailure
+from windlass.worker.handler_user import HandlerUser
 from windlass.worker.nonblocking_stderr import standard_error
 
 # Output of one attempt before it is killed: enough for any log, too little to fill a disk.
@@ -297,12 +298,16 @@ async def start_group(
     max_answer_bytes: int | None = None,
     max_output_bytes: float | None = None,
     forwards_output: bool = True,
+    run_as: HandlerUser | None = None,
 ) -> ProcessGroup:
-    """Start a process that leads its own session. Raises OSError.
+    """Start a process that leads its own session, as another user if `run_as` is given. Raises OSError.
 
     With `max_answer_bytes` it reads standard input and its standard output is the answer; otherwise both are output.
     """
     has_answer = max_answer_bytes is not None
+    user: dict[str, Any] = {}
+    if run_as is not None:
+        user = {"user": run_as.uid, "group": run_as.gid, "extra_groups": run_as.groups}
     _, group = await asyncio.get_running_loop().subprocess_exec(
         lambda: ProcessGroup(memory_limit_bytes, max_answer_bytes, max_output_bytes, forwards_output=forwards_output),
         *command,
@@ -310,7 +315,8 @@ async def start_group(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE if has_answer else subprocess.STDOUT,
         pass_fds=pass_fds,
-        env=env,
+        env=env if run_as is None else run_as.environment(env),
+        **user,
         start_new_session=True,
     )
     try:

@@ -6,6 +6,7 @@ and the worker; provider.py finds workers by it. Secrets are never put on the co
 
 import errno
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
@@ -74,6 +75,8 @@ class WorkerProcess:
             command += ["--inline"]
         if config.chdir is not None:
             command += ["--chdir", str(config.chdir.absolute())]
+        if config.run_as is not None:
+            command += ["--run-as", config.run_as]
         command += ["--concurrency", str(config.concurrency)]
         command += ["--heartbeat-interval", f"{config.heartbeat_interval_s:g}"]
         command += ["--lease", f"{config.heartbeat_timeout_s:g}"]
@@ -117,11 +120,25 @@ class WorkerProcess:
             raise Refused(f"{doing}: invalid environment or command ({error}). Check env and exec.") from error
 
 
+def _problem_of_user(name: str) -> str | None:
+    try:
+        user = pwd.getpwnam(name)
+    except KeyError:
+        return f"user {name} not found on this host."
+    if os.geteuid() not in (0, user.pw_uid):
+        return f"only root can run handlers as {name}."
+    return None
+
+
 def startup_problem(fleet: str, config: FleetConfig, path: str | None) -> str | None:
     """Why a worker with this configuration could only fail, in a sentence; None if nothing is known against it.
 
     Whether the handler can be imported is only known to its process. `path` is the PATH of the worker's environment.
     """
+    if config.run_as is not None:
+        problem = _problem_of_user(config.run_as)
+        if problem is not None:
+            return f"{problem} Check run_as of fleet {fleet}."
     if config.handler is None and config.exec is None:
         return f"fleet {fleet} has neither handler nor exec. Set one of them."
     folder = Path() if config.chdir is None else config.chdir

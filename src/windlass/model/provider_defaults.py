@@ -1,0 +1,64 @@
+"""Defaults of fleet settings that differ between providers: a process starts in a second, a GPU pod in minutes."""
+
+from typing import Any
+
+PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "local": {
+        "min_workers": 0,
+        "max_workers": 4,
+        "poll_interval_s": 10.0,
+        "heartbeat_interval_s": 5.0,
+        "heartbeat_timeout_s": 30.0,
+        "spawn_timeout_s": 30.0,
+        "stop_timeout_s": 30.0,
+        # A process starts in a second and costs nothing: no reason to wait before spawning or draining.
+        "min_scaling_interval_s": 0.0,
+        "spawn_grace_s": 0.0,
+        "scale_down_grace_s": 0.0,
+    },
+    "hetzner": {
+        "policy": "clear-time",
+        "concurrency": 2,
+        "min_workers": 0,
+        "max_workers": 50,
+        "poll_interval_s": 10.0,
+        "heartbeat_interval_s": 10.0,
+        "heartbeat_timeout_s": 120.0,
+        "spawn_timeout_s": 120.0,
+        # Billing hours keep idle servers anyway, so there is no reason to delay spawning.
+        "min_scaling_interval_s": 0.0,
+        "spawn_grace_s": 0.0,
+        "scale_down_grace_s": 0.0,
+    },
+    # Processes of this host, like local, but starting Ray takes some seconds.
+    "ray-local": {
+        "engine": "ray",
+        "min_workers": 0,
+        "max_workers": 4,
+        "poll_interval_s": 10.0,
+        "heartbeat_interval_s": 5.0,
+        "heartbeat_timeout_s": 30.0,
+        "spawn_timeout_s": 60.0,
+        "stop_timeout_s": 30.0,
+        "min_scaling_interval_s": 0.0,
+        "spawn_grace_s": 0.0,
+        "scale_down_grace_s": 0.0,
+    },
+    # An existing Ray cluster: no worker is spawned, so scaling settings have no effect.
+    "ray": {"engine": "ray", "heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 30.0, "stop_timeout_s": 30.0},
+    # A pod takes minutes to start and is billed from its first second: long timeouts, slow scaling.
+    "runpod": {
+        "policy": "buffered",
+        "concurrency": 1,
+        "has_gpu": True,
+        "min_workers": 0,
+        "max_workers": 10,
+        "poll_interval_s": 30.0,
+        "heartbeat_interval_s": 20.0,
+        "heartbeat_timeout_s": 600.0,
+        "spawn_timeout_s": 600.0,
+        # A GPU that hangs is common and expensive. Other providers have no limit unless it is set.
+        "stuck_timeout_s": 1200.0,
+        "stop_timeout_s": 600.0,
+    },
+}
