@@ -64,6 +64,17 @@ try:
 except WindlassError as error:
     sys.exit(f"{type(error).__name__}: {error}")
 """
+OPEN_WITH_FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from windlass.model.errors import WindlassError
+from windlass.store.embedded import EmbeddedPostgres
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+try:
+    EmbeddedPostgres(Path(sys.argv[1])).open()
+except WindlassError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
 
 
 def spawn(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -510,6 +521,21 @@ def test_start_failure_shows_message_of_server(filled_dir: Path) -> None:
         EmbeddedPostgres(filled_dir).open()
     assert "\n" not in str(caught.value)
     assert (filled_dir / "postgres").exists()
+
+
+def test_start_failure_names_a_full_disk(filled_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (filled_dir / "postgres" / "global" / "pg_control").write_bytes(b"")
+    usage = shutil.disk_usage(filled_dir)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 << 20))
+    with pytest.raises(DatabaseUnavailable, match=r"The disk of .* is full \(3 MB free\): free some space\.$"):
+        EmbeddedPostgres(filled_dir).open()
+
+
+def test_first_start_with_few_open_files_names_the_limit(data_dir: Path) -> None:
+    program = spawn(OPEN_WITH_FEW_FILES, data_dir)
+    stderr = program.communicate(timeout=LIMIT_S)[1]
+    assert "This process may open only 32 files: raise the limit with `ulimit -n 1024`." in stderr
+    assert stderr.count("\n") == 1
 
 
 def test_platform_without_binaries_is_refused(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -286,7 +286,8 @@ def no_orchestrator_reason(fleet: Fleet, without_orchestrator_s: float) -> str:
     """Why a fleet without recent cycles has none, and what to do."""
     silent = f"no cycle for {without_orchestrator_s:.0f} s"
     return (
-        f"{silent}, although an orchestrator leads; check that its windlass.toml has this fleet"
+        f"{silent}, although an orchestrator leads; see its log for errors, and check that its windlass.toml has "
+        "this fleet"
         if fleet.is_led
         else f"{silent}; start `windlass up`"
     )

@@ -119,6 +119,8 @@ def unavailable(doing: str, dsn: str, error: BaseException) -> DatabaseUnavailab
         return DatabaseUnavailable(
             f"{doing}: the database at {where} refused the user or password. Check DATABASE_URL."
         )
+    if isinstance(error, asyncpg.DiskFullError):
+        return DatabaseUnavailable(f"{doing}: the disk of the database at {where} is full. Free space on its host.")
     if isinstance(error, asyncpg.InvalidCatalogNameError):
         return DatabaseUnavailable(
             f"{doing}: {words(error)} at {where}. Create it, or set DATABASE_URL to another one."

@@ -43,6 +43,7 @@ from windlass.store.postgres_programs import (
     can_enter,
     find_installation,
     last_lines,
+    missing_resource,
     server_account,
 )
 
@@ -276,10 +277,10 @@ class EmbeddedPostgres:
         return self._log.stat().st_size
 
     def _not_up(self, reason: str) -> DatabaseUnavailable:
-        return DatabaseUnavailable(
-            f"starting the embedded PostgreSQL in {self.data_dir}: {reason}. "
-            f"Try again, read {self._log}, or set DATABASE_URL to another server."
+        remedy = (
+            missing_resource(self.data_dir) or f"Try again, read {self._log}, or set DATABASE_URL to another server."
         )
+        return DatabaseUnavailable(f"starting the embedded PostgreSQL in {self.data_dir}: {reason}. {remedy}")
 
     def _clear_remains(self) -> None:
         """End the processes and delete the files of a dead server. Another process may have the pid in them by now.

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import platform
 import pwd
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,9 @@ from windlass.model.errors import ConfigError
 
 SERVER_USER = "windlass-postgres"
 TOOL_TIMEOUT_S = 60  # initdb takes half a second, but syncs the new cluster to disk
+# Below these, a failure to start is most likely theirs: a new cluster has 40 MB, and a server opens some 60 files.
+MIN_FREE_MB = 64
+MIN_OPEN_FILES = 64
 USERADD_ATTEMPTS = 3  # of two concurrent programs, one finds the password file locked or the user created
 
 
@@ -136,3 +140,14 @@ def _add_server_user() -> str:
 
 def last_lines(text: str) -> str:
     return " / ".join(text.strip().splitlines()[-2:]).rstrip(".") or "no reason given"
+
+
+def missing_resource(data_dir: Path) -> str | None:
+    """The resource that PostgreSQL lacks on this host, and what to do. Its own messages often do not name it."""
+    free_mb = shutil.disk_usage(data_dir).free >> 20
+    if free_mb < MIN_FREE_MB:
+        return f"The disk of {data_dir} is full ({free_mb} MB free): free some space."
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < MIN_OPEN_FILES:
+        return f"This process may open only {files} files: raise the limit with `ulimit -n 1024`."
+    return None
