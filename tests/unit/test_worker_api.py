@@ -294,6 +294,25 @@ async def test_defect_is_answered_with_500_and_logged(plane: InMemoryControlPlan
 # ------------------------------------------------------------------------------------------------------------ limits
 
 
+async def test_h4_requests_of_one_worker_are_limited(clock: Any) -> None:
+    async with open_control_plane(clock, worker_rate_limit=2.0) as plane:
+        token, other = await plane.join(), await plane.join("w1", 1)
+        calls = [await plane.post("/internal/worker/heartbeat", token) for _ in range(30)]
+        assert calls[0].status_code == 200
+        assert error_of(calls[-1]) == (429, "TOO_MANY")
+        assert (await plane.post("/internal/worker/heartbeat", other)).status_code == 200
+
+
+async def test_h4_large_requests_of_a_worker_count_more(clock: Any) -> None:
+    async with open_control_plane(clock, worker_rate_limit=8.0) as plane:
+        token = await plane.join()
+        results = [{"task_id": n, "token": str(uuid4()), "result": '"' + "x" * 5_000 + '"'} for n in range(100)]
+        calls = [await plane.post("/internal/worker/finish", token, {"finished": results}) for _ in range(20)]
+        assert calls[0].status_code == 200
+        # Half a megabyte counts as five calls.
+        assert sum(call.status_code == 200 for call in calls) < 10
+
+
 @pytest.mark.parametrize("is_announced", [True, False])
 async def test_too_large_body_is_refused(plane: InMemoryControlPlane, is_announced: bool) -> None:
     token = await plane.join()

@@ -14,8 +14,8 @@ from uuid import UUID
 
 from pydantic import AfterValidator, Field
 
-from windlass.model.task import MAX_ERROR_CHARACTERS, Finished
-from windlass.model.worker import MAX_CONCURRENCY, MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_RESULTS_PER_CALL, Finished
+from windlass.model.worker import MAX_CLAIMS_PER_HEARTBEAT, MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 # With an API token of role worker.
@@ -44,10 +44,9 @@ MAX_QUEUES = 1_000
 MAX_CLAIMS = 2_000
 # Results in one call have at most this size together; a single result may be larger.
 MAX_BATCH_BYTES = 1 << 20
-# Results in one call.
-MAX_FINISHED = 2_000
-# Claims in one heartbeat: as many as one worker can hold.
-MAX_HELD_CLAIMS = MAX_CONCURRENCY
+# Results in one call, and claims in one heartbeat: what the database accepts.
+MAX_FINISHED = MAX_RESULTS_PER_CALL
+MAX_HELD_CLAIMS = MAX_CLAIMS_PER_HEARTBEAT
 # A heartbeat of MAX_HELD_CLAIMS claims with progress and short notes. Its vitals are limited on their own.
 MAX_HEARTBEAT_BYTES = 4 << 20
 MAX_VITALS_BYTES = MAX_METADATA_BYTES
@@ -103,7 +102,7 @@ class ErrorBody:
 
 
 def max_body_bytes(max_payload_bytes: int) -> int:
-    """Upper limit for a call with results or an error: one result of the maximum size with every character escaped,
+    """Upper limit for a call with results: one result of the maximum size with every character escaped,
     and 4 MiB for the rest."""
     return 2 * max(max_payload_bytes, MAX_BATCH_BYTES) + (4 << 20)
 

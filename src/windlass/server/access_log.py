@@ -1,10 +1,13 @@
 """The access log: one line per request, without headers, query strings and bodies.
 
-Successful reads are not logged. Refused and failed requests are logged up to MAX_LINES per window, and the rest is
-counted, so that no client can fill the disk.
+Successful reads are not logged. Refused requests (4xx) are counted: the first of each status per window is logged as an
+example, and the counts follow at the end of the window. Failed requests are logged up to MAX_LINES per window. So no
+client can fill the disk.
 """
 
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +32,16 @@ class AccessLog:
     ) -> None:
         self._on_refused = on_refused
         self._clock = clock
-        self._window_started = float("-inf")
-        self._lines = 0
+        self._window_started = clock()
+        # Refused requests by status, and failed requests, since the window started.
+        self._refused: Counter[int] = Counter()
+        self._failed = 0
+
+    async def run(self) -> None:
+        """Write the counts of each window, also if no further request arrives."""
+        while True:
+            await asyncio.sleep(LINES_WINDOW_S)
+            self._end_window()
 
     def record(self, scope: Any, status: int, caller: str | None, duration_s: float) -> None:
         method, path = scope["method"], scope["path"]
@@ -39,11 +50,8 @@ class AccessLog:
             is_read = method in ("GET", "HEAD") or path.startswith("/internal/worker/")
             if is_read and (path == "/" or path.startswith(_UNLOGGED_READS)):
                 return
-        else:
-            if 400 <= status < 500:
-                self._on_refused(status)
-            if not self._has_line():
-                return
+        elif not self._has_line(status):
+            return
         client = scope.get("client")
         fields: dict[str, Any] = {
             "method": method[:MAX_PATH_CHARACTERS],
@@ -55,16 +63,27 @@ class AccessLog:
         }
         (log.info if is_success else log.warning)("handle request", **fields)
 
-    def _has_line(self) -> bool:
+    def _has_line(self, status: int) -> bool:
         """Whether this window has a line left for a request that did not succeed."""
-        now = self._clock()
-        if now >= self._window_started + LINES_WINDOW_S:
-            dropped = self._lines - MAX_LINES
-            self._window_started, self._lines = now, 0
-            if dropped > 0:
-                log.warning("drop log lines", logger_name="windlass.server", lines=dropped)
-        self._lines += 1
-        return self._lines <= MAX_LINES
+        if self._clock() >= self._window_started + LINES_WINDOW_S:
+            self._end_window()
+        if 400 <= status < 500:
+            self._on_refused(status)
+            self._refused[status] += 1
+            return self._refused[status] == 1
+        self._failed += 1
+        return self._failed <= MAX_LINES
+
+    def _end_window(self) -> None:
+        if self._refused.total() > len(self._refused):  # others than those with a line
+            log.warning(
+                "count refused requests",
+                requests=self._refused.total(),
+                by_status={str(status): count for status, count in sorted(self._refused.items())},
+            )
+        if self._failed > MAX_LINES:
+            log.warning("drop log lines", logger_name="windlass.server", lines=self._failed - MAX_LINES)
+        self._window_started, self._refused, self._failed = self._clock(), Counter(), 0
 
 
 def short_path(path: str) -> str:

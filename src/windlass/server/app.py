@@ -90,6 +90,7 @@ def make_app(context: WorkerApiContext) -> Application:
     admission.background_tasks = (
         functools.partial(context.auth_store.watch_revocations, cache.set_listening, cache.revoke),
         sharing.run,
+        admission.access_log.run,
     )
     outermost: ASGIApp = admission
     if isinstance(context, AppContext) and context.cors_origins:

@@ -30,7 +30,8 @@ class CallerIdentity:
 class IdentityCache:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._is_listening = False
+        # Notifications arrive. Otherwise nothing is cached.
+        self.is_listening = False
         self._entries: dict[bytes, tuple[CallerIdentity, float]] = {}
         self._had_tokens: bool | None = None
         # Changes with every revocation. A lookup that began before it may have read the old state.
@@ -47,7 +48,7 @@ class IdentityCache:
 
     def add(self, key: bytes, identity: CallerIdentity, generation: int) -> None:
         """`generation`: as it was before the lookup."""
-        if self._is_listening and generation == self.generation:
+        if self.is_listening and generation == self.generation:
             self._entries.pop(key, None)
             valid_for_s = getattr(identity.caller, "valid_for_s", None)
             ttl_s = IDENTITY_TTL_S if valid_for_s is None else min(IDENTITY_TTL_S, valid_for_s)
@@ -66,12 +67,12 @@ class IdentityCache:
 
     def set_had_tokens(self, had_tokens: bool, generation: int) -> None:
         # Once true, it stays true.
-        if had_tokens or (self._is_listening and generation == self.generation):
+        if had_tokens or (self.is_listening and generation == self.generation):
             self._had_tokens = had_tokens
 
     def set_listening(self, is_listening: bool) -> None:
         """Called when notifications start to arrive, and when they no longer do."""
-        self._is_listening = is_listening
+        self.is_listening = is_listening
         self._clear()
 
     def revoke(self, token_hash: bytes | None) -> None:

@@ -23,6 +23,9 @@ from windlass.server.errors import ApiError, forbidden
 from windlass.server.heartbeat_groups import HeartbeatGroups
 from windlass.server.request_body import decode_body
 
+# Queue names in an error message. A valid one has at most 63 characters.
+MAX_SHOWN_QUEUES = 5
+MAX_SHOWN_CHARACTERS = 64
 _JSON = (b"content-type", b"application/json")
 _AT = re.compile(r" - at `\$?(.*)`$")
 _encode = msgspec.json.Encoder().encode
@@ -82,8 +85,13 @@ def check_queues(worker: WorkerCaller, queues: Sequence[str]) -> None:
     check_queue_count(queues)
     others = [queue for queue in queues if queue not in worker.queues]
     if others:
-        served = ", ".join(worker.queues) or "none"
-        raise forbidden(f"worker {worker.worker_id} serves {served}, not {', '.join(others[:5])}")
+        raise forbidden(f"worker {worker.worker_id} serves {_shown(worker.queues) or 'none'}, not {_shown(others)}")
+
+
+def _shown(queues: Sequence[str]) -> str:
+    """Some of the names, each cut: a caller may have sent anything."""
+    more = f" and {len(queues) - MAX_SHOWN_QUEUES} more" if len(queues) > MAX_SHOWN_QUEUES else ""
+    return ", ".join(queue[:MAX_SHOWN_CHARACTERS] for queue in queues[:MAX_SHOWN_QUEUES]) + more
 
 
 def check_queue_count(queues: Sequence[str]) -> None:

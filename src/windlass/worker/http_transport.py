@@ -23,7 +23,7 @@ import msgspec
 
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, TokenRefused, UnknownWorker
 from windlass.model.ray import RaySettings
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus, storable
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus, storable, truncate_error
 from windlass.model.work_order import WorkOrder
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.ports import http
@@ -220,7 +220,8 @@ class HttpTransport:
         jitter: float | None = None,
     ) -> TaskStatus | None:
         self._check_worker(worker_id)
-        call = http.FailCall(task_id, token, storable(error), code, retry, jitter)
+        # Cut as the database would: a request with a longer one is too large.
+        call = http.FailCall(task_id, token, truncate_error(storable(error)), code, retry, jitter)
         return await self._post("reporting a failed attempt", http.FAIL, call, _TASK_STATUS)
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
@@ -305,13 +306,13 @@ def parse_answer(doing: str, kind: Decoder[_Value], content: bytes) -> _Value:
 
 
 def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Finished]]:
-    """At least one batch, maybe empty. Each is within the size and number, or has one result that exceeds the size."""
+    """At least one batch, maybe empty. Each is within the size, or has one result that exceeds it."""
     batch: list[Finished] = []
     size_bytes = 0
     for item in finished:
         # Characters, not bytes: the limit of the server leaves room for multi-byte characters.
         length = len(item.result or "")
-        if batch and (size_bytes + length > max_bytes or len(batch) >= http.MAX_FINISHED):
+        if batch and size_bytes + length > max_bytes:
             yield batch
             batch, size_bytes = [], 0
         batch.append(item)
