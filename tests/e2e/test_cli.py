@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from support.command_line import CommandLine
 from windlass import __version__
 from windlass.cli.app import COMMANDS, app
+from windlass.cli.examples import EXAMPLES
 
 SLOW_IMPORTS = ("rich", "asyncio", "asyncpg", "structlog", "pynvml", "psutil")
 
@@ -34,7 +37,11 @@ def test_help_and_version_import_no_command(windlass: CommandLine, argument: str
     assert done.code == 0
     loaded = loaded_modules(done.err)
     assert loaded.isdisjoint(SLOW_IMPORTS)
-    assert {name for name in loaded if name.startswith("windlass.cli.")} == {"windlass.cli.app", "windlass.cli.errors"}
+    assert {name for name in loaded if name.startswith("windlass.cli.")} == {
+        "windlass.cli.app",
+        "windlass.cli.errors",
+        "windlass.cli.examples",
+    }
 
 
 @pytest.mark.parametrize("arguments", [("enqueue", "--help"), ("tasks", "list", "--help"), ("worker", "--help")])
@@ -86,8 +93,31 @@ def test_version_option_prints_the_version(windlass: CommandLine) -> None:
 
 def test_no_command_prints_the_help(windlass: CommandLine) -> None:
     done = windlass()
-    assert (done.code, done.out) == (2, "")
-    assert "Usage: windlass" in done.err
+    assert (done.code, done.err) == (0, "")
+    assert "Usage: windlass" in done.out
+
+
+@pytest.mark.parametrize(
+    "line", [line for lines in EXAMPLES.values() for line in lines if line.startswith("windlass ")]
+)
+def test_example_of_the_help_is_a_valid_command_line(line: str) -> None:
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("windlass", shlex.split(line, comments=True)[1:])
+    while isinstance(command, TyperGroup):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, rest, parent=context)
+
+
+def test_every_command_has_examples_in_its_help(windlass: CommandLine) -> None:
+    assert set(EXAMPLES) == {"windlass", *(entry.name for entries in COMMANDS.values() for entry in entries)}
+    assert '  Examples:\n    windlass enqueue renders \'{"prompt"' in windlass("enqueue", "--help").out
+
+
+def test_summaries_of_subcommands_are_not_cut(windlass: CommandLine) -> None:
+    for group in ("tasks", "workers", "db", "tokens", "bootstrap", "emulate", "ray", "config"):
+        listed = windlass(group, "--help").out.partition("Commands:")[2]
+        assert listed
+        assert "..." not in listed, group
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def assert_refused(done: Completed, sentence: str) -> None:
         pytest.param(("worker", "--nope"), {}, "no such option", id="an unknown option"),
         pytest.param(("enqueue",), {}, "missing argument", id="a missing argument"),
         pytest.param(("tasks", "list", "--status", "lost"), {}, "is not one of", id="an unknown status"),
-        pytest.param(("tasks", "show", "first"), {}, "valid integer", id="an id that is not a number"),
-        pytest.param(("tasks", "show", "99999999999999999999"), {}, "less than or equal", id="an id out of range"),
+        pytest.param(("tasks", "show", "first"), {}, "must be a whole number", id="an id that is not a number"),
+        pytest.param(("tasks", "show", "99999999999999999999"), {}, "must be at most", id="an id out of range"),
         pytest.param(("status", "extra"), {}, "unexpected extra argument", id="an extra argument"),
         # Payloads.
         pytest.param(("enqueue", "q", "{a: 1}"), {}, "the payload is not JSON", id="a payload that is not JSON"),

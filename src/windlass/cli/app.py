@@ -17,11 +17,20 @@ from typer.core import TyperGroup
 
 from windlass import __version__
 from windlass.cli.errors import EXIT_BAD_INPUT, print_error
+from windlass.cli.examples import help_epilog
 from windlass.model.errors import WindlassError
 from windlass.model.redaction import masked
 
 EXIT_DEFECT = 1
 EXIT_INTERRUPTED = 130
+# How typer's messages, which are pydantic's, read to a person at a shell.
+_PYDANTIC_WORDS = {
+    "Value error, ": "",
+    "Input should be a valid integer, unable to parse string as an integer": "must be a whole number",
+    "Input should be a valid number, unable to parse string as a number": "must be a number",
+    "Input should be greater than or equal to": "must be at least",
+    "Input should be less than or equal to": "must be at most",
+}
 # Click's UsageError or typer's own copy of it, depending on the version of typer.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -37,6 +46,7 @@ class CommandEntry(NamedTuple):
 COMMANDS = {
     "Run": (
         CommandEntry("up", "up", "up", "Run the fleets in windlass.toml: spawn, supervise and terminate workers."),
+        CommandEntry("reload", "reload", "reload", "Make the running `windlass up` read its configuration again."),
         CommandEntry("worker", "worker", "worker", "Claim tasks and run a handler for each."),
         CommandEntry("cycle", "up", "cycle", "Run one control cycle of every fleet and print a summary as JSON."),
         CommandEntry("demo", "demo", "demo", "Show autoscaling and crash recovery on this host, in under a minute."),
@@ -99,6 +109,7 @@ class LazyGroup(TyperGroup):
                 holder.command(cmd_name)(found)
             group: Any = typer.main.get_command(holder)
             self.commands[cmd_name] = group.commands[cmd_name]
+            self.commands[cmd_name].epilog = help_epilog(cmd_name)
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
@@ -111,6 +122,7 @@ app = typer.Typer(
     name="windlass",
     cls=LazyGroup,
     help="Elastic workers for a PostgreSQL task queue.",
+    epilog=help_epilog("windlass"),
     no_args_is_help=True,
     # With markup, typer loads rich for help and errors, which takes longer than everything else together.
     rich_markup_mode=None,
@@ -153,10 +165,12 @@ def _report(error: Exception) -> int:
         # Several concurrent calls failed: report one of them, an internal error before an expected one.
         error = min(error.exceptions, key=lambda one: isinstance(one, WindlassError))
     if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command: the message is the help text
-        print(error, file=sys.stderr)
-        return EXIT_BAD_INPUT
+        print(error)
+        return 0
     if isinstance(error, _UsageError):
-        text = error.format_message().replace("Value error, ", "").rstrip(".")
+        text = error.format_message().rstrip(".")
+        for words, plain in _PYDANTIC_WORDS.items():
+            text = text.replace(words, plain)
         end = "" if text.endswith("?") else "."
         path = error.ctx.command_path if error.ctx else "windlass"
         print_error(f"{text[:1].lower()}{text[1:]}{end} See `{path} --help`.")

@@ -101,7 +101,7 @@ async def url(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the URL of the database, for psql and pg_dump, without its password.
+    """Print the URL of the database, without its password.
 
     The embedded database runs only while a windlass command uses it, such as `windlass up` or a worker.
     """

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Annotated, Any, Protocol
 
@@ -28,6 +28,8 @@ from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
 
 STDIN = "-"
+# An earlier --run-after is most likely a mistake, unless the clocks differ.
+PAST_TOLERANCE = timedelta(minutes=5)
 # JSON may escape one byte as six (A as \u0041) and add white space. A payload within the limit fits in a line of
 # LINE_BYTES_PER_PAYLOAD_BYTE times the limit, plus LINE_SLACK_BYTES.
 LINE_BYTES_PER_PAYLOAD_BYTE = 6
@@ -71,6 +73,8 @@ async def enqueue(
     source = STDIN if payload == STDIN or str(file) == STDIN else file
     loaded = load(config, data_dir)
     when = parse_when(run_after, "--run-after") if run_after is not None else None
+    if isinstance(when, datetime) and when < datetime.now(UTC) - PAST_TOLERANCE:
+        raise BadInput(f"--run-after {run_after} is in the past. Leave it out to run the task at once.")
     max_bytes = loaded.config.max_payload_bytes
     # Checks everything except the payload.
     template = new_task(

@@ -23,6 +23,8 @@ if _hides_rich:
     sys.modules["rich"] = None  # type: ignore[assignment] # makes `import rich` fail
 import structlog  # noqa: E402
 
+from windlass.cli.human_log import HumanRenderer  # noqa: E402 - it imports structlog
+
 if _hides_rich:
     del sys.modules["rich"]
 
@@ -44,7 +46,7 @@ def configure_logs(log_format: Literal["auto", "human", "json"] = "auto") -> Non
             structlog.processors.format_exc_info,
             mask_secrets,
             _pass_to_taps,
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
+            HumanRenderer(has_colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
             if is_human
             else structlog.processors.JSONRenderer(default=str),
         ],

@@ -34,7 +34,7 @@ async def dispatch(
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> int:
-    """Claim tasks of a fleet as Ray has free capacity, and place them on its nodes.
+    """Claim tasks of a fleet and place them on Ray nodes.
 
     One dispatcher per fleet is active, others are standbys. Needs RAY_ADDRESS, and a Ray node on this host.
     """

@@ -23,7 +23,7 @@ from windlass.cli.output import (
     progress,
     to_plain,
 )
-from windlass.cli.queues import check_queue_is_known
+from windlass.cli.queues import QueueStore, check_queue_is_known
 from windlass.cli.times import parse_duration
 from windlass.config_loader import Loaded
 from windlass.cost.queries import task_cost
@@ -40,6 +40,8 @@ app = typer.Typer(help="List, retry, cancel and delete tasks.", no_args_is_help=
 
 # One database connection per concurrent call.
 MAX_CONCURRENT_CALLS = 4
+# Tasks that are listed, then cancelled, before the next ones are listed.
+CANCEL_BATCH = 500
 
 TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
@@ -194,20 +196,48 @@ async def retry(
 @person_command
 async def cancel(
     task_ids: TaskIds = None,
+    all_queued: Annotated[bool, typer.Option("--all-queued", help="All queued and retrying tasks of --queue.")] = False,
+    queue: QueueFilter = None,
     reason: Annotated[str, typer.Option(help="Reason, stored with the task.", metavar="TEXT")] = CANCEL_REASON,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
     """Fail unfinished tasks. A worker stops a running attempt at its next heartbeat."""
-    if not task_ids:
-        raise BadInput("nothing to cancel: pass ids of tasks.")
+    if all_queued == bool(task_ids) or all_queued != (queue is not None):
+        raise BadInput("nothing was cancelled: pass ids of tasks, or --all-queued with --queue.")
     check_reason(reason, "--reason")
     loaded = load(config, data_dir).config
     async with stores.store(loaded, max_connections=MAX_CONCURRENT_CALLS, may_create=False) as store:
-        tasks = await _find_tasks(store, task_ids)
+        if queue is not None:
+            return _report("cancelled", await _cancel_queued(store, queue, reason), [], as_json)
+        tasks = await _find_tasks(store, task_ids or [])
         done, refused = await _change(tasks, lambda one: operations.cancel_task(store, one, reason), "cancelling")
     return _report("cancelled", done, refused, as_json)
+
+
+async def _cancel_queued(store: QueueStore, queue: str, reason: str) -> list[int]:
+    """Cancel the queued and retrying tasks of a queue, newest first. Those that have started meanwhile are stopped."""
+    cancelled: list[int] = []
+
+    async def cancel_one(task: TaskSummary) -> None:
+        async with semaphore:
+            if await store.cancel_task(task.id, reason):
+                cancelled.append(task.id)
+            advance(1)
+
+    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+    with progress("cancelling", None) as advance:
+        for status in (TaskStatus.QUEUED, TaskStatus.ERROR):
+            before: int | None = None
+            while found := await store.task_summaries(queue=queue, status=status, limit=CANCEL_BATCH, before_id=before):
+                before = found[-1].id
+                async with asyncio.TaskGroup() as group:
+                    for task in found:
+                        group.create_task(cancel_one(task))
+    if not cancelled:
+        await check_queue_is_known(store, queue)
+    return sorted(cancelled)
 
 
 @app.command()
@@ -230,10 +260,10 @@ def purge(
 
     Finished tasks are also deleted automatically after their retention time: see `windlass config show`.
     """
+    missing = [] if status else ["--status complete or --status failed (or both)"]
+    missing += [] if older_than is not None else ["--older-than, for example 7d, or 0s for all"]
     if not status or older_than is None:
-        raise BadInput(
-            "nothing to delete: pass --status complete or failed (or both), and --older-than, for example 7d."
-        )
+        raise BadInput(f"nothing was deleted: add {' and '.join(missing)}.")
     older_than_s = parse_duration(older_than, "--older-than")
     statuses = [TaskStatus(name) for name in dict.fromkeys(status)]
     loaded = load(config, data_dir)

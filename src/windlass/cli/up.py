@@ -1,6 +1,7 @@
 """`windlass up` and `windlass cycle`: the control loop as a daemon, or one cycle of it."""
 
 import os
+import shlex
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,11 +11,11 @@ import typer
 
 from windlass import __version__
 from windlass.cli.config import log_settings
-from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
+from windlass.cli.cycle_log import CycleLog
+from windlass.cli.logs import LogFormat, add_tap, configure_logs, hide
 from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
-from windlass.control.summary import Summary
 from windlass.model.errors import BadInput, ConfigError
 from windlass.wiring.providers import startup_problem
 from windlass.wiring.up import NO_FLEET, run_cycles, run_up
@@ -96,11 +97,14 @@ async def up(
         hide(secrets_of(loaded.config))
         log_settings(loaded)
         _warn_of_root(loaded)
+        cycle_log.announce(loaded.config)
         return loaded
 
+    options = {"--config": config, "--data-dir": data_dir}
+    cycle_log = CycleLog("".join(f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value))
     await run_up(
         load_now,
-        CycleLog().write,
+        cycle_log.write,
         keeps_workers=leave_workers,
         version=__version__,
         on_dashboard=_print_dashboard,
@@ -165,29 +169,3 @@ def _warn_of_root(loaded: Loaded) -> None:
                 f"set fleets.{name}.run_as to another user" if fleet.provider == "local" else "run up as another user"
             )
             get_logger("windlass.up").warning("handlers run as root", fleet=name, hint=hint)
-
-
-class CycleLog:
-    """Logs worker failures, alerts, and each cycle that acted or changed its kind of decision."""
-
-    def __init__(self) -> None:
-        self._log: Any = get_logger("windlass.up")
-        self._last: dict[str, tuple[bool, str, str | None]] = {}
-
-    def write(self, summary: Summary) -> None:
-        kind = summary.decision.partition(":")[0]
-        now = (summary.is_leader, kind, summary.hold)
-        for worker_id, code, reason in summary.failures:
-            self._log.warning("worker failed", fleet=summary.fleet, worker=worker_id, code=code, reason=reason)
-        for code, reason in summary.alerts:
-            self._log.warning("alert fired", fleet=summary.fleet, code=code, reason=reason)
-        did = {name: count for name, count in (summary.actions or {}).items() if count}
-        if not did and self._last.get(summary.fleet) == now:
-            return
-        self._last[summary.fleet] = now
-        if not summary.is_leader:
-            self._log.info("standby cycle", fleet=summary.fleet, decision=summary.decision)
-        else:
-            self._log.info(
-                "cycle finished", fleet=summary.fleet, cycle=summary.cycle_id, decision=summary.decision, **did
-            )

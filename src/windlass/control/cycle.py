@@ -117,7 +117,9 @@ class FleetCycle:
         if isinstance(observed, Standby):
             self._lease.lost()
             at = observed.at.isoformat() if observed.at is not None else ""
-            return Summary(self.name, is_leader=False, timestamp=at, standby_s=observed.expires_in_s)
+            return Summary(
+                self.name, is_leader=False, timestamp=at, standby_s=observed.expires_in_s, leader=observed.holder
+            )
         term, snapshot = observed
         planned = plan(snapshot, self._config)
         try:

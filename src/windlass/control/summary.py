@@ -4,8 +4,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.model.action import Fail, Plan, Promote, RaiseAlert
+from windlass.model.action import Delete, Drain, Fail, Plan, Promote, RaiseAlert
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
+from windlass.model.lease import process_of_holder
 from windlass.model.machine import MachineState
 from windlass.model.outcome import (
     Committed,
@@ -39,6 +40,8 @@ class Summary:
     duration_s: float = 0.0
     # On standby: the remaining time of the leader's lease.
     standby_s: float | None = None
+    # On standby: the leader, as in model/lease.py.
+    leader: str | None = None
     actions: dict[str, int] | None = None
     status: dict[str, int] | None = None
     # Observed workers that the fleet spawned. A fleet does not wait for workers that a person started.
@@ -47,6 +50,8 @@ class Summary:
     billed_machines: int | None = None
     # Workers that failed, and creations that were refused: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
+    # Other changes of workers: worker id, change (active, draining, terminated), reason.
+    changes: tuple[tuple[str, str, str], ...] = ()
     # Machine choices of the fleet that the provider refused lately while it accepted others: choice, reason.
     refused_choices: tuple[tuple[str, str], ...] = ()
     # Alerts for a person: code, reason.
@@ -56,7 +61,6 @@ class Summary:
 
     def to_plain(self) -> dict[str, Any]:
         """Every summary has every key. On standby the actions are 0 and the status, which was not read, is null."""
-        standby = f" for {self.standby_s:.0f} s more" if self.standby_s is not None else ""
         return {
             "timestamp": self.timestamp,
             "fleet": self.fleet,
@@ -64,12 +68,19 @@ class Summary:
             "cycle_id": self.cycle_id,
             "actions": self.actions or dict.fromkeys(ACTION_COUNTS, 0),
             "status": self.status or dict.fromkeys(STATUS_COUNTS),
-            "decision": self.decision or f"standby: another orchestrator leads{standby}",
+            "decision": self.decision or self.standby_reason,
             "hold": self.hold,
             "failures": [{"worker_id": id_, "code": code, "reason": reason} for id_, code, reason in self.failures],
             "refused_choices": [{"choice": choice, "reason": reason} for choice, reason in self.refused_choices],
             "duration_s": round(self.duration_s, 3),
         }
+
+    @property
+    def standby_reason(self) -> str:
+        process = process_of_holder(self.leader) if self.leader is not None else None
+        leader = f"pid {process[1]} on host {process[0]}" if process is not None else "another orchestrator"
+        remaining = f" for {self.standby_s:.0f} s more" if self.standby_s is not None else ""
+        return f"standby: {leader} leads{remaining}"
 
 
 def summarize(
@@ -84,6 +95,10 @@ def summarize(
     """The summary of a leader's cycle. Status and machines are counted as observed, before the actions."""
     failed = [(a.worker_id, a.code, a.reason) for a in plan.actions if isinstance(a, Fail)]
     refused = [(o.worker_id, o.code, o.reason) for o in outcomes if isinstance(o, CreationRefused)]
+    changes = [(a.worker_id, "active", a.reason) for a in plan.actions if isinstance(a, Promote)]
+    changes += [(a.worker_id, "draining", a.reason) for a in plan.actions if isinstance(a, Drain)]
+    reasons = {action.worker_id: action.reason for action in plan.actions if isinstance(action, Delete)}
+    changes += [(o.worker_id, "terminated", reasons.get(o.worker_id, "")) for o in outcomes if isinstance(o, Deleted)]
     by_status = {status: sum(worker.status is status for worker in snapshot.workers) for status in COUNTED_STATUSES}
     calls = Counter(call_of(outcome) for outcome in outcomes)
     calls["list", "ok" if snapshot.machines is not None else "error"] += 1
@@ -113,6 +128,7 @@ def summarize(
         managed_workers=managed_workers,
         billed_machines=billed_machines,
         failures=(*failed, *refused),
+        changes=tuple(changes),
         refused_choices=refused_choices,
         alerts=tuple((action.code, action.reason) for action in plan.actions if isinstance(action, RaiseAlert)),
         provider_calls=tuple((call, outcome, count) for (call, outcome), count in sorted(calls.items())),

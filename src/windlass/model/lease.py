@@ -7,6 +7,7 @@ it still holds the lease cannot write. Losing the database means losing the leas
 
 import asyncio
 import os
+import re
 import secrets
 import socket
 from dataclasses import dataclass
@@ -35,16 +36,23 @@ class Candidate:
 class Standby:
     """Another process holds the lease, for at least `expires_in_s` unless it releases it.
 
-    `at` is the database time of this answer; None if the database was not asked.
+    `at` is the database time of this answer; None if the database was not asked. `holder` is known with it.
     """
 
     expires_in_s: float
     at: datetime | None = None
+    holder: str | None = None
 
 
 def holder_of_this_process() -> str:
-    """A unique holder name for this process, from which a person can find it: host, pid and a random suffix."""
+    """A unique holder name for this process, from which it can be found: host, pid and a random suffix."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+def process_of_holder(holder: str) -> tuple[str, int] | None:
+    """Host and pid, for a name that holder_of_this_process() made."""
+    found = re.fullmatch(r"(.+)-([0-9]{1,10})-[0-9a-f]+", holder)
+    return (found[1], int(found[2])) if found is not None else None
 
 
 @dataclass(slots=True)

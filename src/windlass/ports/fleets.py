@@ -20,6 +20,9 @@ class FleetQueries(DatabaseClock, Protocol):
     async def fleets(self) -> list[Fleet]:
         """By name."""
 
+    async def leader(self) -> str | None:
+        """The holder of the orchestrators' lease, as in model/lease.py; None if no orchestrator leads."""
+
     async def worker(self, worker_id: str) -> Worker | None: ...
 
     async def workers(self, *, include_terminated: bool = False) -> list[Worker]: ...

@@ -6,6 +6,7 @@ caller. On shutdown, running requests get GRACE_S to finish, then their connecti
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp
 
 from windlass.model.errors import BadInput
 from windlass.server.connections import PROXIES, ConnectionTracker, LimitedConnection, connection_limit, mark_responses
+from windlass.server.port_holder import describe_port_holder
 from windlass.server.tls import ReloadingTls
 
 BACKLOG = 2_048
@@ -52,6 +54,11 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         # str(error) would repeat the address.
         why = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror
+        holder = describe_port_holder(port) if error.errno == errno.EADDRINUSE else None
+        if holder is not None:
+            raise BadInput(
+                f"cannot listen on {host} port {port}: {holder} listens there. Stop it, or choose another --port."
+            ) from None
         raise BadInput(f"cannot listen on {host} port {port} ({why}): choose another with --host and --port.") from None
     return listener
 

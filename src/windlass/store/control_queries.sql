@@ -14,6 +14,10 @@ select
 from windlass.fleets f
 order by f.name collate "C";
 
+-- name: leader
+-- `windlass reload`; a few rows.
+select l.holder from windlass.leases l where l.name = 'orchestrator' and windlass_internal.is_held(l);
+
 -- name: cycles
 -- `windlass explain`; scans cycles_fleet backwards up to the limit.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at

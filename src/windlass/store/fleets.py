@@ -23,6 +23,10 @@ class PostgresFleetQueries(DatabaseStore):
     async def fleets(self) -> list[Fleet]:
         return [fleet_of(row) for row in await self._database.fetch("listing fleets", QUERIES["fleets"])]
 
+    async def leader(self) -> str | None:
+        holder: str | None = await self._database.fetchval("reading the leader", QUERIES["leader"])
+        return holder
+
     async def worker(self, worker_id: str) -> Worker | None:
         row = await self._database.fetchrow("reading a worker", WORKER_QUERIES["workers"], worker_id, True)
         return Worker(**worker_fields(row)) if row is not None else None

@@ -26,7 +26,7 @@ class PostgresLeaseStore(DatabaseStore):
 
 
 def standby_of(answer: Mapping[str, Any]) -> Standby:
-    return Standby(answer["expires_in_s"], datetime.fromisoformat(answer["now"]))
+    return Standby(answer["expires_in_s"], datetime.fromisoformat(answer["now"]), answer["holder"])
 
 
 @contextmanager

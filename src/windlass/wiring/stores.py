@@ -51,6 +51,7 @@ def has_embedded_database(config: Config) -> bool:
 def check_embedded_database_is_there(config: Config) -> None:
     """Raise BadInput if the data directory holds no database yet."""
     if not has_embedded_database(config):
+        check_place_of_embedded_database(config)
         raise BadInput(
             f"there is no database in {data_dir(config)} yet. `windlass up`, `worker`, `enqueue` or `db migrate` "
             "creates one; --data-dir or DATABASE_URL selects another."

@@ -6,6 +6,7 @@ tracing. Each of them ends with the process; none of them delays a cycle.
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -43,6 +44,7 @@ from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.store_roles import OrchestratorStores
 from windlass.wiring.stores import database, described_database, has_embedded_database
+from windlass.wiring.terminal import SETTLE_S, SETTLE_STEPS, ControllingTerminal
 from windlass.wiring.tracing import trace_cycles
 
 # Leases without a leader before an alert fires: a restart or a failover takes one.
@@ -100,7 +102,9 @@ async def run_up(
     """
     # Before the file is read: a SIGHUP during start-up is handled once everything runs.
     is_reload_requested = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, is_reload_requested.set)
+    terminal = ControllingTerminal()
+    is_hung_up = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, is_hung_up.set)
     config = load().config
     if not config.fleets and not await _has_workers_left(config):
         raise BadInput(f"{NO_FLEET}, or give --queue and --handler.")
@@ -131,10 +135,12 @@ async def run_up(
             lambda name, fleet: make_provider(name, fleet, active.for_providers(), instance_id),
             publish,
         )
-        on_stop_signals(lambda: orchestrator.stop(keeps_workers=keeps_workers))
+        stop = functools.partial(orchestrator.stop, keeps_workers=keeps_workers)
+        on_stop_signals(stop)
         log = structlog.get_logger("windlass.up")
         log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
+            background_task(_follow_hangups(is_hung_up, terminal, stop, is_reload_requested.set)),
             reload_on_request(orchestrator, active, load, ray, is_reload_requested),
             run_http_server(
                 config, dsn, orchestrator, listener, version, listeners, on_dashboard, ray.head, notifiers
@@ -148,6 +154,21 @@ async def run_up(
         with contextlib.suppress(DatabaseUnavailable):
             await store.release_lease(candidate)
         log.info("stopped")
+
+
+async def _follow_hangups(
+    is_hung_up: asyncio.Event, terminal: ControllingTerminal, stop: Callable[[], None], reload: Callable[[], None]
+) -> None:
+    """SIGHUP reloads; if it came because the terminal was closed, it stops."""
+    while True:
+        await is_hung_up.wait()
+        is_hung_up.clear()
+        for _ in range(SETTLE_STEPS if terminal.is_watched else 0):
+            if terminal.is_gone:
+                stop()
+                return
+            await asyncio.sleep(SETTLE_S / SETTLE_STEPS)
+        reload()
 
 
 def make_cycle(

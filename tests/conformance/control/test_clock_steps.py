@@ -30,9 +30,9 @@ async def test_lease_of_dead_holder_lasts_at_most_its_ttl_after_a_step_back(
     assert await store.acquire_lease(replace(ANN, lease=lease)) == 1
     clock.advance(-step_s)
     bob = replace(BOB, lease=lease, ttl_s=5.0)
-    assert await store.acquire_lease(bob) == Standby(30.0, clock())
+    assert await store.acquire_lease(bob) == Standby(30.0, clock(), ANN.holder)
     clock.advance(29)
-    assert await store.acquire_lease(bob) == Standby(1.0, clock())
+    assert await store.acquire_lease(bob) == Standby(1.0, clock(), ANN.holder)
     clock.advance(1)
     assert await store.acquire_lease(bob) == 2
 
@@ -53,7 +53,7 @@ async def test_observation_is_standby_for_at_most_the_ttl_after_a_step_back(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     clock.advance(-HOUR_S)
-    assert await store.observe(BOB, "f", FLEET) == Standby(30.0, clock())
+    assert await store.observe(BOB, "f", FLEET) == Standby(30.0, clock(), ANN.holder)
     clock.advance(30)
     assert (await Leader(store, BOB).observe()).fleet == "f"
 

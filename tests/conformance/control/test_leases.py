@@ -35,8 +35,8 @@ from windlass.model.worker import WorkerStatus
 async def test_first_candidate_gets_lease_and_others_its_expiry(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.acquire_lease(ANN) == 1
     clock.advance(10)
-    assert await store.acquire_lease(BOB) == Standby(20.0, clock())
-    assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock())
+    assert await store.acquire_lease(BOB) == Standby(20.0, clock(), ANN.holder)
+    assert await store.observe(BOB, "f", FLEET) == Standby(20.0, clock(), ANN.holder)
 
 
 async def test_renewed_lease_keeps_its_term(store: ControlStores, clock: VirtualClock) -> None:
@@ -44,14 +44,14 @@ async def test_renewed_lease_keeps_its_term(store: ControlStores, clock: Virtual
     clock.advance(29)
     assert await store.acquire_lease(ANN) == 1
     clock.advance(29)
-    assert await store.acquire_lease(BOB) == Standby(1.0, clock())
+    assert await store.acquire_lease(BOB) == Standby(1.0, clock(), ANN.holder)
 
 
 async def test_expired_lease_goes_to_next_holder_with_new_term(store: ControlStores, clock: VirtualClock) -> None:
     assert await store.acquire_lease(ANN) == 1
     clock.advance(30)
     assert await store.acquire_lease(BOB) == 2
-    assert await store.acquire_lease(ANN) == Standby(30.0, clock())
+    assert await store.acquire_lease(ANN) == Standby(30.0, clock(), BOB.holder)
     clock.advance(30)
     assert await store.acquire_lease(ANN) == 3
 

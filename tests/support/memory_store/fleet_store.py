@@ -21,6 +21,10 @@ class MemoryFleetQueries(TableStore):
         is_led = self._tables.leases.has_leader()
         return [row.as_fleet(is_led=is_led) for _, row in sorted(self._tables.fleets.items())]
 
+    async def leader(self) -> str | None:
+        leases = self._tables.leases
+        return leases.rows["orchestrator"].holder if leases.is_held("orchestrator") else None
+
     async def worker(self, worker_id: str) -> Worker | None:
         row = self._workers.get(worker_id)
         return row.as_worker() if row is not None else None

@@ -78,7 +78,7 @@ class LeaseTable:
         elif lease.holder != candidate.holder:
             lease.shorten(now)
             if lease.expires_at > now:
-                return Standby((lease.expires_at - now).total_seconds(), now)
+                return Standby((lease.expires_at - now).total_seconds(), now, lease.holder)
             lease.holder = candidate.holder
             lease.term += 1
         lease.expires_at, lease.ttl_s = now + interval(candidate.ttl_s), candidate.ttl_s

@@ -28,13 +28,17 @@ as $$
   returning case when l.holder = p_holder then l.term end
 $$;
 
-create function windlass_internal.lease_expires_in_s(p_name text) returns double precision
+-- The answer to a candidate while another holder has the lease.
+create function windlass_internal.standby_answer(p_name text) returns json
 language sql stable
 as $$
-  select greatest(0, extract(epoch from l.expires_at - windlass.now())) from windlass.leases l where l.name = p_name
+  select json_build_object(
+    'term', null, 'holder', l.holder,
+    'expires_in_s', greatest(0, extract(epoch from l.expires_at - windlass.now())), 'now', windlass.now()
+  ) from windlass.leases l where l.name = p_name
 $$;
 
--- The same for a caller that needs the waiting time: {"term"} or {"term": null, "expires_in_s", "now"}.
+-- The same for a caller that needs the waiting time: {"term"} or {"term": null, "holder", "expires_in_s", "now"}.
 create function windlass_internal.acquire_lease(p_name text, p_holder text, p_ttl_s double precision) returns json
 language plpgsql
 as $$
@@ -44,8 +48,7 @@ begin
   if v_term is not null then
     return json_build_object('term', v_term);
   end if;
-  return json_build_object(
-    'term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_name), 'now', windlass.now());
+  return windlass_internal.standby_answer(p_name);
 end
 $$;
 

@@ -66,8 +66,7 @@ declare
   v_term bigint := windlass_internal.acquire_lease_term(p_lease, p_holder, p_ttl_s);
 begin
   if v_term is null then
-    header := json_build_object(
-      'term', null, 'expires_in_s', windlass_internal.lease_expires_in_s(p_lease), 'now', v_now);
+    header := windlass_internal.standby_answer(p_lease);
     return next;
     return;
   end if;

@@ -1,0 +1,67 @@
+"""Examples at the end of `--help`, by command. A test parses each of them."""
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "windlass": (
+        "windlass demo",
+        "windlass up --queue renders --handler app:generate --port 8080",
+        """windlass enqueue renders '{"prompt": "lighthouse"}'""",
+        "windlass status --watch",
+        "windlass explain 1",
+    ),
+    "up": (
+        "windlass up                     # the fleets in ./windlass.toml",
+        "windlass up --queue renders --handler app:generate --max 8 --port 8080",
+        "windlass up --queue mails --exec ./send-mail --min 1",
+        "windlass up --leave-workers     # before an upgrade: Ctrl-C keeps the workers",
+    ),
+    "reload": ("windlass reload", "windlass reload --config /etc/windlass.toml"),
+    "worker": (
+        "windlass worker --queue renders --handler app:generate",
+        "windlass worker --queue renders --exec ./render.sh --concurrency 4",
+    ),
+    "cycle": ("windlass cycle --config /etc/windlass.toml",),
+    "demo": ("windlass demo", "windlass demo --on hetzner --keep"),
+    "enqueue": (
+        """windlass enqueue renders '{"prompt": "lighthouse"}'""",
+        """windlass enqueue renders '{"order": 4711}' --unique-key order-4711 --priority 10""",
+        "windlass enqueue renders '{}' --run-after 2h",
+        "windlass enqueue renders --file prompts.jsonl",
+    ),
+    "tasks": (
+        "windlass tasks list --queue renders --status failed",
+        "windlass tasks show 17",
+        "windlass tasks retry --all-failed --queue renders",
+        "windlass tasks cancel --all-queued --queue renders",
+        "windlass tasks purge --status complete --older-than 7d",
+    ),
+    "status": ("windlass status --watch", "windlass status --queue renders --json"),
+    "workers": ("windlass workers list", "windlass workers logs default-0-2c551d8930 --follow"),
+    "spawn": ("windlass spawn gpus --count 2",),
+    "terminate": ("windlass terminate gpus-0-2c551d8930", "windlass terminate --fleet gpus --force"),
+    "pause": ("windlass pause gpus", "windlass pause --all"),
+    "resume": ("windlass resume gpus", "windlass resume --all"),
+    "restart": (
+        "windlass restart gpus       # new code, or after a failure was fixed",
+        "windlass restart gpus --slot 2",
+    ),
+    "explain": (
+        "windlass explain 17                     # why is task 17 still queued?",
+        "windlass explain gpus                   # what did fleet gpus decide, and why?",
+        "windlass explain gpus-0-2c551d8930      # why was this worker terminated?",
+    ),
+    "replay": ("windlass replay 42 --set max_workers=8", "windlass replay 42 --with new.toml"),
+    "cost": ("windlass cost --by queue --since 30d", "windlass cost --by task --fleet gpus --json"),
+    "doctor": ("windlass doctor", "windlass doctor --config /etc/windlass.toml"),
+    "config": ("windlass config show", "windlass config show --json"),
+    "db": ("windlass db migrate", 'psql "$(windlass db url)"', "windlass db sql --grants"),
+    "tokens": ("windlass tokens create ci --role producer", "windlass tokens link --role viewer"),
+    "bootstrap": ("windlass bootstrap render --fleet gpus",),
+    "emulate": ("windlass emulate hetzner --port 8081",),
+    "ray": ("windlass ray dispatch --fleet renders",),
+}
+
+
+def help_epilog(command: str) -> str | None:
+    """The examples of a command as click prints them, each on a line of its own."""
+    lines = EXAMPLES.get(command, ())
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines) if lines else None

@@ -1,0 +1,122 @@
+"""`windlass up` at a terminal: short lines, what to do next, reload, a second `up`, and the end of the terminal."""
+
+import os
+import pty
+import select
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from support.local_fleet import FleetHost, open_fleet_host
+from support.worker_harness import until
+
+
+class Terminal:
+    """A session with `windlass up`, as a window of a terminal program has it."""
+
+    def __init__(self, host: FleetHost, *arguments: str, is_started_with_nohup: bool = False) -> None:
+        self.shown = ""
+        self.pid, self._master = pty.fork()
+        if self.pid == 0:
+            os.chdir(host.folder)
+            if is_started_with_nohup:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            program = [sys.executable, "-m", "windlass", "up", *arguments]
+            os.execve(program[0], program, host.windlass.environment())  # noqa: S606
+
+    def has(self, text: str) -> bool:
+        while select.select([self._master], [], [], 0)[0]:
+            try:
+                self.shown += os.read(self._master, 65_536).decode(errors="replace")
+            except OSError:
+                break  # it has ended
+        return text in self.shown
+
+    def close(self) -> None:
+        os.close(self._master)
+
+    async def until_shown(self, text: str) -> None:
+        await until(lambda: self.has(text), f"{text!r}\n{self.shown}")
+
+    async def until_ended(self) -> None:
+        await until(lambda: os.waitpid(self.pid, os.WNOHANG) != (0, 0), "the end of up")
+
+
+@pytest.fixture
+async def host(tmp_path: Path, dsn: str) -> AsyncIterator[FleetHost]:
+    async with open_fleet_host(tmp_path, dsn) as host:
+        yield host
+
+
+async def test_up_at_a_terminal_shows_decisions_and_what_to_do_next(host: FleetHost) -> None:
+    terminal = Terminal(host, "--port", "0")
+    await terminal.until_shown("stop       Ctrl-C")
+    assert "enqueue    windlass enqueue work" in terminal.shown
+    assert "dashboard: http://127.0.0.1:" in terminal.shown
+    await host.enqueue(1)
+    await terminal.until_shown("default: spawn 1: 1 queued")
+    await terminal.until_shown(" is active")
+    assert '{"' not in terminal.shown.replace("""'{"prompt": "lighthouse"}'""", ""), "no JSON"
+    os.kill(terminal.pid, signal.SIGINT)
+    await terminal.until_shown("stopped")
+    await terminal.until_ended()
+
+
+async def test_closing_the_terminal_ends_up_like_sigterm(host: FleetHost) -> None:
+    host.configure(min_workers=1)
+    terminal = Terminal(host)
+    await host.until_workers(1)
+    terminal.close()
+    await terminal.until_ended()
+    assert host.live_processes() == []
+    assert await host.store.workers() == []
+
+
+async def test_up_with_nohup_survives_its_terminal(host: FleetHost) -> None:
+    host.configure(min_workers=1)
+    terminal = Terminal(host, is_started_with_nohup=True)
+    (worker,) = await host.until_workers(1)
+    terminal.close()
+    host.configure(min_workers=2)
+    # The kernel's signal at the end of the terminal, or this one, reloads.
+    os.kill(terminal.pid, signal.SIGHUP)
+    assert worker.id in {each.id for each in await host.until_workers(2)}
+    os.kill(terminal.pid, signal.SIGTERM)
+    await terminal.until_ended()
+
+
+async def test_reload_command_reaches_the_leader(host: FleetHost) -> None:
+    host.configure(min_workers=1)
+    up = host.up()
+    await host.until_workers(1)
+    host.configure(min_workers=2)
+    done = host.windlass("reload")
+    assert done.out == f"`windlass up` with pid {up.pid} reloads its configuration; its log says what changed\n", done
+    await host.until_workers(2)
+    assert host.windlass("reload", "--json").json["pid"] == up.pid
+    await host.stop(up)
+    ended = host.windlass("reload")
+    assert (ended.code, ended.err) == (
+        2,
+        "windlass: no running `windlass up` was found in this database: start it, or check --data-dir.\n",
+    )
+
+
+async def test_second_up_names_the_first(host: FleetHost) -> None:
+    first = host.up("--port", "0")
+    await until(lambda: '"listening"' in host.log(), f"a server\n{host.log()}")
+    port = host.log().partition('"port": ')[2].partition(",")[0]
+    refused = host.windlass("up", "--port", port)
+    assert refused.code == 2
+    assert refused.err.splitlines()[-1] == (
+        f"windlass: cannot listen on 127.0.0.1 port {port}: `windlass up` with pid {first.pid} listens there. "
+        "Stop it, or choose another --port."
+    )
+    second = host.up()
+    await until(lambda: f"standby: pid {first.pid} on host " in host.log(), f"the leader's pid\n{host.log()}")
+    second.terminate()
+    await until(lambda: second.poll() is not None, "the end of the second")
+    await host.stop(first)
