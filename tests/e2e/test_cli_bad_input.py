@@ -99,8 +99,31 @@ def assert_refused(done: Completed, sentence: str) -> None:
         pytest.param(("tasks", "retry"), {}, "nothing to retry", id="retry nothing"),
         pytest.param(("tasks", "retry", "--all-failed"), {}, "with --queue", id="retry all of all queues"),
         pytest.param(("tasks", "retry", "1", "--all-failed"), {}, "nothing to retry", id="retry ids and all"),
-        pytest.param(("tasks", "cancel"), {}, "nothing to cancel", id="cancel nothing"),
-        pytest.param(("tasks", "purge", "--yes"), {}, "nothing to delete", id="purge without a status"),
+        pytest.param(
+            ("enqueue", "q", "1", "--run-after", "2020-01-01T00:00Z"),
+            {},
+            "is in the past",
+            id="a run-after in the past",
+        ),
+        pytest.param(
+            ("enqueue", "q", "1", "--priority", "high"), {}, "must be a whole number", id="a word as priority"
+        ),
+        pytest.param(("worker", "-q", "q", "--timeout", "x"), {}, "must be a number", id="a word as a time limit"),
+        pytest.param(("status", "--data-dir", "/etc"), {}, "/etc has other files", id="a data folder with other files"),
+        pytest.param(("tasks", "cancel", "--queue", "q"), {}, "with --queue", id="cancel a queue without a filter"),
+        pytest.param(("tasks", "cancel", "1", "--all-queued"), {}, "with --queue", id="cancel ids and all queued"),
+        pytest.param(
+            ("tasks", "cancel"),
+            {},
+            "nothing was cancelled: pass ids of tasks, or --all-queued with --queue",
+            id="cancel nothing",
+        ),
+        pytest.param(
+            ("tasks", "purge", "--yes"),
+            {},
+            "nothing was deleted: add --status complete or --status failed",
+            id="purge without a status",
+        ),
         pytest.param(("tasks", "purge", "--status", "failed"), {}, "--older-than", id="purge of any age"),
         pytest.param(
             ("tasks", "purge", "-s", "queued", "--older-than", "1d"), {}, "not one of", id="purge queued tasks"

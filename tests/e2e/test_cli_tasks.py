@@ -180,6 +180,21 @@ async def test_control_characters_in_errors_are_escaped(windlass: CommandLine, d
         assert "ZeroDivisionError: [red]by\\x1b[2Jzero[/red]" in out
 
 
+def test_cancel_all_queued_leaves_other_queues_and_finished_tasks(windlass: CommandLine) -> None:
+    for queue in ("q", "q", "r"):
+        windlass("enqueue", queue, "1")
+    windlass("enqueue", "q", "1", "--run-after", "1h")
+    assert windlass("tasks", "cancel", "--all-queued", "--queue", "q").out == "cancelled 3 tasks\n"
+    assert {task["id"]: task["status"] for task in windlass("tasks", "list", "--json").json} == {
+        1: "failed",
+        2: "failed",
+        3: "queued",
+        4: "failed",
+    }
+    assert windlass("tasks", "cancel", "--all-queued", "--queue", "q", "--json").json["cancelled"] == []
+    assert windlass("tasks", "cancel", "--all-queued", "--queue", "nosuch").code == 2
+
+
 def test_task_is_shown_with_its_events(windlass: CommandLine) -> None:
     windlass("enqueue", "q", '{"a": 1}')
     assert windlass("tasks", "cancel", 1, "--reason", "no longer wanted").out == "cancelled task 1\n"

@@ -243,5 +243,5 @@ async def test_cycle_command_is_standby_while_another_orchestrator_leads(host: F
     assert datetime.fromisoformat(done["timestamp"]) >= before
     assert done["actions"]["workers_spawned"] == 0
     assert done["status"]["queued_tasks"] is None, "a standby observes nothing"
-    assert re.fullmatch(r"standby: another orchestrator leads for \d+ s more", done["decision"]), done
+    assert re.fullmatch(r"standby: pid \d+ on host .+ leads for \d+ s more", done["decision"]), done
     await host.stop(up)

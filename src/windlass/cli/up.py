@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from windlass import __version__
 from windlass.cli.config import log_settings
 from windlass.cli.cycle_log import CycleLog
-from windlass.cli.logs import LogFormat, add_tap, configure_logs, hide
+from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
 from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
@@ -79,6 +80,9 @@ async def up(
     """
     configure_logs(log_format)
 
+    # Logged once everything is checked: the only line about a mistake is the error.
+    latest: deque[Loaded] = deque(maxlen=1)
+
     def load_now() -> Loaded:
         given = {
             "queues": queue or None,
@@ -95,10 +99,13 @@ async def up(
         loaded = load(config, data_dir, **chosen)
         check_fleets(loaded)
         hide(secrets_of(loaded.config))
-        log_settings(loaded)
-        _warn_of_root(loaded)
+        latest.append(loaded)
         cycle_log.announce(loaded.config)
         return loaded
+
+    def log_start() -> None:
+        log_settings(latest[0])
+        _warn_of_root(latest[0])
 
     options = {"--config": config, "--data-dir": data_dir}
     cycle_log = CycleLog("".join(f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value))
@@ -109,6 +116,7 @@ async def up(
         version=__version__,
         on_dashboard=_print_dashboard,
         tap=add_tap,
+        on_start=log_start,
     )
 
 

@@ -93,12 +93,13 @@ async def run_up(
     version: str,
     on_dashboard: OnDashboard,
     tap: Tap = lambda _receiver: lambda: None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> None:
     """Run every fleet until stopped: SIGTERM and Ctrl-C shut down, a second one ends now, SIGHUP reloads.
 
     `load` reads the configuration, now and at each reload. A configuration without fleets is accepted while workers of
     former fleets exist, which are then shut down; otherwise BadInput. `on_dashboard` is called once, when the HTTP
-    server runs. `tap` registers receivers of log lines.
+    server runs. `tap` registers receivers of log lines. `on_start` is called when everything was checked.
     """
     # Before the file is read: a SIGHUP during start-up is handled once everything runs.
     is_reload_requested = asyncio.Event()
@@ -138,6 +139,7 @@ async def run_up(
         stop = functools.partial(orchestrator.stop, keeps_workers=keeps_workers)
         on_stop_signals(stop)
         log = structlog.get_logger("windlass.up")
+        on_start()
         log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
             background_task(_follow_hangups(is_hung_up, terminal, stop, is_reload_requested.set)),
