@@ -4,16 +4,16 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from windlass import __version__
 from windlass.cli.errors import EXIT_BAD_INPUT, EXIT_LOST, print_error
-from windlass.cli.logs import LogFormat, configure_logs, get_logger, hide
+from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
 from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.config_loader import secrets_of
@@ -152,7 +152,7 @@ async def worker(
         except OSError as error:
             raise BadInput(f"cannot change to the folder {chdir}: {error.strerror}. Check --chdir.") from None
     if spawned.worker_id is None and runs_handlers_as_root(run_as):
-        get_logger("windlass.worker").warning("handlers run as root", hint="pass --run-as USER")
+        _warn_of_root_when_registered()
     chosen = loaded.config.worker
     settings = WorkerSettings(
         queues=tuple(check_queue_name(name) for name in dict.fromkeys(queue)),
@@ -170,6 +170,16 @@ async def worker(
     if url is not None:
         run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token, ca_file)
     return await _exit_code_of(run(handler=handler, command=exec_, is_inline=inline, run_as=run_as))
+
+
+def _warn_of_root_when_registered() -> None:
+    """Not before: the only line of a worker that cannot start is its error."""
+
+    def see(entry: Mapping[str, Any]) -> None:
+        if entry.get("event") == "worker registered":
+            get_logger("windlass.worker").warning("handlers run as root", hint="pass --run-as USER")
+
+    add_tap(see)
 
 
 def _api_token(url: str, file: Path | None) -> str:
