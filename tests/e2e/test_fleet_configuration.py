@@ -106,13 +106,17 @@ async def test_reload_uses_new_provider_keys_and_failed_reload_changes_nothing(h
     up.send_signal(signal.SIGHUP)
     await until(lambda: "reloaded configuration" in host.log(), f"a first reload\n{host.log()}")
     changed = settings.replace("max_workers = 3", "max_workers = 2")
-    # This file is valid. The missing network is found when the provider is created.
-    without_network = f"{far}[fleets.far.hetzner]\nis_ipv4_on = false\nis_ipv6_on = false\n"
+    # This file is valid. The missing SSH key is found when the provider is created.
+    without_key = (
+        '[fleets.pods]\nprovider = "runpod"\nhandler = "app:work"\nqueues = ["far"]\nauto_start_worker = true\n'
+        'runpod.image = "i:1"\n'
+    )
     account = 'hetzner_api_token = "of-the-new-file"\nhetzner_endpoint = "http://127.0.0.1:9/v1"\n'
-    (host.folder / "windlass.toml").write_text(f"{account}{changed}\n{without_network}")
+    account += 'runpod_api_key = "any"\nrunpod_endpoint = "http://127.0.0.1:9/v2"\n'
+    (host.folder / "windlass.toml").write_text(f"{account}{changed}\n{without_key}")
     up.send_signal(signal.SIGHUP)
     await until(lambda: "reload configuration failed" in host.log(), f"the log line\n{host.log()}")
-    assert "servers of fleet far would have no network" in host.log()
+    assert "fleet pods has auto_start_worker, which needs an SSH key" in host.log()
     (host.folder / "windlass.toml").write_text(f"{account}{settings}\n{far}")
     up.send_signal(signal.SIGHUP)
     await until(lambda: '"new": ["far"]' in host.log(), f"the new fleet\n{host.log()}")

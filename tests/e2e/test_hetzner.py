@@ -53,7 +53,7 @@ async def test_demo_on_hetzner_replaces_a_crashed_server_and_the_bill_matches() 
         assert len(servers) == SERVERS + [server.terminated_as for server in servers].count("CRASHED") > SERVERS
         assert output.count("booted and joined with its token") == len(servers)
         for server in servers:
-            assert server.ledger_micros == server.bill_micros == (server.hours or 0) * 6_400
+            assert server.ledger_micros == server.bill_micros == (server.hours or 0) * 5_600
         assert report.bill.ledger_micros == report.bill.total_micros > 0
         assert report.bill.requests < report.took_s + 30
     requests = {(method, path) for _, method, path in demo.emulator.requests}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.command_line import CommandLine, Completed
+from support.hetzner_fixture import PUBLIC_ONLY
 from windlass.model.errors import Ambiguous, Throttled, Unavailable
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -117,7 +118,7 @@ async def test_calls_to_a_silent_api_time_out(emulator: HetznerEmulator, endpoin
     account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=0.5)
     provider = HetznerProvider(
         "red",
-        HetznerSettings(),
+        HetznerSettings(**PUBLIC_ONLY),
         account,
         identity="this",
         render_user_data=lambda _: "#cloud-config\n",
@@ -145,7 +146,7 @@ async def test_calls_to_a_silent_api_time_out(emulator: HetznerEmulator, endpoin
 async def test_create_without_connection_is_not_ambiguous(endpoint: str) -> None:
     account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=5.0)
     provider = HetznerProvider(
-        "red", HetznerSettings(), account, identity="this", render_user_data=lambda _: "#cloud-config\n"
+        "red", HetznerSettings(**PUBLIC_ONLY), account, identity="this", render_user_data=lambda _: "#cloud-config\n"
     )
     try:
         with pytest.raises(Throttled, match="creating server red-0-aa: API unreachable"):

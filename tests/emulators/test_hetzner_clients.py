@@ -174,7 +174,7 @@ def test_hcloud_cli_works(command_line: Any, served: Served, tmp_path: Path) -> 
     assert "running" in command_line("server", "list")
     assert [each["name"] for each in json.loads(command_line("server", "list", "-l", "a=b", "-o", "json"))] == ["w1"]
     described = command_line("server", "describe", "w1")
-    assert "cx23" in described and "Nuremberg" in described
+    assert "cx23" in described
     assert "stopped" in command_line("server", "poweroff", "w1")
     assert "off" in command_line("server", "list")
     assert "started" in command_line("server", "poweron", "w1")

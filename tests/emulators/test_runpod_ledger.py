@@ -10,8 +10,9 @@ from support.emulated_account import GPU, AccountUnderTest
 from windlass_emulators.runpod.catalog import DEFAULT_CATALOG
 from windlass_emulators.runpod.ledger import RatePeriod, rounded, volume_rate
 
-# Per hour.
-RTX_4090 = 690_000
+# Per hour: the GPU, and 50 GB of disk.
+DISK = 6_944
+RTX_4090 = 690_000 + DISK
 START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
@@ -24,7 +25,7 @@ def micros(account: AccountUnderTest, pod_id: str) -> int:
     ("lived_s", "seconds"), [(0, 0), (0.000001, 1), (1, 1), (1.000001, 2), (59.5, 60), (3600, 3600)]
 )
 def test_every_started_second_is_billed(lived_s: float, seconds: int) -> None:
-    assert RatePeriod(START, Fraction(1), START + timedelta(seconds=lived_s)).seconds(START) == seconds
+    assert RatePeriod(START, Fraction(1), ended=START + timedelta(seconds=lived_s)).seconds(START) == seconds
 
 
 def test_pod_is_billed_from_creation_to_deletion(account: AccountUnderTest) -> None:
@@ -45,7 +46,7 @@ def test_pod_is_billed_at_its_published_cost(account: AccountUnderTest) -> None:
     pod = account.create(gpu={"id": GPU, "count": 4}, cloud="COMMUNITY")
     assert pod["cost"] == 1.36
     account.clock.advance(1800)
-    assert micros(account, pod["id"]) == 680_000
+    assert micros(account, pod["id"]) == 680_000 + DISK // 2
 
 
 def test_stopped_pod_is_free_but_pod_in_error_is_billed(account: AccountUnderTest) -> None:

@@ -110,7 +110,7 @@ async def test_all_requests_match_the_published_api() -> None:
     diagnostics = [
         diagnostic async for diagnostic in run_checks(account, "this", {"red": HetznerSettings()}, network.id)
     ]
-    assert [diagnostic.advice for diagnostic in diagnostics] == ["", "", "", ""]
+    assert [diagnostic.advice for diagnostic in diagnostics] == ["", "", "", "", ""]
     assert getattr(cloud.front, "checked", 0) > 12
 
 
@@ -140,7 +140,7 @@ async def test_doctor_reads_all_pages_and_reports_orphaned_primary_ips() -> None
     (server,) = [server for server in cloud.servers.values() if server.labels["windlass-fleet"] == "blue"]
     diagnostics = [each async for each in run_checks(cloud.account(), "this", {"red": HetznerSettings()}, None)]
     assert diagnostics[0].message == "servers exist of fleets that are not configured: blue"
-    assert [each.check for each in diagnostics] == ["hetzner", "server type", "image"]
+    assert [each.check for each in diagnostics] == ["hetzner", "exposure", "server type", "image"]
     await blue.list_machines()
     await asyncio.sleep(60)
     (address,) = [

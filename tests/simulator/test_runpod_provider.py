@@ -21,7 +21,10 @@ from windlass.model.errors import (
 )
 from windlass.model.machine import Machine, MachineState
 from windlass.providers.fingerprint import fingerprint
+from windlass.providers.runpod.catalog import DEFAULT_DISK_GB, disk_price
 from windlass_emulators.runpod.errors import NO_CAPACITY
+
+DISK = disk_price(DEFAULT_DISK_GB)
 
 
 @pytest.mark.parametrize(("status", "detail"), [(403, "not in your plan"), (400, "this type is retired")])
@@ -73,7 +76,7 @@ async def test_created_pod_has_requested_properties_and_price() -> None:
         created_at=pod.created,
         instance_type=GPU,
         place="EU-RO-1",
-        price_micros_per_hour=1_380_000,
+        price_micros_per_hour=1_380_000 + disk_price(40),
         currency="USD",
     )
 
@@ -103,13 +106,13 @@ async def test_choice_without_capacity_is_skipped_and_remembered() -> None:
     cloud.faults.no_capacity(GPU, "SECURE", is_announced=False)
     provider = cloud.provider(choices=[GPU, f"{GPU}@COMMUNITY", OTHER_GPU])
     first = await provider.create(request_for(0))
-    assert (first.instance_type, first.price_micros_per_hour) == (GPU, 340_000)
+    assert (first.instance_type, first.price_micros_per_hour) == (GPU, 340_000 + DISK)
     assert len(cloud.sent("POST", "/pods")) == 2
     await provider.create(request_for(1))
     assert len(cloud.sent("POST", "/pods")) == 3
     cloud.faults.clear()
     await asyncio.sleep(300)
-    assert (await provider.create(request_for(2))).price_micros_per_hour == 690_000
+    assert (await provider.create(request_for(2))).price_micros_per_hour == 690_000 + DISK
 
 
 @in_virtual_time
@@ -309,10 +312,10 @@ async def test_pod_without_price_gets_the_catalog_price_after_a_while() -> None:
     assert (listed.price_micros_per_hour, listed.currency) == (None, None), "the pod may still report its price"
     await asyncio.sleep(300)
     (listed,) = await cloud.provider(gpu_count=2).list_machines()
-    assert (listed.price_micros_per_hour, listed.currency) == (1_380_000, "USD")
+    assert (listed.price_micros_per_hour, listed.currency) == (1_380_000 + DISK, "USD")
     cloud.pods[machine.id].micros_per_hour = 1_000_000
     (listed,) = await cloud.provider(gpu_count=2).list_machines()
-    assert listed.price_micros_per_hour == 1_000_000
+    assert listed.price_micros_per_hour == 1_000_000 + DISK
 
 
 @in_virtual_time

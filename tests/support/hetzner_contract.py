@@ -30,12 +30,34 @@ class Contract(vendor_contract.Contract):
         }
     )
 
+    def __init__(self, document: dict[str, Any]) -> None:
+        super().__init__(_without_datacenters(document))
+
     def as_documented(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Hetzner's own clients send ids as numbers where the document requires strings."""
         if (method, path) == ("POST", "/v1/servers"):
             named = {name: str(body[name]) for name in ("image", "server_type", "location") if name in body}
             return {**body, **named, "ssh_keys": [str(key) for key in body.get("ssh_keys") or []]}
         return body
+
+
+def _without_datacenters(document: dict[str, Any]) -> dict[str, Any]:
+    """The document is older than July 2026, when the vendor removed `datacenter` from servers and Primary IPs."""
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, list):
+            return [visit(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        seen = {name: visit(value) for name, value in node.items()}
+        properties = seen.get("properties")
+        if isinstance(properties, dict) and "datacenter" in properties and isinstance(seen.get("required"), list):
+            seen["properties"] = {name: value for name, value in properties.items() if name != "datacenter"}
+            seen["required"] = [name for name in seen["required"] if name != "datacenter"]
+        return seen
+
+    found: dict[str, Any] = visit(document)
+    return found
 
 
 class InProcessTransport(BaseAdapter):

@@ -29,6 +29,11 @@ T = TypeVar("T")
 ENDPOINT = "http://hetzner.test/v1"
 TIMEOUT_S = 20.0
 
+# Servers with an IPv4 address and nothing else: each creation is one request, and addresses have a price.
+PUBLIC_ONLY: dict[str, Any] = {
+    "is_ipv4_on": True, "is_ipv6_on": False, "is_network_on": False, "is_firewall_on": False
+}  # fmt: skip
+
 
 class Network:
     """Carries calls to the emulator and responses back."""
@@ -88,9 +93,10 @@ class EmulatedHetzner:
     ) -> HetznerProvider:
         """`options` are those of the provider, or of its settings."""
         known = {key: options.pop(key) for key in ("network_id", "list_reuse_s", "render_user_data") if key in options}
+        given = {"is_network_on": "network_id" in known, "is_firewall_on": "firewall_ids" in options}
         return HetznerProvider(
             fleet,
-            HetznerSettings(**options),
+            HetznerSettings(**{**PUBLIC_ONLY, **given, **options}),
             account or self.account(),
             identity=identity,
             now=virtual_now,

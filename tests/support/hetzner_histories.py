@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 import requests
 
 from support.hetzner_contract import InProcessTransport
-from support.hetzner_fixture import ENDPOINT, TIMEOUT_S, Network
+from support.hetzner_fixture import ENDPOINT, PUBLIC_ONLY, TIMEOUT_S, Network
 from support.simulator.cloud import MachineRecord, SimulatedCloud
 from support.simulator.invariants import MIN_USED_SHARE
 from support.simulator.loop import EPOCH, to_datetime, virtual_now
@@ -362,7 +362,7 @@ class HetznerHistory(Simulation):
         account.api._client._session.trust_env = False
         provider = HetznerProvider(
             fleet,
-            HetznerSettings(capacity_memory_s=60.0, billing_hour_s=self.hour_s),
+            HetznerSettings(**PUBLIC_ONLY, capacity_memory_s=60.0, billing_hour_s=self.hour_s),
             account,
             identity="this",
             render_user_data=lambda request: f"#cloud-config\n# {request.name}\n",

@@ -7,6 +7,7 @@ import requests
 from requests.adapters import BaseAdapter
 
 from support.hetzner_contract import InProcessTransport, client_of
+from support.hetzner_fixture import PUBLIC_ONLY
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Machine, MachineState
 from windlass.ports.provider import Provider
@@ -43,7 +44,7 @@ class HetznerWorld:
         )
         return HetznerProvider(
             fleet,
-            HetznerSettings(**settings),
+            HetznerSettings(**{**PUBLIC_ONLY, **settings}),
             self._accounts[-1],
             identity=database,
             render_user_data=lambda _: "#cloud-config\n",

@@ -22,6 +22,7 @@ from windlass.model.action import (
     Prepare,
     Promote,
     RaiseAlert,
+    RecordMachine,
     RecordPrice,
     Requeue,
     Spawn,
@@ -105,6 +106,7 @@ def worker(
         vram_total_mb=vram_mb,
         vram_at=_maybe(vram if vram is not None or vram_mb is None else 1),
         vram_lost_at=_maybe(vram_lost),
+        running_at=rest.pop("running_at", None if status == "spawning" else ago(created)),
         **rest,
     )
 
@@ -223,6 +225,15 @@ class _Effects:
                 self._change(worker_id, machine_id=machine_id, creation="created", machine_at=now)
             case RecordPrice(worker_id, machine_id):
                 self._change(worker_id, bill=self._bill(machine_id))
+            case RecordMachine(worker_id, address=address, machine_host=host, is_running=is_running):
+                known = self.workers[worker_id]
+                running_at = known.running_at or (now if is_running else None)
+                self._change(
+                    worker_id,
+                    running_at=running_at,
+                    address=address or known.address,
+                    machine_host=host or known.machine_host,
+                )
             case Prepare(worker_id):
                 self._change(worker_id, preparing_at=self.workers[worker_id].preparing_at or now)
                 self.preparing += (worker_id,)

@@ -11,6 +11,7 @@ import requests
 from hcloud import APIException
 
 from support.hetzner_contract import InProcessTransport
+from support.hetzner_fixture import PUBLIC_ONLY
 from windlass.model.errors import Throttled
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -64,7 +65,7 @@ def account(transport: HeldTransport) -> Iterator[HetznerAccount]:
 def provider_of(account: HetznerAccount, fleet: str = "red") -> HetznerProvider:
     return HetznerProvider(
         fleet,
-        HetznerSettings(),
+        HetznerSettings(**PUBLIC_ONLY),
         account,
         identity="this",
         render_user_data=lambda _: "#cloud-config\n",

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from windlass.config_loader import load_config
-from windlass.model.config import ApiConfig, Config
+from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice, HetznerSettings, problem_of_label
@@ -24,7 +24,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hetzner_defaults_are_those_of_the_original_cluster() -> None:
     fleet = FleetConfig(provider="hetzner")
-    assert (fleet.heartbeat_timeout_s, fleet.spawn_timeout_s, fleet.poll_interval_s) == (120, 120, 10)
+    assert (fleet.heartbeat_timeout_s, fleet.default_spawn_timeout_s, fleet.poll_interval_s) == (120, 600, 10)
     assert (fleet.max_workers, fleet.max_changes_per_cycle, fleet.concurrency) == (50, 10, 2)
     assert fleet.policy == "clear-time"
     assert fleet.hetzner.ordered == (Choice("cx23", "nbg1"), Choice("cx23", "fsn1"), Choice("cx23", "hel1"))
@@ -68,7 +68,7 @@ def test_settings_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.
             r"fleets\.f\.hetzner\.imag in windlass\.toml is not a setting: did you mean fleets\.f\.hetzner\.im",
         ),
         (
-            "is_ipv4_on = false\nfirewall_ids = [1]",
+            "is_ipv6_on = false\nfirewall_ids = [1]",
             r"firewall_ids are set, but is_ipv4_on and is_ipv6_on are false",
         ),
     ],
@@ -126,12 +126,12 @@ def test_missing_token_is_reported() -> None:
         providers.make_provider("f", fleet, Config(fleets={"f": fleet}), "instance")
 
 
-def test_server_without_network_is_refused() -> None:
-    fleet = FleetConfig(provider="hetzner", hetzner=HetznerSettings(is_ipv4_on=False))
-    config = Config(fleets={"f": fleet}, hetzner_api_token="secret", api=ApiConfig(url="https://control.example"))
-    with pytest.raises(ConfigError, match="servers of fleet f would have no network. Set hetzner_network_id"):
-        providers.make_provider("f", fleet, config, "instance")
-    providers.make_provider("f", fleet, config.model_copy(update={"hetzner_network_id": 7}), "instance")
+def test_servers_are_private_by_default() -> None:
+    settings = HetznerSettings()
+    assert (settings.is_network_on, settings.is_firewall_on) == (True, True)
+    assert (settings.is_ipv4_on, settings.is_ipv6_on) == (False, True)
+    with pytest.raises(ValidationError, match="servers would have no network"):
+        HetznerSettings(is_network_on=False, is_ipv6_on=False)
 
 
 def test_fleets_with_one_token_share_an_account_and_the_longest_timeout() -> None:

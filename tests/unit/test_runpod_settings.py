@@ -24,7 +24,7 @@ def load(folder: Path, text: str) -> Config:
 
 def test_runpod_defaults_are_those_of_the_original_orchestrator() -> None:
     fleet = FleetConfig(provider="runpod", runpod=RunpodSettings(image="i"))
-    assert (fleet.spawn_timeout_s, fleet.heartbeat_timeout_s, fleet.stuck_timeout_s) == (600, 600, 1200)
+    assert (fleet.default_spawn_timeout_s, fleet.heartbeat_timeout_s, fleet.stuck_timeout_s) == (900, 600, 1200)
     assert (fleet.poll_interval_s, fleet.heartbeat_interval_s, fleet.stop_timeout_s) == (30, 20, 600)
     assert (fleet.min_workers, fleet.max_workers, fleet.has_gpu, fleet.policy) == (0, 10, True, "buffered")
     assert (fleet.min_scaling_interval_s, fleet.spawn_grace_s, fleet.scale_down_grace_s) == (45, 180, 60)

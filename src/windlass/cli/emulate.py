@@ -37,6 +37,8 @@ async def hetzner(
     ] = 0.0,
     hour_s: Annotated[float, typer.Option(min=1, help="Seconds in a billed hour.")] = 3600.0,
     server_limit: Annotated[int, typer.Option(min=0, help="Maximum number of servers in the project.")] = 100,
+    dedicated_core_limit: Annotated[int, typer.Option(min=0, help="Maximum number of dedicated cores.")] = 128,
+    primary_ip_limit: Annotated[int, typer.Option(min=0, help="Maximum number of Primary IPs.")] = 250,
     requests_per_hour: Annotated[int, typer.Option(min=1, help="API rate limit.")] = 3600,
     token: Annotated[str | None, typer.Option(help="Accept only this API token (default: any).")] = None,
     folder: Annotated[
@@ -50,6 +52,8 @@ async def hetzner(
         cloud_init_s=cloud_init_s,
         billing_hour_s=hour_s,
         server_limit=server_limit,
+        dedicated_core_limit=dedicated_core_limit,
+        primary_ip_limit=primary_ip_limit,
         requests_per_hour=requests_per_hour,
         token=token,
     )

@@ -2,21 +2,26 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.options import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.output import duration, print_json, print_table, printable
+from windlass.cost.report import read_meter
 from windlass.model.errors import BadInput
+from windlass.model.money import with_currency
 from windlass.model.worker import Worker
 from windlass.operations import worker_not_found
 from windlass.ports.fleets import FleetQueries
 from windlass.wiring import providers, stores
 
 app = typer.Typer(help="List workers and show their logs.", no_args_is_help=True)
+# Phases of a boot, in order.
+PHASES = ("running_at", "reachable_at", "joined_at", "activated_at", "first_claimed_at")
 WorkerId = Annotated[str, typer.Argument(help="Id of the worker.", metavar="WORKER")]
 
 
@@ -36,8 +41,9 @@ async def list_(
         found = [w for w in await store.workers(include_terminated=terminated) if fleet in (None, w.fleet)]
         now = await store.now()
     if as_json:
-        print_json(found)
+        print_json([_with_meter(worker, now) for worker in found])
         return
+    rented = any(worker.bill is not None or worker.address is not None for worker in found)
     rows = [
         (
             worker.id,
@@ -46,15 +52,31 @@ async def list_(
             f"{worker.status}{', paused' if worker.is_paused else ''}",
             duration((now - worker.created_at).total_seconds()),
             duration((now - worker.last_heartbeat).total_seconds()) if worker.last_heartbeat else "never",
+            *(_machine_cells(worker, now) if rented else ()),
             worker.reason,
         )
         for worker in found
     ]
     if rows:
-        numbers = ("slot", "age", "heartbeat")
-        print_table(rows, "worker", "fleet", "slot", "status", "age", "heartbeat", "reason", right=numbers)
+        machine = ("price/h", "cost", "billed until", "address") if rented else ()
+        numbers = ("slot", "age", "heartbeat", "price/h", "cost")
+        print_table(rows, "worker", "fleet", "slot", "status", "age", "heartbeat", *machine, "reason", right=numbers)
     else:
         print("no workers")
+
+
+def _machine_cells(worker: Worker, now: datetime) -> tuple[str | None, str | None, str | None, str | None]:
+    """Price, cost so far, end of the billed period, and address of its machine."""
+    if worker.bill is None:
+        return None, None, None, worker.address
+    meter = read_meter(worker.bill, now)
+    billed_until = f"{meter.billed_until:%H:%M:%S} UTC" if meter.billed_until is not None else "ended"
+    price, cost = (with_currency(micros, meter.currency) for micros in (meter.micros_per_hour, meter.cost_micros))
+    return price, cost, billed_until, worker.address
+
+
+def _with_meter(worker: Worker, now: datetime) -> dict[str, Any]:
+    return asdict(worker) | {"meter": read_meter(worker.bill, now) if worker.bill is not None else None}
 
 
 @app.command()
@@ -64,13 +86,24 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         found = await _find_worker(store, worker)
         events = await store.events(worker_id=worker)
+        now = await store.now()
     if as_json:
-        print_json({"worker": found, "events": events})
+        print_json({"worker": _with_meter(found, now), "events": events})
         return
-    fields = ((name, getattr(found, name)) for name in Worker.__dataclass_fields__)
-    print_table([(name, _text(value)) for name, value in fields if value not in (None, {}, ())])
+    fields = [(name, getattr(found, name)) for name in Worker.__dataclass_fields__ if name not in ("bill", *PHASES)]
+    rows = [(name, _text(value)) for name, value in fields if value not in (None, {}, ())]
+    moments = ((name, getattr(found, name)) for name in PHASES)
+    rows += [(name, _after(moment, found.created_at)) for name, moment in moments if moment is not None]
+    if found.bill is not None:
+        price, cost, billed_until, _ = _machine_cells(found, now)
+        rows += [("price_per_hour", price), ("cost", cost), ("billed_until", billed_until)]
+    print_table(rows)
     for event in events:
         print(f"{event.at:%Y-%m-%d %H:%M:%S}  {event.code:<20} {printable(event.reason)}")
+
+
+def _after(moment: datetime, created_at: datetime) -> str:
+    return f"{_text(moment)} (after {duration((moment - created_at).total_seconds())})"
 
 
 def _text(value: object) -> object:

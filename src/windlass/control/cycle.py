@@ -28,6 +28,7 @@ from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineRequest, Volume
 from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import PlannerState, Snapshot
+from windlass.policy.boot import boot_limit
 from windlass.policy.plan import plan
 from windlass.ports.control import ControlStore
 from windlass.ports.provider import Provider, SharesVolume
@@ -203,8 +204,9 @@ class FleetCycle:
             )
             if self._provider.traits.is_remote:
                 token = tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
-                # The full boot time, however long the creation takes.
-                join_ttl_s = self._call_timeout_s + self._config.spawn_timeout_s
+                # The full boot time, however long the creation takes. A late machine may join within its billing unit.
+                boot_s = boot_limit(self._config, snapshot.boots).total_s
+                join_ttl_s = self._call_timeout_s + max(boot_s, self._provider.traits.billing_unit_s)
                 intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
             intents.append(intent)
         committed = await self._store.commit_plan(self._candidate, term, snapshot, planned, intents)

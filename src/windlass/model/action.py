@@ -90,6 +90,18 @@ class RecordPrice:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordMachine:
+    """The provider reports a worker's machine as running, or at an address, for the first time."""
+
+    worker_id: str
+    machine_id: str
+    reason: str
+    is_running: bool
+    address: str | None = None
+    machine_host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Check a running machine and start its worker's program. Idempotent."""
 
@@ -151,6 +163,7 @@ Action = (
     | Delete
     | Adopt
     | RecordPrice
+    | RecordMachine
     | Prepare
     | GrowVolume
     | DeleteOrphan
@@ -168,6 +181,7 @@ ACTION_KINDS: dict[type[Action], str] = {
     Delete: "delete",
     Adopt: "adopt",
     RecordPrice: "record_price",
+    RecordMachine: "record_machine",
     Prepare: "prepare",
     GrowVolume: "grow_volume",
     DeleteOrphan: "delete_orphan",

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from windlass.model.comma_separated import NumberList, TextList
 
 HOUR_S = 3600
+# Of the private network that is created by default.
+PRIVATE_RANGE = "10.0.0.0/16"
 HETZNER_ENDPOINT = "https://api.hetzner.cloud/v1"
 _CHOICE = re.compile(r"([a-z0-9-]+)@([a-z0-9-]+)")
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
@@ -38,16 +40,27 @@ class HetznerSettings(BaseModel):
         description="Name or id of the image. Needs Python 3.11 or newer, which ubuntu-22.04 does not have.",
     )
     network_id: int | None = Field(
-        default=None, gt=0, description="Private network. Default: `hetzner_network_id`, if set."
+        default=None,
+        gt=0,
+        description="Private network. Default: `hetzner_network_id`, or else the network windlass-ZONE (10.0.0.0/16), "
+        "which is created if it does not exist.",
     )
-    is_ipv4_on: bool = Field(default=True, description="Assign a public IPv4 address, which costs extra.")
-    is_ipv6_on: bool = Field(default=False, description="Assign a public IPv6 address.")
+    is_network_on: bool = Field(default=True, description="Attach servers to a private network.")
+    is_ipv4_on: bool = Field(default=False, description="Assign a public IPv4 address, which costs extra.")
+    is_ipv6_on: bool = Field(
+        default=True, description="Assign a public IPv6 address, which is free. Packages are installed over it."
+    )
     ssh_keys: TextList = Field(
         default=(),
         description="Names or ids of SSH keys for root. Default: none, and no log-in; the root password that Hetzner "
         "then creates is locked at first boot.",
     )
-    firewall_ids: NumberList = Field(default=(), description="Firewalls for the public addresses.")
+    firewall_ids: NumberList = Field(
+        default=(),
+        description="Firewalls for the public addresses. Default: the firewall windlass, which admits nothing and is "
+        "created if it does not exist.",
+    )
+    is_firewall_on: bool = Field(default=True, description="Protect public addresses with a firewall.")
     labels: dict[str, str] = Field(default={}, description="Additional labels for servers.")
     prices: Literal["net", "gross"] = Field(
         default="net", description="Use prices without VAT (net) or with VAT (gross)."
@@ -62,6 +75,10 @@ class HetznerSettings(BaseModel):
         le=HOUR_S,
         description="Length of a billed hour. Only for an emulator, whose hours may be shorter.",
     )
+
+    @property
+    def has_public_address(self) -> bool:
+        return self.is_ipv4_on or self.is_ipv6_on
 
     @property
     def ordered(self) -> tuple[Choice, ...]:
@@ -95,8 +112,16 @@ class HetznerSettings(BaseModel):
         return labels
 
     @model_validator(mode="after")
-    def _check_firewalls(self) -> Self:
-        if self.firewall_ids and not (self.is_ipv4_on or self.is_ipv6_on):
+    def _check_networks(self) -> Self:
+        if not (self.has_public_address or self.is_network_on):
+            raise ValueError(
+                "is_network_on, is_ipv4_on and is_ipv6_on are all false: servers would have no network, so set one"
+            )
+        if self.network_id is not None and not self.is_network_on:
+            raise ValueError("network_id is set and is_network_on is false: remove one of them")
+        if self.firewall_ids and not self.is_firewall_on:
+            raise ValueError("firewall_ids are set and is_firewall_on is false: remove one of them")
+        if self.firewall_ids and not self.has_public_address:
             raise ValueError(
                 "firewall_ids are set, but is_ipv4_on and is_ipv6_on are false: firewalls apply to public addresses "
                 "only, so remove them"

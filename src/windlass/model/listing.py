@@ -6,7 +6,6 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from windlass.model.cost import Bill
 from windlass.model.task import Task, TaskSummary
 from windlass.model.worker import Worker
 
@@ -41,7 +40,6 @@ class WorkerRow(Worker):
     # Restarts of its slot that are still stored.
     restarts: int
     is_slot_failed: bool
-    bill: Bill | None
 
 
 class TaskList(StrEnum):

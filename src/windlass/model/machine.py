@@ -22,6 +22,8 @@ class Machine:
     state: MachineState
     created_at: datetime | None = None
     address: str | None = None
+    # The physical host, by an address that it shares with the other machines on it. None: the provider does not tell.
+    host: str | None = None
     instance_type: str | None = None
     place: str | None = None
     price_micros_per_hour: int | None = None
@@ -30,6 +32,10 @@ class Machine:
     currency: str | None = None
     # The provider's reason why it exited, for the event.
     note: str | None = None
+    # Why it must not be used: it is not where it was requested, or where a person excluded it.
+    misplaced: str | None = None
+    # The provider refuses to delete it until a person unlocks it.
+    is_locked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,26 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class BootPhase:
+    """How long one worker took from the request to one phase of its boot."""
+
+    worker_id: str
+    # running, reachable, joined, first_claim
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BootQuantiles:
+    """Boot times of a fleet's last 200 spawned workers, to one phase."""
+
+    phase: str
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class FleetMetrics:
     """Figures of a fleet that only metrics use. Provisioning figures cover its last fifty spawned workers."""
 
@@ -137,3 +157,6 @@ class FleetMetrics:
     machine_costs: tuple[tuple[str, int], ...]
     # Billed time of the last day, by currency: task, boot, idle, tail.
     spent: tuple[tuple[str, int, int, int, int], ...]
+    # Phases that its last 200 spawned workers have reached, and their quantiles.
+    boots: tuple[BootPhase, ...] = ()
+    boot_quantiles: tuple[BootQuantiles, ...] = ()

@@ -9,7 +9,6 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "poll_interval_s": 10.0,
         "heartbeat_interval_s": 5.0,
         "heartbeat_timeout_s": 30.0,
-        "spawn_timeout_s": 30.0,
         "stop_timeout_s": 30.0,
         # A process starts in a second and costs nothing: no reason to wait before spawning or draining.
         "min_scaling_interval_s": 0.0,
@@ -24,7 +23,6 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "poll_interval_s": 10.0,
         "heartbeat_interval_s": 10.0,
         "heartbeat_timeout_s": 120.0,
-        "spawn_timeout_s": 120.0,
         # Billing hours keep idle servers anyway, so there is no reason to delay spawning.
         "min_scaling_interval_s": 0.0,
         "spawn_grace_s": 0.0,
@@ -38,7 +36,6 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "poll_interval_s": 10.0,
         "heartbeat_interval_s": 5.0,
         "heartbeat_timeout_s": 30.0,
-        "spawn_timeout_s": 60.0,
         "stop_timeout_s": 30.0,
         "min_scaling_interval_s": 0.0,
         "spawn_grace_s": 0.0,
@@ -56,9 +53,13 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "poll_interval_s": 30.0,
         "heartbeat_interval_s": 20.0,
         "heartbeat_timeout_s": 600.0,
-        "spawn_timeout_s": 600.0,
         # A GPU that hangs is common and expensive. Other providers have no limit unless it is set.
         "stuck_timeout_s": 1200.0,
         "stop_timeout_s": 600.0,
     },
 }
+
+# Default of spawn_timeout_s. A server installs packages in a minute or two, and has taken five to be created. A pod
+# pulls an image of 20 GB in 10 to 15 minutes; while Runpod reports the pull, twice this applies.
+SPAWN_TIMEOUTS_S = {"local": 30.0, "ray-local": 60.0, "ray": 60.0, "hetzner": 600.0, "runpod": 900.0}
+MIN_REMOTE_SPAWN_TIMEOUT_S = 300.0

@@ -3,6 +3,7 @@
 These settings must contain no secrets: everyone with the API key of the account can read them in a pod's description.
 """
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -105,6 +106,14 @@ class RunpodSettings(BaseModel):
         description="GPU type, cloud and data centers (default: any), as `NVIDIA L40S@SECURE/EU-RO-1/US-KS-2`, in "
         "order of preference. The next is used if one has no capacity.",
     )
+    excluded_data_centers: TextList = Field(
+        default=(), description="Data centers that are not used. A pod that Runpod places there is deleted."
+    )
+    excluded_hosts: TextList = Field(
+        default=(),
+        description="Public IP addresses of hosts that are not used, as `windlass workers hosts` lists them. A pod on "
+        "one of them is deleted.",
+    )
     gpu_count: int = Field(default=1, ge=1, le=MAX_GPUS, description="GPUs per pod.")
     min_cuda_version: str | None = Field(
         default=None, pattern=r"^\d+\.\d+$", description="Minimum CUDA version of the machine, for example 12.4."
@@ -145,6 +154,20 @@ class RunpodSettings(BaseModel):
         """The folder that must be mounted before a worker is started."""
         return self.ssh.storage_path or (self.volume_path if self.network_volume_id is not None else None)
 
+    def placement_problem(self, gpu: str, cloud: str, data_center: str | None, host: str | None) -> str | None:
+        """Why a pod must not run there, as a sentence; None if it may. An unknown place is no problem."""
+        if host is not None and host in self.excluded_hosts:
+            return f"Its host {host} is excluded by runpod.excluded_hosts"
+        if data_center is None:
+            return None
+        if data_center in self.excluded_data_centers:
+            return f"Its data center {data_center} is excluded by runpod.excluded_data_centers"
+        wanted = [choice.data_centers for choice in self.ordered if (choice.gpu, choice.cloud) == (gpu, cloud)]
+        if not wanted or any(not places or data_center in places for places in wanted):
+            return None
+        named = ", ".join(dict.fromkeys(place for places in wanted for place in places))
+        return f"Runpod placed it in {data_center}, but {named} was requested"
+
     def opened_ports(self, *, has_ssh: bool) -> tuple[str, ...]:
         return (*self.ports, _SSH_PORT) if has_ssh and _SSH_PORT not in self.ports else self.ports
 
@@ -166,6 +189,16 @@ class RunpodSettings(BaseModel):
         return tuple(dict.fromkeys(choices))
 
     _whole_path = field_validator("volume_path")(_folder)
+
+    @field_validator("excluded_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            try:
+                ipaddress.ip_address(host)
+            except ValueError:
+                raise ValueError(f"{host!r} is not an IP address: copy it from `windlass workers hosts`") from None
+        return tuple(dict.fromkeys(hosts))
 
     @field_validator("image")
     @classmethod
@@ -199,6 +232,15 @@ class RunpodSettings(BaseModel):
             if name.startswith("WINDLASS_"):
                 raise ValueError(f"{name} is reserved for windlass: choose another name")
         return env
+
+    @model_validator(mode="after")
+    def _check_excluded(self) -> Self:
+        for choice in self.ordered:
+            if choice.data_centers and set(choice.data_centers) <= set(self.excluded_data_centers):
+                raise ValueError(
+                    f"excluded_data_centers leaves no data center of {choice}: remove the choice or the exclusion"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_volume_cloud(self) -> Self:

@@ -76,6 +76,13 @@ class WorkerView:
     failing_since: datetime | None = None
     # Provider of the worker's machine. None for a worker started by hand.
     provider: str | None = None
+    # When the provider first reported the machine as running, and when its boot last made progress after that: a step
+    # that it reported, its join, the start of its preparation.
+    running_at: datetime | None = None
+    progress_at: datetime | None = None
+    # As last recorded.
+    address: str | None = None
+    machine_host: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,15 @@ class FailureStreak:
     others: int = 0
     others_completed: int = 0
     others_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BootTimes:
+    """Measured boots of the fleet's last workers: seconds from the request to the first heartbeat."""
+
+    count: int = 0
+    p50_s: float | None = None
+    p99_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +333,8 @@ class Snapshot:
     # The newest measurement of the volume.
     storage: StorageUse | None = None
     failure_streaks: tuple[FailureStreak, ...] = ()
+    # Hosts on which the checks of two or more of the fleet's machines failed within a day.
+    avoided_hosts: tuple[str, ...] = ()
     # Ids that hold running tasks without being a live worker.
     orphaned: tuple[str, ...] = ()
     # Workers whose machines this orchestrator is preparing at this moment.
@@ -324,8 +342,8 @@ class Snapshot:
     is_paused: bool = False
     # The fleet is shut down: all workers drain and none is spawned, whatever is queued.
     is_shutting_down: bool = False
-    # Median boot time of recent workers. Shown with the cycle; no decision depends on it.
-    boot_p50_s: float | None = None
+    # The spawn timeout follows them, unless it is set.
+    boots: BootTimes = BootTimes()
     # Workers that a person requested by `windlass spawn`, in addition to the policy.
     requested: int = 0
     # When a person last ran `windlass restart` for the fleet, a slot or a worker.

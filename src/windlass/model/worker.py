@@ -9,6 +9,7 @@ from uuid import UUID
 
 from pydantic import Field
 
+from windlass.model.cost import Bill
 from windlass.model.node import NodeView
 from windlass.model.task import NAME_PATTERN
 
@@ -132,6 +133,17 @@ class Worker:
     machine_id: str | None = None
     instance_type: str | None = None
     place: str | None = None
+    # The machine's address, and that of its physical host, as far as the provider reports them.
+    address: str | None = None
+    machine_host: str | None = None
+    # Phases of the boot between created_at and first_claimed_at: the machine runs, is reachable, has joined. And the
+    # last step that it reported before it joined.
+    running_at: datetime | None = None
+    reachable_at: datetime | None = None
+    joined_at: datetime | None = None
+    boot_step: str | None = None
+    # None: the machine has no price.
+    bill: Bill | None = None
 
 
 @dataclass(frozen=True, slots=True)

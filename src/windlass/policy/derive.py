@@ -15,8 +15,9 @@ from enum import StrEnum
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.node import NodeState
-from windlass.model.snapshot import WorkerView
+from windlass.model.snapshot import BootTimes, WorkerView
 from windlass.model.worker import LIVE, WorkerStatus
+from windlass.policy.boot import BootLimit, boot_limit, boot_timeout
 from windlass.policy.quarantine import QUARANTINED
 
 # A worker enforces each task's own timeout itself. It counts as stuck only if it is late by this much.
@@ -30,6 +31,7 @@ MIN_RAY_USAGE = 0.001
 # Without queued tasks, a worker may stay without a GPU report for this many times startup_grace_s. Longer, it costs
 # money and would not be ready when a task arrives.
 STARTUP_GRACES_WITHOUT_TASKS = 2
+SPAWNING_TIMEOUT = "SPAWNING_TIMEOUT"
 
 
 class Lifecycle(StrEnum):
@@ -90,6 +92,7 @@ class WorkerState:
     is_vram_stale: bool
     is_stale: bool
     is_booting: bool  # not ready yet, but expected to be
+    is_late: bool  # its boot took too long; it is kept because its billing period has begun, and does not count
     is_proven: bool  # it got through its first tasks, or was ready for long enough
     should_promote: bool
     code: str | None  # the error code if the worker must be terminated
@@ -119,8 +122,14 @@ def derive_worker_state(
     idle_since: datetime | None = None,
     unclaimed_since: datetime | None = None,
     quarantine_reason: str | None = None,
+    limit: BootLimit | None = None,
+    late_until: datetime | None = None,
+    misplaced: Failure | None = None,
 ) -> WorkerState:
-    """`queued`: tasks in the fleet's queues. `idle_since`, `unclaimed_since`: values of the previous cycle's state."""
+    """`queued`: tasks in the fleet's queues. `idle_since`, `unclaimed_since`: values of the previous cycle's state.
+    `limit`: how long its boot may take. `late_until`: it is kept until then although its boot takes longer.
+    `misplaced`: why its machine must not be used."""
+    limit = limit or boot_limit(fleet, BootTimes())
     heartbeat_age_s = _age_s(worker.last_heartbeat, now)
     age_s = (now - (worker.prepared_at or worker.created_at)).total_seconds()
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)
@@ -138,10 +147,11 @@ def derive_worker_state(
     is_unclaimed = queued > 0 and not has_claimed and is_able and is_dispatched and worker.slot is not None
     unclaimed_since = (unclaimed_since or now) if is_unclaimed else None
 
-    failure = _failure_reason(
-        worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, quarantine_reason
+    failure = (misplaced if lifecycle not in (*ENDED, Lifecycle.CRASHED) else None) or _failure_reason(
+        worker, machine, presence, lifecycle, fleet, now, queued, age_s, unclaimed_since, quarantine_reason, limit
     )
-    code, reason = failure or (None, None)
+    is_late = failure is not None and failure[0] == SPAWNING_TIMEOUT and late_until is not None
+    code, reason = (None, None) if is_late or failure is None else failure
 
     # A worker without a GPU report after startup_grace_s is no longer expected to become ready.
     is_booting = lifecycle in BOOTING or (lifecycle in NOT_READY and age_s <= fleet.startup_grace_s)
@@ -159,7 +169,8 @@ def derive_worker_state(
         is_vram_stale=worker.vram_at is not None and (now - worker.vram_at).total_seconds() > fleet.vram_stale_s,
         # A draining worker can be stale too. A crashed one is reported as crashed.
         is_stale=is_silent and worker.status in LIVE and lifecycle is not Lifecycle.CRASHED,
-        is_booting=not has_claimed and is_booting,
+        is_booting=not has_claimed and is_booting and not is_late,
+        is_late=is_late,
         is_proven=is_proven,
         should_promote=worker.status is WorkerStatus.SPAWNING and is_recent and lifecycle in PROMOTABLE,
         code=code,
@@ -220,6 +231,7 @@ def _failure_reason(  # noqa: PLR0912 - one branch for each way to fail
     age_s: float,
     unclaimed_since: datetime | None,
     quarantine_reason: str | None,
+    limit: BootLimit,
 ) -> Failure | None:
     """Why this worker must be terminated, or None."""
     if lifecycle in ENDED:
@@ -235,11 +247,11 @@ def _failure_reason(  # noqa: PLR0912 - one branch for each way to fail
             return "STALE_HEARTBEAT_TASKS_QUEUED", f"Heartbeat expired with tasks queued {age}"
         return "STALE_HEARTBEAT_IDLE", f"Heartbeat expired while idle {age}"
     if lifecycle in SPAWNING:
-        return _startup_failure(worker, presence, fleet, now, queued)
+        return _startup_failure(worker, machine, presence, fleet, now, queued, limit)
     if worker.slot is None:
         return None
     if lifecycle in (Lifecycle.NODE_JOINING, Lifecycle.NODE_DEAD):
-        return _node_failure(worker, lifecycle, fleet, now)
+        return _node_failure(worker, lifecycle, fleet, now, limit)
 
     for task in worker.running:
         limit_s = fleet.stuck_timeout_s if task.timeout_s is None else task.timeout_s + TASK_LIMIT_MARGIN_S
@@ -275,7 +287,13 @@ def _failure_reason(  # noqa: PLR0912 - one branch for each way to fail
 
 
 def _startup_failure(
-    worker: WorkerView, presence: Presence, fleet: FleetConfig, now: datetime, queued: int
+    worker: WorkerView,
+    machine: Machine | None,
+    presence: Presence,
+    fleet: FleetConfig,
+    now: datetime,
+    queued: int,
+    limit: BootLimit,
 ) -> Failure | None:
     """For a worker without any heartbeat."""
     if worker.status is WorkerStatus.ACTIVE:
@@ -291,13 +309,13 @@ def _startup_failure(
     if worker.prepare_code is not None:
         return worker.prepare_code, worker.prepare_reason or "Its machine could not be prepared"
     # The boot counts from the machine's creation: create calls may take long themselves.
-    boot_s = (now - (worker.machine_at or worker.created_at)).total_seconds()
-    if boot_s > fleet.spawn_timeout_s:
-        return "SPAWNING_TIMEOUT", f"Spawning timeout ({boot_s:.0f}s)"
-    return None
+    late = boot_timeout(worker, machine, limit, now)
+    return None if late is None else (SPAWNING_TIMEOUT, f"Spawning timeout {late}")
 
 
-def _node_failure(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime) -> Failure | None:
+def _node_failure(
+    worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, now: datetime, limit: BootLimit
+) -> Failure | None:
     """For a node that Ray declared dead or that never joined. An old report proves neither."""
     node = worker.node
     if node is None or _is_node_report_old(worker, fleet, now):
@@ -306,7 +324,7 @@ def _node_failure(worker: WorkerView, lifecycle: Lifecycle, fleet: FleetConfig, 
         return "NODE_DEAD", f"Its Ray node is dead: {node.note or 'no reason given'}"
     # From its first heartbeat, not its creation: the dispatcher looks for the node from then on.
     waited_s = (now - node.since).total_seconds()
-    if waited_s > fleet.spawn_timeout_s:
+    if waited_s > limit.stall_s:
         return "NODE_NOT_JOINED", f"Booted, but never joined its Ray cluster ({waited_s:.0f}s)"
     return None
 

@@ -26,6 +26,7 @@ STAGES: tuple[Stage, ...] = (
     stages.hold_on_many_orphans,
     # Before deletions: a machine can be deleted only once its id is known and its price recorded.
     stages.adopt_machines,
+    stages.record_machines,
     # Failures first, then their consequences: slots count this plan's failures, deletions read failed_ids.
     stages.fail_workers,
     stages.fail_slots,

@@ -13,7 +13,9 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, PlannerState, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
+from windlass.policy.boot import boot_limit, kept_until
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
+from windlass.policy.placement import placement_failure
 from windlass.policy.quarantine import QuarantineDecision, decide_quarantines
 
 LIST_SHRANK = "LIST_SHRANK"
@@ -174,6 +176,7 @@ def build_context(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
     context = PlanningContext(snapshot, fleet, {}, machines, own, quarantines, [], planner_state, {})
 
     presences = _presences(context)
+    limit, unit_s = boot_limit(fleet, snapshot.boots), snapshot.traits.billing_unit_s
     for worker in snapshot.workers:
         context.states[worker.id] = derive_worker_state(
             worker,
@@ -185,6 +188,11 @@ def build_context(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
             idle_since=before.health.idle_since.get(worker.id),
             unclaimed_since=before.health.unclaimed_since.get(worker.id),
             quarantine_reason=quarantines[worker.id].reason if worker.id in quarantines else None,
+            limit=limit,
+            late_until=kept_until(worker, unit_s, snapshot.now, context.cycle_interval_s)
+            if worker.last_heartbeat is None
+            else None,
+            misplaced=placement_failure(worker, context.machine_of(worker), snapshot.avoided_hosts),
         )
     states = context.states.values()
     context.remember_in(

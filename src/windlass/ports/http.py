@@ -18,6 +18,8 @@ from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_RESULTS_PER_CALL, Fini
 from windlass.model.worker import MAX_CLAIMS_PER_HEARTBEAT, MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
+# From a machine that has not joined yet, with its join token.
+BOOT_STEP = "/internal/workers/{worker_id}/boot-step"
 # With an API token of role worker.
 SELF_REGISTER = "/internal/workers"
 ORDER = "/internal/worker/order"
@@ -54,6 +56,7 @@ MAX_VITALS_BYTES = MAX_METADATA_BYTES
 MAX_REASON_CHARACTERS = MAX_ERROR_CHARACTERS
 MAX_CURSOR_CHARACTERS = 100
 MAX_CODE_CHARACTERS = 100
+MAX_BOOT_STEP_CHARACTERS = 100
 # Requests with a large body may be compressed by `Content-Encoding: gzip`. A body that is larger than
 # GZIP_RATIO_FREE_BYTES and more than MAX_GZIP_RATIO times its compressed size is refused: send it as it is.
 MAX_GZIP_RATIO = 100
@@ -112,6 +115,13 @@ class ActivateCall:
     """`token`: the worker token, which the machine has generated."""
 
     token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BootStepCall:
+    """`step`: what the machine's boot does now, in a few words."""
+
+    step: Annotated[str, Field(min_length=1, max_length=MAX_BOOT_STEP_CHARACTERS, pattern=r"^[ -~]+$")]
 
 
 @dataclass(frozen=True, slots=True)

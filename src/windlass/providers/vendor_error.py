@@ -29,13 +29,21 @@ class VendorError(Exception):
     """A request that failed. Its text is the vendor's message where there is one."""
 
     def __init__(
-        self, kind: ErrorKind, message: str, *, fields: frozenset[str] = frozenset(), retry_after_s: float | None = None
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        fields: frozenset[str] = frozenset(),
+        retry_after_s: float | None = None,
+        limits: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(message)
         self.kind = kind
         # The fields of the request that are invalid, if the vendor names them.
         self.fields = fields
         self.retry_after_s = retry_after_s
+        # The limits of the account that were reached, if the vendor names them.
+        self.limits = limits
 
     @property
     def is_denied(self) -> bool:

@@ -20,6 +20,8 @@ from windlass.server.event_stream import OverviewFeed
 
 # A cycle takes milliseconds. One that takes longer than a lease is an incident.
 _CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+# A process starts in a second, a server in a minute or two, a pod with a large image in a quarter of an hour.
+_BOOT_BUCKETS = (1.0, 5.0, 15.0, 30.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 900.0, 1200.0, 1800.0, 3600.0)
 # Provider calls and their outcomes, as control/summary.py counts them.
 _CALLS = ("create", "delete", "grow", "list", "prepare")
 _CALL_OUTCOMES = ("error", "ok", "refused")
@@ -58,6 +60,15 @@ class Metrics:
         self._calls = Counter(
             "windlass_provider_calls", "Calls to providers.", ["fleet", "call", "outcome"], registry=registry
         )
+        self._boots = Histogram(
+            "windlass_boot_phase_seconds",
+            "Time from the request of a machine to each phase of its boot, as this process saw it.",
+            ["fleet", "phase"],
+            registry=registry,
+            buckets=_BOOT_BUCKETS,
+        )
+        # Worker and phase of the boots that were observed, per fleet. None before the first scrape.
+        self._observed_boots: dict[str, set[tuple[str, str]]] | None = None
         self._messages = Counter(
             "windlass_alert_messages", "Alert messages to notifiers.", ["notifier", "outcome"], registry=registry
         )
@@ -99,10 +110,21 @@ class Metrics:
         """The text format of Prometheus. Raises DatabaseUnavailable."""
         overview, measures = await self._overview_feed.overview(), await self._store.fleet_metrics()
         self.start_at_zero(each.fleet.name for each in overview.fleets)
+        self._observe_boots(measures)
         gauges = CollectorRegistry()
         families = [_worker_gauge(overview, measures), *_fleet_gauges(overview), *_queue_gauges(overview)]
         gauges.register(_Collected([*families, *_measure_gauges(measures, overview)]))
         return bytes(generate_latest(gauges) + generate_latest(self._counters))
+
+    def _observe_boots(self, measures: Iterable[FleetMetrics]) -> None:
+        """Count each phase of each worker once. Those before the first scrape of this process are not counted."""
+        before, self._observed_boots = self._observed_boots, {}
+        for measure in measures:
+            seen = self._observed_boots[measure.fleet] = {(boot.worker_id, boot.phase) for boot in measure.boots}
+            known = seen if before is None else before.get(measure.fleet, set())
+            for boot in measure.boots:
+                if (boot.worker_id, boot.phase) not in known:
+                    self._boots.labels(measure.fleet, boot.phase).observe(boot.seconds)
 
 
 class _Collected:
@@ -250,6 +272,17 @@ def _measure_gauges(measures: list[FleetMetrics], seen: Overview) -> list[Metric
             "provisioning_success_ratio",
         ),
         each("provisioning_seconds", "Mean time from spawn to active, last 50 workers.", "provisioning_mean_s"),
+        _gauge(
+            "boot_seconds",
+            "Time from the request of a machine to each phase of its boot, last 200 workers.",
+            ("fleet", "phase", "quantile"),
+            (
+                (m.fleet, boot.phase, quantile, value)
+                for m in measures
+                for boot in m.boot_quantiles
+                for quantile, value in (("0.5", boot.p50_s), ("0.95", boot.p95_s), ("0.99", boot.p99_s))
+            ),
+        ),
         each("worker_restarts", "Restarts counted against the slots.", "restarts"),
         each("slots_failed", "Slots that reached max_restarts.", "failed_slots"),
         each("since_last_failure_seconds", "Time since a worker failed.", "since_last_crash_s"),

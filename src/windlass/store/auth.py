@@ -83,6 +83,10 @@ class PostgresAuthStore(DatabaseStore):
             await self._database.call("activating a worker", function, worker_id, join_token_hash, token_hash)
         )
 
+    async def report_boot_step(self, worker_id: str, step: str) -> None:
+        function = "windlass_internal.report_boot_step"
+        await self._database.call("recording a boot step", function, worker_id, step)
+
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         function = "windlass_internal.report_start_failure"
         await self._database.call("recording a start failure", function, worker_id, code, storable(reason))

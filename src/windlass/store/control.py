@@ -171,7 +171,7 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             bill_of(row),
             *known[25:29],
             node_view(known[29]),
-            *known[30:32],
+            *known[30:36],
         ]
         views.append(WorkerView(*fields))
     return tuple(views)

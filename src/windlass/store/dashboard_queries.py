@@ -25,21 +25,12 @@ from windlass.store.cursors import (
     write_cursor,
 )
 from windlass.store.overview import QUERIES, PostgresOverview, overview_queues
-from windlass.store.rows import bill_of, cycle_of, event_of, worker_fields
+from windlass.store.rows import cycle_of, event_of, worker_fields
 
 # Rows of `component_health`.
 MAX_COMPONENTS = 10_000
 # Workers without a slot sort after all slots.
 _NO_SLOT = 2**31 - 1
-_BILL_COLUMNS = (
-    "price_micros_per_hour",
-    "currency",
-    "billing_unit_s",
-    "price_parts",
-    "billed_since",
-    "billed_until",
-    "settled_until",
-)
 
 
 class PostgresQueryStore(PostgresOverview):
@@ -223,8 +214,7 @@ class PostgresQueryStore(PostgresOverview):
 
 
 def _worker_row(row: Any) -> WorkerRow:
-    fields = {name: value for name, value in worker_fields(row).items() if name not in _BILL_COLUMNS}
-    return WorkerRow(**fields, bill=bill_of(row, until=row["billed_until"]))
+    return WorkerRow(**worker_fields(row))
 
 
 def _log_line(row: Any) -> LogLine:

@@ -233,7 +233,7 @@ select
   r.progress_note as task_note, coalesce(s.restart_count, 0) as restarts,
   coalesce(s.status = 'failed', false) as is_slot_failed,
   w.price_micros_per_hour, w.currency, w.billing_unit_s, w.price_parts, w.billed_since, w.billed_until, w.settled_until,
-  w.kind, w.node
+  w.kind, w.node, w.address, w.machine_host, w.running_at, w.reachable_at, w.joined_at, w.boot_step
 from unnest($1::text[]) with ordinality as wanted (id, place)
 join windlass.workers w on w.id = wanted.id
 left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot

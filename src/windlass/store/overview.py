@@ -12,6 +12,8 @@ from windlass.model.overview import (
     COUNT_LIMIT,
     MAX_POINTS,
     MAX_QUEUES,
+    BootPhase,
+    BootQuantiles,
     Burn,
     FleetMetrics,
     FleetOverview,
@@ -28,6 +30,7 @@ from windlass.store.queries import read_queries
 from windlass.store.tasks import QUERIES as TASK_QUERIES
 
 QUERIES = read_queries("windlass.store", "dashboard_queries.sql")
+BOOT_QUERIES = read_queries("windlass.store", "boot_queries.sql")
 # Throughput counts this many completed tasks of all queues, not older than RECENT_S. Wait times and durations use this
 # many per queue, so that a busy queue does not hide a quiet one.
 RECENT_TASKS = 20_000
@@ -133,11 +136,15 @@ class PostgresOverview(DatabaseStore):
             rows = await connection.fetch(QUERIES["fleet_metrics"])
             costs = await connection.fetch(QUERIES["machine_costs"])
             spent = await connection.fetch(QUERIES["recent_spending"])
+            phases = await connection.fetch(BOOT_QUERIES["boot_phases"])
+            quantiles = await connection.fetch(BOOT_QUERIES["boot_times"])
         return [
             FleetMetrics(
                 **row,
                 machine_costs=tuple((c["currency"], c["micros"]) for c in costs if c["fleet"] == row["fleet"]),
                 spent=tuple(tuple(s)[1:] for s in spent if s["fleet"] == row["fleet"]),
+                boots=tuple(BootPhase(*tuple(p)[1:]) for p in phases if p["fleet"] == row["fleet"]),
+                boot_quantiles=tuple(BootQuantiles(*tuple(q)[1:]) for q in quantiles if q["fleet"] == row["fleet"]),
             )
             for row in rows
         ]

@@ -113,7 +113,8 @@ select
 select
   id, fleet, slot, status, paused, queues, concurrency, lease_s, created_at, activated_at, last_heartbeat,
   first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results,
-  metadata, kind, node, machine_id, instance_type, place
+  metadata, kind, node, machine_id, instance_type, place, address, machine_host, running_at, reachable_at, joined_at,
+  boot_step, price_micros_per_hour, currency, billing_unit_s, price_parts, billed_since, billed_until, settled_until
 from windlass.workers
 where ($1::text is null or id = $1)
   and ($2 or status <> 'terminated')

@@ -15,6 +15,11 @@ from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import Hold, Snapshot
 from windlass.model.worker import WorkerKind, WorkerStatus
 
+_BILL_COLUMNS = (
+    *("price_micros_per_hour", "currency", "billing_unit_s", "price_parts"),
+    *("billed_since", "billed_until", "settled_until"),
+)
+
 
 @cache
 def snapshot_adapter() -> TypeAdapter[Snapshot]:
@@ -34,8 +39,9 @@ def event_of(row: Any) -> Event:
 
 def worker_fields(row: Any) -> dict[str, Any]:
     """Arguments for Worker, and for types derived from it."""
-    return {name: value for name, value in row.items() if name != "paused"} | {
+    return {name: value for name, value in row.items() if name not in _BILL_COLUMNS and name != "paused"} | {
         "is_paused": row["paused"],
+        "bill": bill_of(row, until=row["billed_until"]),
         "queues": tuple(row["queues"]),
         "status": WorkerStatus(row["status"]),
         "metadata": json.loads(row["metadata"]),

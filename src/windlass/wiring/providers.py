@@ -119,10 +119,6 @@ def _hetzner_provider(name: str, fleet: FleetConfig, config: Config, instance_id
     from windlass.providers.hetzner.provider import HetznerProvider
 
     settings = fleet.hetzner
-    if not (settings.is_ipv4_on or settings.is_ipv6_on or settings.network_id or config.hetzner_network_id):
-        raise ConfigError(
-            f"servers of fleet {name} would have no network. Set hetzner_network_id, or set is_ipv4_on = true."
-        )
     return HetznerProvider(
         name,
         settings,

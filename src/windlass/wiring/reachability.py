@@ -7,11 +7,13 @@ private network is read from the vendor; while it cannot be read, an address is 
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.fleet import FleetConfig
+from windlass.model.hetzner import PRIVATE_RANGE
 from windlass.model.reachability import MachineNetwork, is_loopback_url, problem_of_reach
 from windlass.model.urls import LOOPBACK, problem_of_control_plane_url
 from windlass.providers.diagnostic import Diagnostic
@@ -22,6 +24,7 @@ from windlass.wiring.providers import hetzner_account, machine_url
 NETWORK_TIMEOUT_S = 10.0
 RESOLVE_TIMEOUT_S = 5.0
 CLOUDS = {"hetzner": "Hetzner's servers", "runpod": "Runpod's pods"}
+IPV4_ADVICE = "Set hetzner.is_ipv4_on = true, give the control plane an IPv6 address, or set network_id."
 ADVICE = "Set api.url to an https URL that they can reach, see docs/providers.md."
 
 # Returns the range of a private network at the vendor; None if it cannot be read.
@@ -44,9 +47,32 @@ async def check_control_plane_url(config: Config, read_range: ReadRange | None =
         if is_loopback_url(_endpoint(fleet, config)):
             continue
         network = await _network_of(fleet, config, url, read_range or read_hetzner_range)
-        problem = problem_of_reach(url, network)
+        problem = problem_of_reach(url, network) or await _problem_of_families(url, network)
         if problem is not None:
-            raise ConfigError(f"{CLOUDS[fleet.provider]} of fleet {name} call {url}, which {problem}. {ADVICE}")
+            advice = IPV4_ADVICE if "public IPv4" in problem else ADVICE
+            raise ConfigError(f"{CLOUDS[fleet.provider]} of fleet {name} call {url}, which {problem}. {advice}")
+
+
+async def _problem_of_families(url: str, network: MachineNetwork) -> str | None:
+    """A name whose public addresses are all of a family that the machines do not have. Private ones are not judged:
+    machines may join a VPN."""
+    if _is_address(url) or (network.has_ipv4 and network.has_ipv6) or network.has_own_network:
+        return None
+    addresses = await _resolve(urlsplit(url).hostname or "")
+    if not addresses or not all(ip_address(address).is_global for address in addresses):
+        return None
+    problems = [problem_of_reach(_url_of(address), network) for address in addresses]
+    return problems[0] if all(problems) else None
+
+
+async def _resolve(host: str) -> list[str]:
+    """The addresses of a name; none if it does not resolve here."""
+    try:
+        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError):
+        return []
+    return sorted({str(entry[4][0]).partition("%")[0] for entry in found})
 
 
 def remote_fleets(config: Config) -> dict[str, FleetConfig]:
@@ -62,8 +88,8 @@ async def _network_of(fleet: FleetConfig, config: Config, url: str, read_range: 
     if fleet.provider == "runpod":
         return MachineNetwork()
     settings = fleet.hetzner
-    network_id = settings.network_id or config.hetzner_network_id
-    private_range = None
+    network_id = (settings.network_id or config.hetzner_network_id) if settings.is_network_on else None
+    private_range = PRIVATE_RANGE if settings.is_network_on and network_id is None else None
     # Only an address can be within the range of a network.
     if network_id is not None and _is_address(url):
         private_range = await read_range(config, network_id)
@@ -101,13 +127,10 @@ async def check_address(config: Config) -> AsyncGenerator[Diagnostic, None]:
         yield Diagnostic("control plane", f"machines call {url}")
         return
     host = urlsplit(url).hostname or ""
-    try:
-        async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError):
+    addresses = await _resolve(host)
+    if not addresses:
         yield Diagnostic("control plane", f"{host} does not resolve here", "check api.url and the domain's records")
         return
-    addresses = sorted({str(entry[4][0]).partition("%")[0] for entry in found})
     for name, fleet in fleets.items():
         network = await _network_of(fleet, config, f"https://{host}", read_hetzner_range)
         problems = {each: problem_of_reach(_url_of(each), network) for each in addresses}

@@ -33,8 +33,8 @@ from windlass.worker.http_transport import (
     tls_context,
 )
 
-# After this time the control plane has replaced the machine.
-JOIN_TIMEOUT_S = 900.0
+# After this time the control plane has replaced the machine: a late one is kept until its billing hour ends.
+JOIN_TIMEOUT_S = 3600.0
 # Far more than any join file needs.
 MAX_FILE_BYTES = 64 * 1024
 log = structlog.get_logger(__name__)

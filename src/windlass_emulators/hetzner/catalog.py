@@ -41,8 +41,6 @@ class Location:
     latitude: float
     longitude: float
     network_zone: str
-    datacenter_id: int
-    datacenter: str
     included_traffic_bytes: int
     price_per_tb_traffic: CatalogPrice
 
@@ -113,27 +111,27 @@ _US = ("ash", "hil")
 
 _LOCATIONS = (
     Location(
-        1, "fsn1", "Falkenstein DC Park 1", "DE", "Falkenstein", 50.47612, 12.370071, "eu-central", 4, "fsn1-dc14",
+        1, "fsn1", "Falkenstein DC Park 1", "DE", "Falkenstein", 50.47612, 12.370071, "eu-central",
         20 * _TB, _price("1.0000"),
     ),
     Location(
-        2, "nbg1", "Nuremberg DC Park 1", "DE", "Nuremberg", 49.452102, 11.076665, "eu-central", 2, "nbg1-dc3",
+        2, "nbg1", "Nuremberg DC Park 1", "DE", "Nuremberg", 49.452102, 11.076665, "eu-central",
         20 * _TB, _price("1.0000"),
     ),
     Location(
-        3, "hel1", "Helsinki DC Park 1", "FI", "Helsinki", 60.169855, 24.938379, "eu-central", 3, "hel1-dc2",
+        3, "hel1", "Helsinki DC Park 1", "FI", "Helsinki", 60.169855, 24.938379, "eu-central",
         20 * _TB, _price("1.0000"),
     ),
     Location(
-        4, "ash", "Ashburn, VA", "US", "Ashburn, VA", 39.045821, -77.487073, "us-east", 5, "ash-dc1",
+        4, "ash", "Ashburn, VA", "US", "Ashburn, VA", 39.045821, -77.487073, "us-east",
         1 * _TB, _price("1.0000"),
     ),
     Location(
-        5, "hil", "Hillsboro, OR", "US", "Hillsboro, OR", 45.54222, -122.951924, "us-west", 6, "hil-dc1",
+        5, "hil", "Hillsboro, OR", "US", "Hillsboro, OR", 45.54222, -122.951924, "us-west",
         1 * _TB, _price("1.0000"),
     ),
     Location(
-        6, "sin", "Singapore", "SG", "Singapore", 1.283333, 103.833333, "ap-southeast", 7, "sin-dc1",
+        6, "sin", "Singapore", "SG", "Singapore", 1.283333, 103.833333, "ap-southeast",
         _TB // 2, _price("7.4000"),
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from windlass_emulators.hetzner.errors import STATUS_OF_CODE, HetznerApiError
 from windlass_emulators.http import Json
 
 _ONE_SERVER = r"/v1/servers/\d+"
+LIMITS = ("server_limit", "dedicated_core_limit", "primary_ip_limit")
 # Actions that can fail after they were accepted.
 _FALLIBLE_ACTIONS = ("start_server", "attach_to_network", "delete_server")
 
@@ -35,12 +36,13 @@ class ActionFault:
 class HetznerFaults(FaultScript):
     boot_faults: list[BootFault] = field(default_factory=list)
     action_faults: list[ActionFault] = field(default_factory=list)
-    server_limit_override: int | None = None
+    # By name of the limit, as in the settings of the emulator.
+    limits: dict[str, int] = field(default_factory=dict)
     wants_drained_bucket: bool = False
 
     METHODS = (
         "next", "next_create", "next_delete", "next_list", "burst", "drain_rate_limit", "no_capacity", "capacity",
-        "list_lags", "server_limit", "next_boot", "next_action", "clear",
+        "list_lags", "server_limit", "resource_limit", "next_boot", "next_action", "clear",
     )  # fmt: skip
 
     # -------------------------------------------------------------------------------------------------- next requests
@@ -128,7 +130,16 @@ class HetznerFaults(FaultScript):
 
     def server_limit(self, limit: int | None) -> None:
         """Maximum number of servers; None restores the setting."""
-        self.server_limit_override = limit
+        self.resource_limit("server_limit", limit)
+
+    def resource_limit(self, name: str, limit: int | None) -> None:
+        """Maximum of one kind: server_limit, dedicated_core_limit or primary_ip_limit; None restores the setting."""
+        if name not in LIMITS:
+            raise ValueError(f"{name} is not a limit; use one of {', '.join(LIMITS)}")
+        if limit is None:
+            self.limits.pop(name, None)
+        else:
+            self.limits[name] = limit
 
     # --------------------------------------------------------------------------------------------------- next servers
 
@@ -147,7 +158,7 @@ class HetznerFaults(FaultScript):
         super().clear()
         self.boot_faults.clear()
         self.action_faults.clear()
-        self.server_limit_override = None
+        self.limits.clear()
 
     # ------------------------------------------------------------------------------------------ for the emulator
 
@@ -174,7 +185,8 @@ class HetznerFaults(FaultScript):
                 {"server_type": kind, "location": place, "code": each.code}
                 for (kind, place), each in self.shortages.items()
             ],
-            "server_limit": self.server_limit_override,
+            "server_limit": self.limits.get("server_limit"),
+            "limits": dict(self.limits),
             "next_boots": [asdict(each) for each in self.boot_faults],
             "next_actions": [asdict(each) for each in self.action_faults],
         }

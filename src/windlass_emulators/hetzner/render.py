@@ -44,22 +44,6 @@ def location(value: Location) -> Json:
     }
 
 
-def datacenter(project: Project, value: Location) -> Json:
-    offered = [each for each in project.catalog.server_types if value.name in each.rates]
-    available = [each.id for each in offered if is_available(project, each, value)]
-    return {
-        "id": value.datacenter_id,
-        "name": value.datacenter,
-        "description": f"{value.city} 1 virtual DC {value.datacenter.rpartition('-dc')[2]}",
-        "location": location(value),
-        "server_types": {
-            "supported": [each.id for each in offered],
-            "available": available,
-            "available_for_migration": available,
-        },
-    }
-
-
 def is_retired(project: Project, value: ServerType) -> bool:
     return value.unavailable_after is not None and value.unavailable_after <= project.now
 
@@ -192,7 +176,7 @@ def action(project: Project, value: Action) -> Json:
 
 def server(project: Project, value: Server, as_of: datetime | None = None) -> Json:
     """`as_of`: the time that a list with an injected lag shows."""
-    place, kind = value.location, value.server_type
+    kind = value.server_type
     return {
         "id": value.id,
         "name": value.name,
@@ -204,7 +188,6 @@ def server(project: Project, value: Server, as_of: datetime | None = None) -> Js
             for net in value.private_nets
         ],
         "server_type": _once(project, "server_type", kind.id, lambda: server_type(project, kind)),
-        "datacenter": _once(project, "datacenter", place.id, lambda: datacenter(project, place)),
         "location": location(value.location),
         "image": image(value.image),
         "iso": None,
@@ -247,14 +230,13 @@ def _reverse_name(value: PrimaryIp) -> str:
     return f"static.{'.'.join(reversed(value.ip.split('.')))}.clients.your-server.de"
 
 
-def primary_ip(project: Project, value: PrimaryIp) -> Json:
+def primary_ip(value: PrimaryIp) -> Json:
     return {
         "id": value.id,
         "name": value.name,
         "labels": value.labels,
         "created": moment(value.created),
         "blocked": False,
-        "datacenter": datacenter(project, value.location),
         "location": location(value.location),
         "ip": value.ip,
         "dns_ptr": [{"ip": value.ip, "dns_ptr": _reverse_name(value)}] if value.type == "ipv4" else [],

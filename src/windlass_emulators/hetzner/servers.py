@@ -179,12 +179,30 @@ def _check_available(project: Project, order: ServerOrder, kind: ServerType, pla
         raise HetznerApiError("invalid_input", "unsupported location for server type", {})
     if any(each.name == order.name for each in project.servers.values()):
         raise not_unique("server")
-    limit = project.faults.server_limit_override
-    if len(project.servers) >= (project.settings.server_limit if limit is None else limit):
-        details = {"limits": [{"name": "server_limit"}]}
-        raise HetznerApiError("resource_limit_exceeded", "server limit exceeded", details)
+    _check_limits(project, order, kind)
     if shortage := project.faults.shortage(kind.name, place.name):
         raise HetznerApiError(shortage.code, "error during placement", None)
+
+
+def _check_limits(project: Project, order: ServerOrder, kind: ServerType) -> None:
+    """The project's limits, each of its own kind. The vendor names the kind in the details and in the message."""
+    dedicated = sum(
+        each.server_type.cores for each in project.servers.values() if each.server_type.cpu_type == "dedicated"
+    )
+    wanted_cores = kind.cores if kind.cpu_type == "dedicated" else 0
+    wanted_ips = order.public_net.enable_ipv4 + order.public_net.enable_ipv6
+    used = {
+        "server_limit": (len(project.servers) + 1, "server limit exceeded"),
+        "dedicated_core_limit": (dedicated + wanted_cores if wanted_cores else 0, "dedicated core limit exceeded"),
+        "primary_ip_limit": (
+            len(project.primary_ips) + wanted_ips if wanted_ips else 0,
+            "Primary IP limit exceeded",
+        ),
+    }
+    for name, (needed, message) in used.items():
+        limit = project.faults.limits.get(name, getattr(project.settings, name))
+        if needed > limit:
+            raise HetznerApiError("resource_limit_exceeded", message, {"limits": [{"name": name}]})
 
 
 def _build(

@@ -17,6 +17,9 @@ class HetznerEmulatorSettings:
     billing_hour_s: float = 3600.0
     # Roughly the limit of a new project.
     server_limit: int = 100
+    # Limits are per kind. Dedicated cores are those of the types ccx.
+    dedicated_core_limit: int = 128
+    primary_ip_limit: int = 250
     requests_per_hour: int = 3600
     # None accepts any token.
     token: str | None = None

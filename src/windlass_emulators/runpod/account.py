@@ -13,7 +13,7 @@ from fractions import Fraction
 from windlass_emulators.runpod.catalog import DataCenter, GpuType, RunpodCatalog
 from windlass_emulators.runpod.containers import Container, Mount, PodHost
 from windlass_emulators.runpod.faults import PodFaults, RunpodFaults
-from windlass_emulators.runpod.ledger import POD, VOLUME, RunpodBill, RunpodBillLine, volume_rate
+from windlass_emulators.runpod.ledger import POD, VOLUME, RunpodBill, RunpodBillLine, disk_rate, volume_rate
 from windlass_emulators.runpod.settings import RunpodEmulatorSettings
 from windlass_emulators.timeline import Timeline
 
@@ -95,6 +95,7 @@ class EmulatedPod:
     started_at: datetime | None = None
     public_ports: dict[int, int] = field(default_factory=dict)
     gone_at: datetime | None = None
+    is_locked: bool = False
     # A scheduled change is void if this number has changed since.
     changes: int = 0
 
@@ -191,7 +192,7 @@ class EmulatedRunpodAccount:
         self.host.erase(pod.id)
         what = f"{pod.gpu_count}x {pod.gpu.id}, {pod.cloud}, {pod.data_center.id}"
         self.ledger.open(RunpodBillLine(POD, pod.id, pod.name, what, pod.created))
-        self.ledger.set_rate(pod.id, Fraction(pod.micros_per_hour), pod.created)
+        self._set_pod_rate(pod, pod.created)
         change = self._new_change(pod)
         self._set_status(pod, PROVISIONING)
         self._then(pod, change, self.settings.provisioning_s, lambda: self._boot(pod, change))
@@ -205,8 +206,16 @@ class EmulatedRunpodAccount:
         """Restart a stopped pod on the same machine. If its GPUs are taken, it runs without GPUs."""
         has_capacity = self.free_gpus(pod.gpu, pod.cloud, pod.data_center.id) >= pod.gpu_count
         pod.has_gpus = has_capacity and not self.faults.take_start_without_gpu()
-        self.ledger.set_rate(pod.id, Fraction(pod.micros_per_hour), self.now)
+        self._set_pod_rate(pod, self.now)
         self._boot(pod, self._new_change(pod))
+
+    def _set_pod_rate(self, pod: EmulatedPod, at: datetime) -> None:
+        disks_gb = pod.config.disk_gb + (pod.mount.size_gb if isinstance(pod.mount, PersistentMount) else 0)
+        disks = disk_rate(disks_gb)
+        self.ledger.set_rate(pod.id, Fraction(pod.micros_per_hour + disks), at, disks=disks)
+
+    def unlock(self, pod: EmulatedPod) -> None:
+        pod.is_locked = False
 
     def restart(self, pod: EmulatedPod) -> None:
         self.host.stop(pod.id)

@@ -45,6 +45,12 @@ class PodFaults:
     program_fails: str | None = None
     # The container has no NVIDIA library: neither NVML nor nvidia-smi.
     has_no_driver: bool = False
+    # The pod runs in this data center, whatever was requested: Runpod calls the requested ones "preferred".
+    data_center: str | None = None
+    # Public address of the physical host, as the pod's ports show it.
+    host: str | None = None
+    # A person locked the pod: it refuses to be stopped, restarted or deleted, and is billed.
+    is_locked: bool = False
 
     def __post_init__(self) -> None:
         if self.dies_as not in ("EXITED", "ERROR"):

@@ -2,7 +2,8 @@
 
 A pod costs its hourly rate by the started second, from its creation until it is stopped or deleted: also while it is
 `PROVISIONING`, `STARTING` or in `ERROR`. A network volume costs its GB by the second, from its creation to its
-deletion. Disks of pods are not billed here.
+deletion. The disks of a pod, its container's and its own volume, cost their GB in addition to the hourly rate; the rate
+that a pod shows leaves them out.
 
 Amounts are in micros of a dollar. Each line is rounded once, half up.
 """
@@ -20,6 +21,8 @@ MONTH_S = 30 * 24 * HOUR_S
 # Per GB and month: for the first TB, and beyond it.
 VOLUME_MICROS, LARGE_VOLUME_MICROS, LARGE_GB = 70_000, 50_000, 1_000
 HIGH_PERFORMANCE_FACTOR = 2
+# Per GB and month, for the disks of a pod that is not stopped.
+DISK_MICROS = 100_000
 _SECOND = timedelta(seconds=1)
 
 POD, VOLUME = "pod", "network_volume"
@@ -31,6 +34,8 @@ class RatePeriod:
 
     started: datetime
     micros_per_hour: Fraction
+    # The part of the rate that is for disks.
+    disks: int = 0
     ended: datetime | None = None
 
     def seconds(self, now: datetime) -> int:
@@ -52,6 +57,9 @@ class RunpodBillLine:
     def micros(self, now: datetime) -> int:
         return rounded(sum((each.seconds(now) * each.micros_per_hour for each in self.periods), Fraction()) / HOUR_S)
 
+    def disk_micros(self, now: datetime) -> int:
+        return rounded(Fraction(sum(each.seconds(now) * each.disks for each in self.periods), HOUR_S))
+
 
 def rounded(micros: Fraction) -> int:
     return int(micros + Fraction(1, 2))
@@ -64,13 +72,13 @@ class RunpodBill:
     def open(self, line: RunpodBillLine) -> None:
         self._lines[line.id] = line
 
-    def set_rate(self, id_: str, micros_per_hour: Fraction, at: datetime) -> None:
+    def set_rate(self, id_: str, micros_per_hour: Fraction, at: datetime, disks: int = 0) -> None:
         """Change the rate. Zero ends the billing."""
         line = self._lines[id_]
         if line.periods and line.periods[-1].ended is None:
             line.periods[-1].ended = at
         if micros_per_hour:
-            line.periods.append(RatePeriod(at, micros_per_hour))
+            line.periods.append(RatePeriod(at, micros_per_hour, disks))
 
     def close(self, id_: str, at: datetime) -> None:
         self.set_rate(id_, Fraction(), at)
@@ -104,7 +112,13 @@ class RunpodBill:
                 "deleted": line.deleted.isoformat() if line.deleted else None,
                 "seconds": sum(each.seconds(now) for each in line.periods),
                 "micros": line.micros(now),
+                "disk_micros": line.disk_micros(now),
             }
+
+
+def disk_rate(size_gb: int) -> int:
+    """Micros per hour of a pod's disks, in whole micros."""
+    return rounded(Fraction(size_gb * DISK_MICROS * HOUR_S, MONTH_S))
 
 
 def volume_rate(size_gb: int, type_: str) -> Fraction:

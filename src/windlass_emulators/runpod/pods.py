@@ -66,6 +66,8 @@ def get_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
 
 def delete_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     pod = _find(account, call)
+    if pod.is_locked:
+        raise RunpodApiError(409, "pod is locked: unlock it first")
     if not account.faults.take_ineffective_deletion():
         account.remove(pod)
     return Response(204)
@@ -76,6 +78,8 @@ def act_on_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     pod = _find(account, call)
     if action not in render.ACTIONS[pod.status]:
         raise RunpodApiError(409, f"action '{action}' is not valid for a pod that is {pod.status}")
+    if pod.is_locked:
+        raise RunpodApiError(409, "pod is locked: unlock it first")
     if action == "terminate":
         return delete_pod(account, call)
     if action == "start" and not account.faults.has_balance:
@@ -135,6 +139,8 @@ def _place_pod(
         raise RunpodApiError(400, f"gpu.count must be at most {most} for {gpu.id} on {order.cloud}")
     place, cuda_version = _choose_place(account, order, wanted, gpu, template, places)
     faults = account.faults.take_pod_faults()
+    if faults.data_center is not None:
+        place = account.catalog.data_center(faults.data_center) or place
     return EmulatedPod(
         id=account.new_id(),
         name=order.name,
@@ -149,6 +155,7 @@ def _place_pod(
         created=account.created_now(),
         faults=faults,
         has_gpus=not faults.has_no_gpu,
+        is_locked=faults.is_locked,
     )
 
 

@@ -63,7 +63,7 @@ def pod(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime | None
         "ssh": _ssh(account, of, moment),
         "template": None,
         "cost": of.micros_per_hour / MICROS if of.is_billed_at(moment) else 0.0,
-        "locked": False,
+        "locked": of.is_locked,
         "globalNetworking": {"enabled": False},
         "runtime": _runtime(account, of, moment),
         "createdAt": shown_time(of.created),
@@ -98,7 +98,12 @@ def _port(account: EmulatedRunpodAccount, of: EmulatedPod, port: str) -> Json:
     number, _, kind = port.partition("/")
     # HTTP ports are reached through Runpod's proxy and have no public address.
     public = of.public_ports.get(int(number)) if kind == "tcp" else None
-    return {"private": int(number), "public": public, "type": kind, "ip": account.host.address if public else None}
+    return {
+        "private": int(number),
+        "public": public,
+        "type": kind,
+        "ip": of.faults.host or account.host.address if public else None,
+    }
 
 
 def _ssh(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime) -> Json:

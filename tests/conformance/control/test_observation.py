@@ -87,7 +87,7 @@ async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: 
         (second, clock(), None),
     ]
     assert (view.code, view.reason) == (None, None)
-    assert ann.snapshot.boot_p50_s == 10.0
+    assert ann.snapshot.boots.p50_s == 10.0
 
 
 async def test_gpu_loss_time_is_the_first_heartbeat_without_vram(store: ControlStores, ann: Leader, clock: Any) -> None:

@@ -16,16 +16,17 @@ from windlass.model.action import (
     Prepare,
     Promote,
     RaiseAlert,
+    RecordMachine,
     RecordPrice,
     Requeue,
     Spawn,
 )
-from windlass.model.machine import Machine
+from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Snapshot
 from windlass.model.worker import WorkerStatus
 
 
-def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
+def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:  # noqa: PLR0912 - one for each kind
     """Returns how many tasks it requeued."""
     fleet = snapshot.fleet
     match action:
@@ -43,6 +44,8 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:
             _adopt(tables, action, snapshot)
         case RecordPrice():
             _price(tables, action, snapshot)
+        case RecordMachine():
+            _record_machine(tables, action)
         case Prepare():
             _prepare(tables, fleet, action)
         case FailSlot(number, reason):
@@ -66,6 +69,16 @@ def _promote(tables: Tables, fleet: str, action: Promote) -> None:
         worker.move(WorkerStatus.ACTIVE)
         worker.activated_at = tables.now()
         tables.event_log.add("WORKER_ACTIVATED", action.reason, fleet=fleet, worker_id=worker.id)
+
+
+def _record_machine(tables: Tables, action: RecordMachine) -> None:
+    worker = tables.workers.get(action.worker_id)
+    if worker is not None and worker.spawned.machine_id == action.machine_id:
+        spawned = worker.spawned
+        spawned.address = action.address or spawned.address
+        spawned.machine_host = action.machine_host or spawned.machine_host
+        if action.is_running:
+            spawned.running_at = spawned.running_at or tables.now()
 
 
 def _prepare(tables: Tables, fleet: str, action: Prepare) -> None:
@@ -93,6 +106,10 @@ def _adopt(tables: Tables, action: Adopt, snapshot: Snapshot) -> None:
             spawned.prepared_at = spawned.prepared_at or now
         if (machine := _listed(snapshot, action.machine_id)) is not None:
             spawned.instance_type, spawned.place = machine.instance_type, machine.place
+            spawned.address, spawned.machine_host = machine.address, machine.host
+            spawned.running_at = now if machine.state is MachineState.RUNNING else None
+            if machine.misplaced is not None:
+                spawned.prepare_code, spawned.prepare_reason = "MISPLACED", machine.misplaced
         _price(tables, action, snapshot)
         tables.event_log.add("MACHINE_ADOPTED", action.reason, fleet=snapshot.fleet, worker_id=worker.id)
 

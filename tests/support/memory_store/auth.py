@@ -34,6 +34,7 @@ from windlass.model.worker import LIVE, Registration, WorkerStatus
 
 # The last use of an API token is recorded at most once per minute.
 LAST_USE_INTERVAL = timedelta(minutes=1)
+MAX_BOOT_STEPS = 40
 
 
 class MemoryAuthStore(TableStore):
@@ -92,15 +93,27 @@ class MemoryAuthStore(TableStore):
         credentials = worker.credentials if worker is not None else None
         if worker is None or credentials is None or credentials.join_token_hash != join_token_hash:
             return Activation.UNKNOWN
-        if worker.status not in LIVE:
+        if worker.status not in LIVE or worker.spawned.prepare_code == "MISPLACED":
             return Activation.ENDED
         if credentials.token_hash is not None:
             return Activation.ACTIVATED if credentials.token_hash == token_hash else Activation.USED
         if credentials.join_expires_at <= self._clock():
             return Activation.EXPIRED
         credentials.token_hash = token_hash
+        worker.spawned.joined_at = self._clock()
+        worker.spawned.reachable_at = worker.spawned.reachable_at or self._clock()
         self._add_event("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
+
+    async def report_boot_step(self, worker_id: str, step: str) -> None:
+        worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)
+        if worker is None or worker.slot is None or worker.last_heartbeat is not None:
+            return
+        spawned, now = worker.spawned, self._clock()
+        if spawned.boot_step != step and len(spawned.boot_steps) < MAX_BOOT_STEPS:
+            spawned.boot_steps.append((step, now))
+        spawned.boot_step, spawned.boot_step_at = step, now
+        spawned.reachable_at = spawned.reachable_at or now
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)

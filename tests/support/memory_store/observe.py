@@ -1,7 +1,9 @@
 """Builds the snapshot of a fleet from the tables. Reads only."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import islice
 
 from support.memory_store.events import EventLog
@@ -15,6 +17,7 @@ from windlass.model.cost import Bill
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import (
+    BootTimes,
     FailureStreak,
     LaunchRecord,
     ProviderRefusal,
@@ -42,6 +45,8 @@ MAX_ENDED_BILLS = 1000
 # Refusals that are not about one machine.
 FLEET_REFUSALS = frozenset({"LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CAPACITY", "PROVIDER_PAUSE"})
 FAILURES = ("TASK_ERROR", "TASK_FAILED")
+# Codes of checks that depend on the host of a machine.
+HOST_CHECKS = frozenset({"GPU_NOT_DETECTED", "STORAGE_NOT_MOUNTED", "DISK_FULL", "SSH_UNREACHABLE"})
 
 
 def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
@@ -62,11 +67,10 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         last_failure=_last_failure(spawned),
         storage=_storage(workers),
         failure_streaks=_failure_streaks(tasks, tables.event_log, workers, config),
+        avoided_hosts=_avoided_hosts(spawned, now),
         orphaned=_orphaned(tasks, tables.workers, fleet.name, config.queues),
         is_paused=fleet.is_paused,
-        boot_p50_s=_median(
-            (w.activated_at - w.created_at).total_seconds() for w in spawned[-MAX_BOOTS:] if w.activated_at
-        ),
+        boots=_boots([(w.activated_at - w.created_at).total_seconds() for w in spawned[-MAX_BOOTS:] if w.activated_at]),
         requested=fleet.requested_workers,
         reset_at=fleet.reset_at,
         restarted_at=fleet.restarted_at,
@@ -143,6 +147,19 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
         node=worker.node,
         failing_since=worker.failing_since,
         provider=spawned.provider,
+        running_at=spawned.running_at,
+        progress_at=max(
+            filter(
+                None,
+                (
+                    *(spawned.boot_step_at, spawned.reachable_at, spawned.joined_at),
+                    *(spawned.preparing_at, spawned.prepared_at),
+                ),
+            ),
+            default=None,
+        ),
+        address=spawned.address,
+        machine_host=spawned.machine_host,
     )
 
 
@@ -185,6 +202,17 @@ def _last_failure(spawned: Sequence[MemoryWorker]) -> RecentFailure | None:
     if at is None or worker is None:
         return None
     return RecentFailure(worker.id, worker.code or "", worker.reason or "", at)
+
+
+def _avoided_hosts(spawned: Sequence[MemoryWorker], now: datetime) -> tuple[str, ...]:
+    failed = Counter(
+        worker.spawned.machine_host
+        for worker in spawned
+        if worker.spawned.failed_at is not None
+        and worker.spawned.failed_at > now - timedelta(days=1)
+        and worker.code in HOST_CHECKS
+    )
+    return tuple(sorted(host for host, count in failed.items() if host is not None and count >= 2))
 
 
 def _storage(workers: Sequence[MemoryWorker]) -> StorageUse | None:
@@ -284,10 +312,19 @@ def _failure_streak(
     )
 
 
+def _boots(boots_s: Sequence[float]) -> BootTimes:
+    return BootTimes(len(boots_s), percentile(boots_s, 0.5), percentile(boots_s, 0.99))
+
+
 def _median(values: Iterable[float]) -> float | None:
-    """As percentile_cont(0.5)."""
+    return percentile(values, 0.5)
+
+
+def percentile(values: Iterable[float], share: float) -> float | None:
+    """As percentile_cont."""
     ordered = sorted(values)
     if not ordered:
         return None
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return low + 0.5 * (high - low)
+    position = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    return low + (position - math.floor(position)) * (high - low)

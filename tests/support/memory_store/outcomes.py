@@ -5,6 +5,7 @@ from typing import assert_never
 from support.memory_store.ledger import close_bill, open_bill
 from support.memory_store.tables import Tables
 from support.memory_store.workers import MemoryWorker
+from windlass.model.machine import MachineState
 from windlass.model.outcome import (
     Created,
     CreationRefused,
@@ -44,6 +45,8 @@ def record_outcome(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noq
         case HostKeySeen(worker_id, machine_id, host_key):
             worker = tables.workers.get(worker_id)
             if worker is not None and worker.spawned.machine_id == machine_id:
+                if worker.spawned.host_key is None:
+                    worker.spawned.reachable_at = worker.spawned.reachable_at or tables.now()
                 worker.spawned.host_key = worker.spawned.host_key or host_key
         case Prepared() | PreparationFailed():
             _preparation_ended(tables, fleet, outcome)
@@ -64,6 +67,12 @@ def _created(tables: Tables, outcome: Created) -> None:
         spawned.machine_id, spawned.creation = machine.id, "created"
         spawned.instance_type, spawned.place = machine.instance_type, machine.place
         spawned.machine_at = spawned.machine_at or now
+        spawned.address = machine.address or spawned.address
+        spawned.machine_host = machine.host or spawned.machine_host
+        if machine.state is MachineState.RUNNING:
+            spawned.running_at = spawned.running_at or now
+        if machine.misplaced is not None:
+            spawned.prepare_code, spawned.prepare_reason = "MISPLACED", machine.misplaced
         if outcome.is_prepared:
             spawned.prepared_at = spawned.prepared_at or now
         open_bill(worker, machine, outcome.billing_unit_s, now)

@@ -164,7 +164,7 @@ class Tables:
             self.fleets[worker.fleet].slots[worker.slot].record_restart(now)
         if attempt_refund is not None:
             self._refund_attempts(worker_id, attempt_refund)
-            return self.release_all_of(worker_id, "its worker was quarantined")
+            return self.release_all_of(worker_id, f"not the fault of the task: {reason}")
         return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
     def requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:

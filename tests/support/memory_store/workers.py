@@ -53,6 +53,14 @@ class SpawnedWorker:
     vram_lost_at: datetime | None = None
     bill: Bill | None = None
     settle_at: datetime | None = None
+    address: str | None = None
+    machine_host: str | None = None
+    running_at: datetime | None = None
+    reachable_at: datetime | None = None
+    joined_at: datetime | None = None
+    boot_step: str | None = None
+    boot_step_at: datetime | None = None
+    boot_steps: list[tuple[str, datetime]] = field(default_factory=list)
     spans: dict[tuple[datetime, int], Span] = field(default_factory=dict)
 
 

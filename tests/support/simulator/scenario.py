@@ -11,6 +11,8 @@ from support.simulator.cloud import FaultRates
 from support.simulator.network import NetworkFaults
 from support.simulator.workers import TaskProfile, WorkerFaults
 from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import BootTimes
+from windlass.policy.boot import boot_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class WorkerFaultPlan:
             return replace(faults, never_joins=True)
         roll -= self.never_joins
         if roll < self.boots_slowly:
-            return replace(faults, boots_s=fleet.spawn_timeout_s * rng.uniform(0.8, 1.5))
+            return replace(faults, boots_s=boot_limit(fleet, BootTimes()).stall_s * rng.uniform(0.8, 1.5))
         roll -= self.boots_slowly
         if roll < self.crashes:
             return replace(faults, crashes_at_s=rng.uniform(1.0, 150.0), vanishes=rng.random() < 0.5)

@@ -24,8 +24,10 @@ from support.simulator.trace import Trace
 from support.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass.control.executor import CALL_TIMEOUT_S
 from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import BootTimes
 from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
+from windlass.policy.boot import boot_limit
 from windlass.ports.provider import Provider
 
 CHECK_INTERVAL_S = 5.0
@@ -275,7 +277,8 @@ class Simulation:
         for name, fleet in self.scenario.fleets.items():
             traits, config = self.clouds[name].traits, fleet.config
             calls_s = self.scenario.ttl_s + 2 * CALL_TIMEOUT_S + traits.creation_lateness_s
-            silence_s = 3 * config.heartbeat_timeout_s + 4 * traits.absence_grace_s + config.spawn_timeout_s
+            boot_s = boot_limit(config, BootTimes()).total_s
+            silence_s = 3 * config.heartbeat_timeout_s + 4 * traits.absence_grace_s + boot_s
             limits.append(
                 calls_s + silence_s + traits.orphan_grace_s + config.stop_timeout_s + 10 * config.poll_interval_s
             )

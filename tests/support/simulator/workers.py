@@ -18,9 +18,11 @@ from support.simulator.processes import SimulatedProcess
 from support.simulator.trace import Trace
 from windlass.model.errors import DatabaseUnavailable, UnknownWorker
 from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import BootTimes
 from windlass.model.task import Claim, Finished
 from windlass.model.worker import LIVE, HeartbeatReply, HeldClaim, Registration, WorkerStatus
 from windlass.policy.backoff import reconnect_delay_s
+from windlass.policy.boot import boot_limit
 
 # An idle worker tries to claim this often even without a notification.
 CLAIM_INTERVAL_S = 30.0
@@ -77,8 +79,8 @@ class WorkerHistory:
         if not self.faults.are_none:
             return "has an injected fault"
         if self.first_heartbeat_at is None or self.last_heartbeat_at is None:
-            return "never sent a heartbeat" if now - self.spawned_at > fleet.spawn_timeout_s else None
-        if self.first_heartbeat_at - self.spawned_at > fleet.spawn_timeout_s:
+            return "never sent a heartbeat" if now - self.spawned_at > boot_limit(fleet, BootTimes()).stall_s else None
+        if self.first_heartbeat_at - self.spawned_at > boot_limit(fleet, BootTimes()).stall_s:
             return "slow to register"
         if max(self.max_silence_s, now - self.last_heartbeat_at) > fleet.heartbeat_timeout_s:
             return "silent for longer than heartbeat_timeout_s"

@@ -6,7 +6,7 @@ budget, failure_rate, provider_backoff: limits on spawning. scaling: spawning an
 
 from windlass.policy.stages.budget import apply_budget
 from windlass.policy.stages.health import hold_on_mass_silence, promote
-from windlass.policy.stages.machines import adopt_machines, prepare_machines
+from windlass.policy.stages.machines import adopt_machines, prepare_machines, record_machines
 from windlass.policy.stages.orphans import delete_orphans, hold_on_many_orphans
 from windlass.policy.stages.provider_account import hold_on_provider_change
 from windlass.policy.stages.scaling import scale
@@ -35,6 +35,7 @@ __all__ = [
     "prepare_machines",
     "promote",
     "raise_warnings",
+    "record_machines",
     "requeue_orphaned_tasks",
     "scale",
 ]

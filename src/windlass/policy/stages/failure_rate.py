@@ -22,6 +22,7 @@ from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 
 CODE = "FAILURE_RATE"
+LATE_CODE = "MACHINES_LATE"
 # A permanently failing fleet costs one probe per hour.
 MAX_HOLD_S = 3600.0
 # Any window doubled this often exceeds MAX_HOLD_S.
@@ -58,6 +59,19 @@ def hold_on_failure_rate(context: PlanningContext) -> list[Action]:
     why = f"{tripped}{cause}; no spawns until {until:%H:%M:%S} UTC"
     context.hold(CODE, why)
     return context.alert(CODE, why)
+
+
+def hold_on_late_machines(context: PlanningContext) -> list[Action]:
+    """Alert about machines that did not join in time and are kept until their billing period ends. As many as trip the
+    failure rate also stop spawning: further machines would most likely be late too."""
+    late = sum(state.is_late for state in context.states.values())
+    if late == 0 or context.is_stopped:
+        return []
+    machines = "1 machine has" if late == 1 else f"{late} machines have"
+    why = f"{machines} not joined in time, and will be used if they join before their billing period ends"
+    if late >= context.fleet.min_spawns_for_rate:
+        context.hold(LATE_CODE, why)
+    return context.alert(LATE_CODE, why)
 
 
 def is_probe(state: WorkerState, rate: FailureRateState) -> bool:

@@ -1,6 +1,7 @@
 """Adopts machines whose create call was never answered, records prices, and prepares machines that run."""
 
-from windlass.model.action import Action, Adopt, Drain, Prepare, RecordPrice
+from windlass.model.action import Action, Adopt, Drain, Prepare, RecordMachine, RecordPrice
+from windlass.model.machine import MachineState
 from windlass.model.worker import WorkerStatus
 from windlass.policy.derive import Lifecycle
 from windlass.policy.planning_context import PlanningContext
@@ -20,6 +21,24 @@ def adopt_machines(context: PlanningContext) -> list[Action]:
             actions.append(Adopt(name, own.id, "found for an unanswered create call", is_prepared))
         elif state.worker.bill is None and own.price_micros_per_hour is not None:
             actions.append(RecordPrice(name, own.id, "price of its machine is known now"))
+    return actions
+
+
+def record_machines(context: PlanningContext) -> list[Action]:
+    """Record when rented machines were first running, and where they are."""
+    if context.snapshot.machines is None or context.is_stopped or not context.snapshot.traits.is_remote:
+        return []
+    actions: list[Action] = []
+    for name, state in context.states.items():
+        own, worker = context.machine_of(state.worker), state.worker
+        if own is None or worker.machine_id != own.id or worker.slot is None:
+            continue
+        is_running = own.state is MachineState.RUNNING
+        is_new = is_running and worker.running_at is None
+        has_moved = own.address not in (None, worker.address) or own.host not in (None, worker.machine_host)
+        if is_new or has_moved:
+            why = "its machine is running" if is_new else "the address of its machine is known"
+            actions.append(RecordMachine(name, own.id, why, is_running, own.address, own.host))
     return actions
 
 

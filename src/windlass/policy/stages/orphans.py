@@ -48,11 +48,13 @@ def delete_orphans(context: PlanningContext) -> list[Action]:
     """At most max_changes_per_cycle, so that a person can notice a mistake in time."""
     if context.snapshot.machines is None or context.is_stopped:
         return []
-    orphans = [DeleteOrphan(extra.id, extra.name, f"duplicate of {keep}") for extra, keep in context.duplicates]
+    duplicates = [(extra, keep) for extra, keep in context.duplicates if not extra.is_locked]
+    orphans = [DeleteOrphan(extra.id, extra.name, f"duplicate of {keep}") for extra, keep in duplicates]
     if not context.are_orphans_held:
         orphans += [
             DeleteOrphan(machine.id, machine.name, "has Windlass tags and no worker")
             for machine in _lasting_orphans(context)
+            if not machine.is_locked
         ]
     deletions = orphans[: context.fleet.max_changes_per_cycle]
     context.is_cut_short = context.is_cut_short or len(deletions) < len(orphans)

@@ -18,14 +18,14 @@ from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import POLICIES, Demand, ScalingDecision
 from windlass.policy.stages.draining import drain_all, drain_workers
-from windlass.policy.stages.failure_rate import hold_on_failure_rate
+from windlass.policy.stages.failure_rate import hold_on_failure_rate, hold_on_late_machines
 from windlass.policy.stages.provider_backoff import apply_provider_backoff
 from windlass.policy.stages.spawning import scaling_interval_left_s, spawn_workers
 
 
 def scale(context: PlanningContext) -> list[Action]:
     """Spawn or drain, never both in one cycle. Writes the decision."""
-    alerts = [*hold_on_failure_rate(context), *apply_provider_backoff(context)]
+    alerts = [*hold_on_failure_rate(context), *hold_on_late_machines(context), *apply_provider_backoff(context)]
     leaving = context.failed_ids | context.deleted_ids
     staying = [
         state
@@ -71,7 +71,8 @@ def _termination_windows(context: PlanningContext, staying: list[WorkerState]) -
 
 
 def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[str, TerminationWindow]) -> Demand:
-    counted = [state for state in staying if not state.worker.is_paused]
+    # A machine that is late may never join: it holds its slot, but does not count as capacity.
+    counted = [state for state in staying if not state.worker.is_paused and not state.is_late]
     # Tasks that this plan takes from workers count as queued, so that a replacement is spawned in the same cycle.
     requeued = {action.worker_id for action in context.actions if isinstance(action, Requeue)}
     losing = context.failed_ids | context.deleted_ids | requeued

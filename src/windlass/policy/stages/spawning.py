@@ -70,9 +70,10 @@ def _wanted_workers(
         wanted = 0
     if requested > wanted:
         wanted, reason = requested, f"{requested} requested by a person"
-    below_min = fleet.min_workers - len(staying)
+    counted = sum(not state.is_late for state in staying)
+    below_min = fleet.min_workers - counted
     if below_min > wanted:
-        wanted, reason = below_min, f"{len(staying)} workers, min_workers {fleet.min_workers}"
+        wanted, reason = below_min, f"{counted} workers, min_workers {fleet.min_workers}"
     return min(wanted, fleet.max_workers - len(staying)), reason
 
 

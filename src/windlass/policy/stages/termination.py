@@ -33,6 +33,9 @@ def fail_workers(context: PlanningContext) -> list[Action]:
         refund = None
         if has_dead_gpu and worker.failing_since is not None:
             refund = AttemptRefund(worker.failing_since)
+        elif context.snapshot.traits.is_remote and state.presence is Presence.MISSING:
+            # The vendor, or a person, took the machine: no task can do that, so its attempts do not count.
+            refund = AttemptRefund(context.now)
         elif quarantine is not None:
             refund = AttemptRefund(quarantine.streak.since, quarantine.is_trial)
         evidence = quarantine.streak if quarantine is not None else None
@@ -130,5 +133,7 @@ def _delete(context: PlanningContext, state: WorkerState, code: str, reason: str
     if not state.is_managed or (worker.machine_id is None and state.presence is Presence.NEVER):
         return [Delete(worker.id, None, code, reason)]
     own = context.machine_of(worker)
+    if own is not None and own.is_locked:
+        return []  # the provider would refuse it; stages/warnings.py alerts
     machine_id = worker.machine_id or (own.id if own is not None else None)
     return [Delete(worker.id, machine_id, code, reason)] if machine_id is not None else []

@@ -1,7 +1,7 @@
 """Alerts about conditions that a person should know and that no other stage acts on."""
 
 from windlass.model.action import Action, Delete, DeleteOrphan, FailSlot
-from windlass.model.worker import LIVE
+from windlass.model.worker import LIVE, WorkerStatus
 from windlass.policy.derive import Lifecycle
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.quarantine import LONELY_FAILURES, describe_streak, is_undecided
@@ -40,6 +40,7 @@ def raise_warnings(context: PlanningContext) -> list[Action]:
     spawned = sum(state.is_managed for state in states)
     if context.snapshot.traits.is_remote and spawned > NEAR_MAX_SHARE * fleet.max_workers:
         actions += context.alert("NEAR_MAX", f"{spawned} workers, max_workers {fleet.max_workers}")
+    actions += _warn_of_locked(context)
     actions += _warn_of_undeleted(context)
     actions += _warn_of_engine(context)
     unlisted_since = context.planner_state.machines.unlisted_since
@@ -61,6 +62,24 @@ def _warn_of_slots(context: PlanningContext) -> list[Action]:
         if number not in failed and count >= FAILURES_TO_ALERT:
             why = f"{count} workers of slot {number} failed in {window_min:g} min"
             actions += context.alert("SLOT_RESTARTS", why, about=str(number))
+    return actions
+
+
+def _warn_of_locked(context: PlanningContext) -> list[Action]:
+    """Machines that should be deleted and that a person locked. They hold their slots and are billed."""
+    actions: list[Action] = []
+    leaving = (WorkerStatus.ERROR, WorkerStatus.TERMINATING)
+    unneeded = {
+        own.id: own
+        for state in context.states.values()
+        if (own := context.machine_of(state.worker)) is not None
+        and (state.worker.status in leaving or state.worker.id in context.failed_ids)
+    }
+    unneeded |= {machine.id: machine for machine in (*context.unowned, *(extra for extra, _ in context.duplicates))}
+    for machine in unneeded.values():
+        if machine.is_locked:
+            why = f"machine {machine.id} of worker {machine.name} is locked and cannot be deleted: unlock it"
+            actions += context.alert("MACHINE_LOCKED", why, about=machine.id)
     return actions
 
 

@@ -9,7 +9,7 @@ list shows their outcome.
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -24,7 +24,7 @@ from windlass.model.errors import Throttled
 from windlass.model.hetzner import HETZNER_ENDPOINT, Choice
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.catalog import PriceList, read_prices
-from windlass.providers.hetzner.errors import to_vendor_error
+from windlass.providers.hetzner.errors import LimitKind, to_vendor_error
 from windlass.providers.hetzner.limiter import HetznerLimiter
 from windlass.providers.vendor_error import ErrorKind
 
@@ -112,6 +112,10 @@ class HetznerAccount:
         self._run: ThreadRunner = run or self._run_in_thread
         # When a choice without capacity may be tried again.
         self._exhausted: dict[Choice, float] = {}
+        # Server types of which the project may have no more: when to try again, and the vendor's message.
+        self._limited_types: dict[str, tuple[float, str]] = {}
+        # "shared" or "dedicated", as far as the vendor reported it.
+        self._cpu_types: dict[str, str] = {}
         self._prices: dict[str, PriceList] = {}
         self._prices_due = float("-inf")
         self._prices_lock = asyncio.Lock()
@@ -194,6 +198,26 @@ class HetznerAccount:
         self._exhausted = {choice: until for choice, until in self._exhausted.items() if until > now}
         return set(self._exhausted)
 
+    def record_limit(self, kind: LimitKind, server_types: Collection[str], message: str, for_s: float) -> None:
+        """A limit of the project is reached. `server_types`: those that were asked for, and others of the fleet."""
+        until = asyncio.get_running_loop().time() + for_s
+        for name in server_types:
+            if kind is not LimitKind.DEDICATED_CORES or self.is_dedicated(name):
+                self._limited_types[name] = (until, message)
+
+    def limited(self) -> dict[str, str]:
+        """Server types that a limit of the project excludes, with the vendor's message."""
+        now = asyncio.get_running_loop().time()
+        self._limited_types = {name: entry for name, entry in self._limited_types.items() if entry[0] > now}
+        return {name: message for name, (_, message) in self._limited_types.items()}
+
+    def forget_limits(self) -> None:
+        self._limited_types.clear()
+
+    def is_dedicated(self, server_type: str) -> bool:
+        """Whether its cores count towards the limit of dedicated cores."""
+        return self._cpu_types.get(server_type, "dedicated" if server_type.startswith("ccx") else "") == "dedicated"
+
     async def out_of_stock(self, server_types: set[str], max_wait_s: float) -> set[Choice]:
         """Choices that the vendor reports as unavailable. Unknown counts as available."""
         loop, found = asyncio.get_running_loop(), set[Choice]()
@@ -203,6 +227,7 @@ class HetznerAccount:
                 self._stock_due[name] = loop.time() + STOCK_FRESH_S
                 try:
                     page = await self.send(partial(self.api.server_types.get_list, name=name), max_wait_s=max_wait_s)
+                    self._cpu_types |= {str(each.name): str(each.cpu_type) for each in page.server_types}
                     self._out_of_stock[name] = {
                         Choice(name, str(place.location.name))
                         for server_type in page.server_types

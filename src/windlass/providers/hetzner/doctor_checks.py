@@ -1,6 +1,7 @@
 """The `windlass doctor` checks for Hetzner fleets: whether a server could be created. Only reads."""
 
 from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
 
 from windlass.model.errors import Throttled
 from windlass.model.fleet import FleetConfig
@@ -29,8 +30,11 @@ async def run_checks(
         return
     if identity is not None and (orphans := await _check_primary_ips(account, ours)) is not None:
         yield orphans
-    for network in sorted({n for s in fleets.values() if (n := s.network_id or network_id) is not None}):
+    on_network = [settings for settings in fleets.values() if settings.is_network_on]
+    for network in sorted({n for s in on_network if (n := s.network_id or network_id) is not None}):
         yield await _check_network(account, network)
+    for name, settings in fleets.items():
+        yield _check_exposure(name, settings)
     choices = {choice for settings in fleets.values() for choice in settings.ordered}
     for name in sorted({choice.server_type for choice in choices}):
         locations = {choice.location for choice in choices if choice.server_type == name}
@@ -41,14 +45,14 @@ async def run_checks(
 
 def check_boot_time(fleet: str, config: FleetConfig) -> Diagnostic | None:
     """A warning if spawn_timeout_s may be too short for the first boot."""
-    if not config.bootstrap.images or config.spawn_timeout_s >= SLOW_BOOT_S:
+    if not config.bootstrap.images or config.spawn_timeout_s is None or config.spawn_timeout_s >= SLOW_BOOT_S:
         return None
     count = len(config.bootstrap.images)
     return Diagnostic(
         "boot time",
         f"a new server of fleet {fleet} has {config.spawn_timeout_s:g} s to install Docker, pull {count} "
         f"image{'' if count == 1 else 's'} and start its worker; after that it is replaced",
-        f"set spawn_timeout_s to {SLOW_BOOT_S:g} or more, or use a server image that contains them",
+        f"remove spawn_timeout_s, set it to {SLOW_BOOT_S:g} or more, or use a server image that contains them",
     )
 
 
@@ -90,6 +94,19 @@ async def _check_primary_ips(account: HetznerAccount, ours: str) -> Diagnostic |
     )
 
 
+def _check_exposure(fleet: str, settings: HetznerSettings) -> Diagnostic:
+    """Which public addresses servers have, and whether a firewall protects them."""
+    families = [name for name, is_on in (("IPv4", settings.is_ipv4_on), ("IPv6", settings.is_ipv6_on)) if is_on]
+    if not families:
+        return Diagnostic("exposure", f"servers of fleet {fleet} have no public address")
+    public = f"servers of fleet {fleet} have a public {' and '.join(families)} address"
+    if not settings.is_firewall_on:
+        return Diagnostic("exposure", f"{public} and no firewall", "set is_firewall_on = true")
+    given = ", ".join(map(str, settings.firewall_ids))
+    firewall = f"firewall {given}" if given else "a firewall that admits nothing"
+    return Diagnostic("exposure", f"{public} behind {firewall}")
+
+
 async def _check_network(account: HetznerAccount, network_id: int) -> Diagnostic:
     try:
         network = await account.request(lambda: account.api.networks.get_by_id(network_id))
@@ -108,6 +125,18 @@ async def _check_server_type(account: HetznerAccount, name: str, locations: set[
     available = {
         str(place.location.name): place.available for found in page.server_types for place in found.locations or ()
     }
+    retired = {
+        str(place.location.name): place.deprecation.unavailable_after
+        for found in page.server_types
+        for place in found.locations or ()
+        if place.deprecation is not None and place.deprecation.unavailable_after is not None
+    }
+    if leaving := sorted(locations & retired.keys()):
+        first = min(retired[location] for location in leaving)
+        is_gone = first <= datetime.now(UTC)
+        verb = "is retired since" if is_gone else "will be retired on"
+        message = f"{name} {verb} {first:%Y-%m-%d} in {', '.join(leaving)}"
+        return Diagnostic("server type", message, "replace it in hetzner.choices", is_error=is_gone)
     if missing := ", ".join(sorted(locations - available.keys())):
         message = f"{name} is not offered in {missing}"
         return Diagnostic("server type", message, "change hetzner.choices", is_error=True)

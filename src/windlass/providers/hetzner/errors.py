@@ -1,5 +1,6 @@
 """Maps what a call of Hetzner's SDK raises to a VendorError."""
 
+from enum import StrEnum
 from typing import Any
 
 import requests
@@ -42,7 +43,8 @@ def to_vendor_error(error: Exception) -> VendorError:
         if isinstance(error.code, str):
             details = error.details if isinstance(error.details, dict) else {}
             kind = _BY_CODE.get(error.code, ErrorKind.LOST)
-            return VendorError(kind, message, fields=_invalid_fields(details.get("fields")))
+            fields, limits = (_names(details.get(name)) for name in ("fields", "limits"))
+            return VendorError(kind, message, fields=fields, limits=limits)
         is_client_error = 400 <= error.code < 500 and error.code != 408
         default = ErrorKind.REFUSED if is_client_error else ErrorKind.LOST
         return VendorError(_BY_STATUS.get(error.code, default), message)
@@ -59,9 +61,29 @@ def to_vendor_error(error: Exception) -> VendorError:
     return VendorError(ErrorKind.LOST, f"unreadable response ({type(error).__name__}: {shorten(error)})")
 
 
-def _invalid_fields(fields: Any) -> frozenset[str]:
-    named = fields if isinstance(fields, list) else []
-    return frozenset(str(field["name"]) for field in named if isinstance(field, dict) and "name" in field)
+class LimitKind(StrEnum):
+    """What a project may have no more of. The vendor's limits are per kind."""
+
+    SERVERS = "servers"
+    PRIMARY_IPS = "primary_ips"
+    DEDICATED_CORES = "dedicated_cores"
+    # Any other, such as cores or memory in total: another server type may fit.
+    OTHER = "other"
+
+
+def limit_kind(error: VendorError) -> LimitKind:
+    """By the names in the details; the vendor sometimes gives only prose, such as "dedicated core limit exceeded"."""
+    text = " ".join([*sorted(error.limits), str(error)]).lower().replace("_", " ")
+    if "dedicated" in text:
+        return LimitKind.DEDICATED_CORES
+    if "primary ip" in text:
+        return LimitKind.PRIMARY_IPS
+    return LimitKind.SERVERS if "server limit" in text else LimitKind.OTHER
+
+
+def _names(entries: Any) -> frozenset[str]:
+    named = entries if isinstance(entries, list) else []
+    return frozenset(str(entry["name"]) for entry in named if isinstance(entry, dict) and "name" in entry)
 
 
 def _innermost_message(error: BaseException) -> str:

@@ -3,8 +3,10 @@
 Guarantees:
 - A server is ours if its labels name our database, our fleet and a worker. Others are neither listed nor touched.
 - `create` sends one request per choice of server type and location. A choice without capacity is skipped, and all
-  fleets with the token remember it. A choice that is refused is skipped too, but only this fleet remembers it, since
-  the cause may be in its settings; it is reported in `traits`. If all choices are refused, the request is invalid. If
+  fleets with the token remember it. So is a choice that a limit of the project excludes: limits are per kind, so
+  without dedicated cores a shared type may still be available. A choice that is refused is skipped too, but only this
+  fleet remembers it, since the cause may be in its settings. Both are reported in `traits`. If all choices are refused,
+  the request is invalid; if a limit excludes all that remain, it is LimitReached. If
   the name is in use by a server with our labels, an earlier response was lost and that server is adopted. Any other
   failure that is not a clear rejection is Ambiguous.
 - `list_machines` is complete or raises (server_list.py).
@@ -48,9 +50,10 @@ from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import BUSY_PAUSE_S, MAX_WAIT_S, PAGE_SIZE, HetznerAccount
 from windlass.providers.hetzner.catalog import order_choices
-from windlass.providers.hetzner.errors import TOKEN_HINT
+from windlass.providers.hetzner.errors import TOKEN_HINT, LimitKind, limit_kind
 from windlass.providers.hetzner.limiter import RATE_PER_S
 from windlass.providers.hetzner.primary_ips import PrimaryIpReaper
+from windlass.providers.hetzner.private_network import ProjectNetwork
 from windlass.providers.hetzner.server_list import LIST_REUSE_S, ServerList
 from windlass.providers.vendor_error import ErrorKind, VendorError
 
@@ -107,12 +110,13 @@ class HetznerProvider:
         self._installation = fingerprint(identity)
         self._labels = naming.fleet_labels(self._installation, fleet)
         self._render_user_data = render_user_data
-        self._network_id = settings.network_id or network_id
+        self._network_id = settings.network_id or (network_id if settings.is_network_on else None)
         self._delete_poll_intervals_s = delete_poll_intervals_s
         self._now = now
         # Refused choices: when, and the vendor's message.
         self._refused: dict[Choice, tuple[datetime, str]] = {}
         self._primary_ips = PrimaryIpReaper(account, self._labels)
+        self._default_network = ProjectNetwork(account)
         self._servers = ServerList(
             fleet,
             settings,
@@ -141,6 +145,10 @@ class HetznerProvider:
                 (str(choice), message) for choice, message in self._refused_within(REFUSED_REPORTED_S).items()
             ),
         )
+
+    def _limited_choices(self) -> dict[Choice, str]:
+        limited = self._account.limited()
+        return {c: limited[c.server_type] for c in self._settings.ordered if c.server_type in limited}
 
     def _refused_within(self, seconds: float) -> dict[Choice, str]:
         since = self._now() - timedelta(seconds=seconds)
@@ -188,23 +196,29 @@ class HetznerProvider:
 
     async def _create(self, name: str, labels: dict[str, str], user_data: str, doing: str) -> BoundServer:
         choices = self._settings.ordered
+        limited = self._limited_choices()
         skipped = self._account.exhausted() | self._refused_within(self._settings.capacity_memory_s).keys()
+        skipped |= limited.keys()
         if all(choice in skipped for choice in choices):
-            raise self._no_capacity(doing)
+            raise self._nothing_left(doing)
         # Stock is only a hint, not worth waiting for.
         out_of_stock = await self._account.out_of_stock({choice.server_type for choice in choices}, max_wait_s=0.0)
         refused: list[tuple[Choice, VendorError]] = []
         for choice in order_choices(choices, skipped, out_of_stock):
+            if choice in self._limited_choices():
+                continue  # a limit that an earlier choice has shown
             try:
-                created = await self._account.request(
-                    partial(self._post, name, labels, user_data, choice), attempts=CREATE_ATTEMPTS
-                )
+                post = await self._request_of(name, labels, user_data, choice)
+                created = await self._account.request(post, attempts=CREATE_ATTEMPTS)
             except VendorError as error:
                 if error.kind is ErrorKind.NAME_IN_USE:
                     return await self._adopt_server(name, labels, error, doing)
+                if error.kind is ErrorKind.LIMIT and self._record_limit(choice, error):
+                    continue
                 if _may_depend_on_choice(error):
                     refused.append((choice, error))
                     continue
+                self._default_network.forget()
                 if error.kind is not ErrorKind.NO_CAPACITY:
                     raise self._creation_error(error, doing) from error
                 log.info("no capacity", fleet=self._fleet, choice=str(choice), error=str(error))
@@ -219,8 +233,34 @@ class HetznerProvider:
         if refused and len(all_refused) == len(choices):
             # Nothing is left to try: the next request tries all choices again.
             self._refused.clear()
+            self._default_network.forget()
             raise self._creation_error(refused[0][1], doing)
-        raise self._no_capacity(doing)
+        raise self._nothing_left(doing)
+
+    def _record_limit(self, choice: Choice, error: VendorError) -> bool:
+        """Remember which kind is used up, and for which server types. False if no choice can help."""
+        kind, types = limit_kind(error), {choice.server_type}
+        if kind in (LimitKind.SERVERS, LimitKind.PRIMARY_IPS):
+            return False
+        if kind is LimitKind.DEDICATED_CORES:
+            types |= {each.server_type for each in self._settings.ordered}
+        log.warning("limit reached", fleet=self._fleet, choice=str(choice), limit=kind.value, error=str(error))
+        self._account.record_limit(kind, types, str(error), self._settings.capacity_memory_s)
+        for each, message in self._limited_choices().items():
+            self._refused[each] = (self._now(), message)
+        return True
+
+    def _nothing_left(self, doing: str) -> ProviderError:
+        """Why no choice can be tried: a limit of the project excludes all that are not refused, or no capacity."""
+        limited = self._limited_choices()
+        refused = self._refused_within(self._settings.capacity_memory_s)
+        if limited and all(choice in limited or choice in refused for choice in self._settings.ordered):
+            # The next request, after the control loop's back-off, asks again.
+            self._account.forget_limits()
+            self._refused.clear()
+            message = next(iter(limited.values()))
+            return self._creation_error(VendorError(ErrorKind.LIMIT, message), doing)
+        return self._no_capacity(doing)
 
     def _record_refused(self, refused: Sequence[tuple[Choice, VendorError]]) -> None:
         """Skip these for a while, and report them."""
@@ -235,9 +275,17 @@ class HetznerProvider:
         reasons = [f" Refused: {choice} ({message})." for choice, message in refused.items()]
         return NoCapacity(f"{doing}: no capacity for {lacking}. {advice}{''.join(reasons)}")
 
-    def _post(self, name: str, labels: dict[str, str], user_data: str, choice: Choice) -> CreateServerResponse:
-        settings = self._settings
-        return self._account.api.servers.create(
+    async def _request_of(
+        self, name: str, labels: dict[str, str], user_data: str, choice: Choice
+    ) -> Callable[[], CreateServerResponse]:
+        """The call that creates a server. Network and firewall are found or created before. Raises VendorError."""
+        settings, network_id, firewalls = self._settings, self._network_id, list(self._settings.firewall_ids)
+        if settings.is_network_on and network_id is None:
+            network_id = await self._default_network.network_id(choice.location)
+        if settings.is_firewall_on and settings.has_public_address and not firewalls:
+            firewalls = [await self._default_network.firewall_id()]
+        return partial(
+            self._account.api.servers.create,
             name=name,
             server_type=ServerType(name=choice.server_type),
             # The API accepts an id or a name here, as text.
@@ -246,8 +294,8 @@ class HetznerProvider:
             labels=labels,
             user_data=user_data,
             ssh_keys=[SSHKey(name=key) for key in settings.ssh_keys] or None,
-            firewalls=[Firewall(id=number) for number in settings.firewall_ids] or None,
-            networks=[Network(id=self._network_id)] if self._network_id is not None else None,
+            firewalls=[Firewall(id=number) for number in firewalls] or None,
+            networks=[Network(id=network_id)] if network_id is not None else None,
             public_net=ServerCreatePublicNetwork(enable_ipv4=settings.is_ipv4_on, enable_ipv6=settings.is_ipv6_on),
         )
 
@@ -280,7 +328,7 @@ class HetznerProvider:
                 return ProviderUnreachable(message, retry_after_s=UNREACHABLE_PAUSE_S)
             case ErrorKind.LOST:
                 return Ambiguous(message)
-            case ErrorKind.REFUSED | ErrorKind.NOT_FOUND:
+            case ErrorKind.REFUSED | ErrorKind.NOT_FOUND | ErrorKind.INVALID:
                 return InvalidRequest(f"{message}: check the hetzner settings of fleet {self._fleet}.")
             case _:
                 return Refused(f"{message}: check the hetzner settings of fleet {self._fleet}.")

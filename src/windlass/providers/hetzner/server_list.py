@@ -169,6 +169,7 @@ class ServerList:
             price_parts=parts,
             currency=prices.currency if prices is not None and parts else None,
             note=f"the server is {server.status}" if state is MachineState.EXITED else None,
+            is_locked=bool(server.protection and server.protection["delete"]),
         )
 
     def _state(self, server: BoundServer) -> MachineState:

@@ -9,6 +9,11 @@ from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.providers.money import to_micros
 
 CURRENCY = "USD"
+# Published price of a pod's disks while it exists: 0.10 USD per GB and month of 30 days.
+DISK_MICROS_PER_GB_MONTH = 100_000
+_HOURS_PER_MONTH = 30 * 24
+# Runpod's own size of a container disk if neither the settings nor a template name one.
+DEFAULT_DISK_GB = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,25 @@ def read_price(dollars: object) -> int | None:
     return micros if micros > 0 else None
 
 
+def disk_price(size_gb: int) -> int:
+    """Micros per hour of a pod's disks, rounded half up. The price that the API reports for a pod leaves them out."""
+    return (2 * size_gb * DISK_MICROS_PER_GB_MONTH + _HOURS_PER_MONTH) // (2 * _HOURS_PER_MONTH)
+
+
+def disk_gb_of(pod: Mapping[str, Any]) -> int:
+    """The container's disk and the pod's own volume. A network volume is not a disk of the pod."""
+    persistent = (pod.get("mounts") or {}).get("persistent") or {}
+    sizes = (pod.get("disk"), persistent.get("size") if isinstance(persistent, Mapping) else None)
+    return sum(size for size in sizes if isinstance(size, int) and size > 0)
+
+
 def quote(settings: RunpodSettings, offers: Offers) -> Quote | None:
     """The price of the first choice whose price is known."""
     for choice in settings.ordered:
         offer = offers.get(choice.cloud, {}).get(choice.gpu)
         if offer is not None and offer.micros_per_hour is not None:
-            return Quote(str(choice), offer.micros_per_hour * settings.gpu_count, CURRENCY)
+            gpus = offer.micros_per_hour * settings.gpu_count
+            return Quote(str(choice), gpus + disk_price(settings.disk_gb or DEFAULT_DISK_GB), CURRENCY)
     return None
 
 

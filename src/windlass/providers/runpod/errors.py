@@ -21,9 +21,12 @@ _BY_STATUS = {
 # requested specifications. Please refresh and try again." Similar wordings are taken to mean the same.
 _NO_CAPACITY = re.compile(
     r"no longer any|no (?:\w+ )?(?:instances?|machines?|capacity|gpus?)\b.*\bavailable|not enough (?:free|gpus?)|"
-    r"out of (?:stock|capacity)|(?:insufficient|no) capacity|currently (?:unavailable|no)|does not have the resources",
+    r"no available (?:instances?|machines?|gpus?)|out of (?:stock|capacity)|(?:insufficient|no) (?:\w+ )?capacity|"
+    r"currently (?:unavailable|no)|is unavailable in|does not have the resources",
     re.IGNORECASE,
 )
+# A person locked the pod. It refuses to be stopped or deleted, and is billed, until a person unlocks it.
+_LOCKED = re.compile(r"\bpod is locked\b|\blocked pod\b|\bunlock\b", re.IGNORECASE)
 
 
 def response_error(response: httpx.Response) -> VendorError:
@@ -35,6 +38,8 @@ def response_error(response: httpx.Response) -> VendorError:
     except (ValueError, KeyError, TypeError, AttributeError):
         message = shorten(response.reason_phrase or "no reason given")
     kind = _BY_STATUS.get(response.status_code, ErrorKind.LOST)
+    if kind in (ErrorKind.BUSY, ErrorKind.REFUSED) and _LOCKED.search(message):
+        kind = ErrorKind.PROTECTED
     if kind is ErrorKind.REFUSED and _NO_CAPACITY.search(message):
         kind = ErrorKind.NO_CAPACITY
     retry_after = response.headers.get("Retry-After", "")

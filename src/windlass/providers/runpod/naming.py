@@ -85,5 +85,6 @@ def location_body(choice: GpuChoice, settings: RunpodSettings) -> dict[str, Any]
     gpu: dict[str, Any] = {"id": choice.gpu, "count": settings.gpu_count}
     if settings.min_cuda_version is not None:
         gpu["minCudaVersion"] = settings.min_cuda_version
-    where = {"dataCenterIds": list(choice.data_centers)} if choice.data_centers else {}
+    places = [place for place in choice.data_centers if place not in settings.excluded_data_centers]
+    where = {"dataCenterIds": places} if places else {}
     return {"gpu": gpu, "cloud": choice.cloud, **where}

@@ -5,6 +5,7 @@ our own creations and deletions since.
 """
 
 import asyncio
+import ipaddress
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,7 +16,7 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.recent_changes import RecentChanges
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Json, PodListing, RunpodAccount
-from windlass.providers.runpod.catalog import CURRENCY, Offers, read_price
+from windlass.providers.runpod.catalog import CURRENCY, Offers, disk_gb_of, disk_price, read_price
 from windlass.providers.runpod.errors import TOKEN_HINT
 from windlass.providers.runpod.ssh import Endpoint
 from windlass.providers.vendor_error import VendorError
@@ -101,7 +102,10 @@ class PodList:
             offer = offers.get(cloud, {}).get(gpu)
             if offer is not None and offer.micros_per_hour is not None:
                 price = offer.micros_per_hour * self._settings.gpu_count
-        endpoint = self.endpoint(pod)
+        if price is not None:
+            price += disk_price(disk_gb_of(pod))
+        endpoint, host = self.endpoint(pod), _host(pod)
+        place = str(pod.get("dataCenterId") or "") or None
         # RUNNING without a runtime has not started yet. An unknown status does not mean gone.
         is_running = status == "RUNNING" and pod.get("runtime") is not None
         running_state = MachineState.RUNNING if is_running else MachineState.BOOTING
@@ -112,10 +116,13 @@ class PodList:
             created_at=created_at,
             address=f"{endpoint.host}:{endpoint.port}" if endpoint is not None else None,
             instance_type=gpu or None,
-            place=str(pod.get("dataCenterId") or "") or None,
+            place=place,
+            host=host,
             price_micros_per_hour=price,
             currency=CURRENCY if price is not None else None,
             note=EXITED.get(status),
+            misplaced=self._settings.placement_problem(gpu, cloud, place, host),
+            is_locked=bool(pod.get("locked")),
         )
 
     def endpoint(self, pod: Json) -> Endpoint | None:
@@ -124,6 +131,20 @@ class PodList:
         if not direct:
             return None
         return Endpoint(str(direct["host"]), int(direct["port"]), self._settings.ssh.user or str(direct["username"]))
+
+
+def _host(pod: Json) -> str | None:
+    """The public address of the physical host, which all pods on it share. The API has no other name for a host.
+    None for an emulator, where all pods have the address of this host."""
+    ports = (pod.get("runtime") or {}).get("ports") or ()
+    direct = (pod.get("ssh") or {}).get("direct") or {}
+    for address in (*(port.get("ip") for port in ports), direct.get("host")):
+        try:
+            if address and ipaddress.ip_address(str(address)).is_global:
+                return str(address)
+        except ValueError:
+            continue
+    return None
 
 
 def _read_time(value: Any) -> datetime | None:

@@ -11,6 +11,8 @@ Guarantees:
 - `delete` returns when a pod whose deletion was requested is not found by its id. An accepted deletion is not enough.
   A new pod may be hidden from reads by id, so a complete list must confirm that it is gone. If the deletion itself
   answered "not found", a list must confirm that, and the pod must be older than new pods may be hidden.
+- A pod that Runpod placed elsewhere than requested, or where a person excluded it, is listed as misplaced. A locked pod
+  is listed as locked, and its deletion is refused without a request.
 - A stopped pod is never started again, since its GPUs may be in use by others. It counts as exited.
 - `prepare` (with `auto_start_worker`) checks a pod over SSH and starts its worker once (provisioning.py).
 """
@@ -64,6 +66,7 @@ _CREATION_LATENESS_S = 60.0 + _ABSENCE_GRACE_S
 # A pod that was just deleted may still be listed, and a pod of a newer leader before its row is visible.
 _ORPHAN_GRACE_S = _ABSENCE_GRACE_S
 _PAUSE_S = 5.0
+UNLOCK_HINT = "unlock it in Runpod's console. It is billed until then."
 # Letters and digits. An id of digits only is a Hetzner server's.
 _POD_ID = re.compile(r"[A-Za-z0-9_-]+")
 _SKIPPED_KINDS = (ErrorKind.NO_CAPACITY, ErrorKind.FORBIDDEN, ErrorKind.REFUSED)
@@ -168,6 +171,8 @@ class RunpodProvider:
             raise Ambiguous(f"{doing}: no response within {CREATE_TIMEOUT_S:g} s") from None
         machine = self._pods.to_machine(pod, offers)
         self._pods.changes.record(machine.id, machine)
+        if machine.misplaced is not None:
+            log.warning("pod misplaced", fleet=self._fleet, pod=machine.id, place=machine.place, host=machine.host)
         return machine
 
     async def _request_pod(self, body: Json, offers: Offers, doing: str) -> Json:
@@ -194,6 +199,9 @@ class RunpodProvider:
                     raise Ambiguous(f"{doing}: the response has no pod id")
                 self._refused.pop(choice, None)
                 self._refused |= {each: (self._now(), str(error)) for each, error in refused}
+                if self._pods.to_machine(pod, offers).misplaced is not None:
+                    # The data centers of a request are only preferred. Other choices come first for a while.
+                    self._account.record_no_capacity(self._capacity_key(choice), self._settings.capacity_memory_s)
                 return pod
         if not exhausted:
             raise self._creation_error(refused[-1][1], doing)
@@ -255,6 +263,8 @@ class RunpodProvider:
         if machine.id not in self._pods.changes:
             # A pod that is not found may be new and ours. It is deleted too, since ids are never reused.
             pod = self._account.last_listed(machine.id) or await self._account.get_pod(machine.id)
+            if pod is not None and pod.get("locked"):
+                raise Refused(f"{doing}: the pod is locked: {UNLOCK_HINT}")
             if pod is not None and naming.tagged_worker(pod, self._tag) is None:
                 raise Refused(
                     f"{doing}: the pod has lost our tag. Terminate it in Runpod's console, or restore its "
@@ -267,6 +277,8 @@ class RunpodProvider:
             try:
                 accepted_at = _clamp_to_second(self._now(), await self._account.delete_pod(machine.id))
             except VendorError as error:
+                if error.kind is ErrorKind.PROTECTED:
+                    raise Refused(f"{doing}: {error}: {UNLOCK_HINT}") from error
                 # Not found, a temporary state, or no response: check whether it is gone.
                 if error.kind not in (ErrorKind.NOT_FOUND, ErrorKind.BUSY, ErrorKind.LOST):
                     raise

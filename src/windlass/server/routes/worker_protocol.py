@@ -104,6 +104,14 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
             case Activation.ENDED | Activation.UNKNOWN:
                 raise gone(f"worker {worker_id} has terminated")
 
+    @router.post(http.BOOT_STEP, status_code=204)
+    async def report_boot_step(worker_id: str, call: http.BootStepCall, caller: JoiningMachine) -> Response:
+        """A machine that has not joined yet reports what its boot does. Each report proves progress."""
+        if caller.worker_id != worker_id:
+            raise forbidden(f"this join token does not belong to worker {worker_id}")
+        await store.report_boot_step(worker_id, call.step)
+        return Response(status_code=204)
+
     @router.post(http.SELF_REGISTER, **documented(http.SelfRegisterReply, "Register an unmanaged worker"))
     async def self_register(call: http.SelfRegisterCall, caller: WorkerToken, request: Request) -> Response:
         """Register a worker outside of any fleet, with the worker token in the body. Repeating it is safe."""

@@ -137,6 +137,17 @@ create table windlass.workers (
   instance_type text,
   -- The provider's name of its location: nbg1.
   place text,
+  -- The machine's address, and that of the physical host that runs it, as far as the provider reports them.
+  address text,
+  machine_host text,
+  -- Phases of the boot: the provider reported the machine as running; the machine first reached the control plane, or
+  -- the control plane the machine. Before them created_at (requested), after them joined_at and first_claimed_at.
+  running_at timestamptz,
+  reachable_at timestamptz,
+  -- The last step that the machine reported before it joined, and all of them: [{"step", "at"}], at most 40.
+  boot_step text,
+  boot_step_at timestamptz,
+  boot_steps jsonb not null default '[]',
   -- When starting the worker's program on the machine began, and when it was done; or why it cannot be done.
   preparing_at timestamptz,
   prepared_at timestamptz,

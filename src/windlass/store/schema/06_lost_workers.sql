@@ -134,7 +134,7 @@ begin
     )
     select count(*) into v_released
     from held
-    where windlass.release_task(p_worker_id, held.id, held.claim_token, 'its worker was quarantined');
+    where windlass.release_task(p_worker_id, held.id, held.claim_token, 'not the fault of the task: ' || p_reason);
   end if;
   select r.requeued + r.failed + v_released into v_requeued
   from windlass_internal.requeue_tasks_of(

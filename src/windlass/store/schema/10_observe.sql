@@ -53,6 +53,10 @@ create function windlass_internal.observe(
   node jsonb,
   failing_since timestamptz,
   provider text,
+  running_at timestamptz,
+  progress_at timestamptz,
+  address text,
+  machine_host text,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -133,14 +137,15 @@ begin
             and w.slot is not null and w.failed_at is not null
           order by w.failed_at desc, w.id collate "C" desc limit 1
         ),
-        'boot_p50_s', (
-          select percentile_cont(0.5) within group (order by extract(epoch from b.activated_at - b.created_at))
+        'boots', (
+          select json_build_object('count', count(*), 'p50_s', percentile_cont(0.5) within group (order by b.boot_s),
+            'p99_s', percentile_cont(0.99) within group (order by b.boot_s))
           from (
-            select w.activated_at, w.created_at from windlass.workers w
+            select extract(epoch from w.activated_at - w.created_at) as boot_s from windlass.workers w
             where w.fleet = p_fleet and w.slot is not null
             order by w.created_at desc, w.id collate "C" desc limit 50
           ) as b
-          where b.activated_at is not null
+          where b.boot_s is not null
         ),
         'spending', windlass_internal.observe_spending(p_fleet, v_now),
         'ended_bills', coalesce((
@@ -166,6 +171,14 @@ begin
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
         'storage', windlass_internal.observe_storage(p_fleet),
+        'avoided_hosts', array(
+          -- Index workers_failed. Codes of checks that depend on the host, not on the image.
+          select w.machine_host from windlass.workers w
+          where w.fleet = p_fleet and w.failed_at > v_now - interval '1 day' and w.machine_host is not null
+            and w.code in ('GPU_NOT_DETECTED', 'STORAGE_NOT_MOUNTED', 'DISK_FULL', 'SSH_UNREACHABLE')
+          group by w.machine_host having count(*) >= 2
+          order by w.machine_host collate "C" limit 1000
+        ),
         'failure_streaks', windlass_internal.observe_failure_streaks(p_fleet, p_queues, p_quarantine_min_failures),
         'orphaned', array(
           select t.worker_id from windlass.tasks t
@@ -188,7 +201,8 @@ begin
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.vram_lost_at, w.code, w.reason,
       w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
       w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
-      w.provider, t.id, t.started_at, t.timeout_s::double precision
+      w.provider, w.running_at, greatest(w.boot_step_at, w.reachable_at, w.joined_at, w.preparing_at, w.prepared_at),
+      w.address, w.machine_host, t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
     where w.fleet = p_fleet and w.status <> 'terminated'

@@ -185,7 +185,11 @@ begin
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
             prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now)
               else prepared_at end,
-            instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place'
+            instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place',
+            address = v_machine ->> 'address', machine_host = v_machine ->> 'host',
+            running_at = case when v_machine ->> 'state' = 'running' then v_now end,
+            prepare_code = case when v_machine ->> 'misplaced' is not null then 'MISPLACED' else prepare_code end,
+            prepare_reason = coalesce(v_machine ->> 'misplaced', prepare_reason)
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
           perform windlass_internal.open_bill(
@@ -199,6 +203,13 @@ begin
           jsonb_path_query_first(
             p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
           (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+      when 'record_machine' then
+        update windlass.workers
+        set address = coalesce(v_action ->> 'address', address),
+            machine_host = coalesce(v_action ->> 'machine_host', machine_host),
+            running_at = case when (v_action ->> 'is_running')::boolean then coalesce(running_at, v_now)
+              else running_at end
+        where id = v_action ->> 'worker_id' and machine_id = v_action ->> 'machine_id';
       when 'prepare' then
         -- Recorded before the program is started, so that an interrupted preparation is recognized.
         update windlass.workers set preparing_at = v_now
@@ -299,7 +310,15 @@ begin
             creation = 'created',
             prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now)
               else prepared_at end,
-            instance_type = v_outcome -> 'machine' ->> 'instance_type', place = v_outcome -> 'machine' ->> 'place'
+            instance_type = v_outcome -> 'machine' ->> 'instance_type', place = v_outcome -> 'machine' ->> 'place',
+            address = coalesce(v_outcome -> 'machine' ->> 'address', address),
+            machine_host = coalesce(v_outcome -> 'machine' ->> 'host', machine_host),
+            running_at = case when v_outcome -> 'machine' ->> 'state' = 'running' then coalesce(running_at, v_now)
+              else running_at end,
+            -- Until the next cycle deletes it, it must not join.
+            prepare_code = case when v_outcome -> 'machine' ->> 'misplaced' is not null then 'MISPLACED'
+              else prepare_code end,
+            prepare_reason = coalesce(v_outcome -> 'machine' ->> 'misplaced', prepare_reason)
         where id = v_outcome ->> 'worker_id'
           and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
         if found then
@@ -344,7 +363,8 @@ begin
         perform windlass_internal.add_event('MACHINE_NOT_DELETED', v_outcome ->> 'reason', p_fleet,
           v_outcome ->> 'worker_id', null);
       when 'host_key_seen' then
-        update windlass.workers set host_key = v_outcome ->> 'host_key'
+        update windlass.workers
+        set host_key = v_outcome ->> 'host_key', reachable_at = coalesce(reachable_at, v_now)
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and host_key is null;
       when 'prepared' then
         update windlass.workers

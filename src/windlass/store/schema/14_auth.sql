@@ -73,7 +73,8 @@ begin
   if not found then
     return 'unknown';
   end if;
-  if v_worker.status not in ('spawning', 'active', 'terminating') then
+  -- A machine in the wrong place is about to be deleted: it must get no task.
+  if v_worker.status not in ('spawning', 'active', 'terminating') or v_worker.prepare_code = 'MISPLACED' then
     return 'ended';
   end if;
   if v_worker.token_hash is not null then
@@ -82,11 +83,28 @@ begin
   if v_worker.join_expires_at <= windlass.now() then
     return 'expired';
   end if;
-  update windlass.workers set token_hash = p_token_hash, joined_at = windlass.now() where id = p_worker_id;
+  update windlass.workers
+  set token_hash = p_token_hash, joined_at = windlass.now(), reachable_at = coalesce(reachable_at, windlass.now())
+  where id = p_worker_id;
   perform windlass_internal.add_event('WORKER_JOINED', 'machine exchanged its join token', v_worker.fleet, p_worker_id,
     null);
   return 'activated';
 end
+$$;
+
+-- A machine that has not joined yet reports the step of its boot. It proves that the machine makes progress, so its
+-- spawn timeout begins again. Without effect after the first heartbeat.
+create function windlass_internal.report_boot_step(p_worker_id text, p_step text) returns void
+language sql
+as $$
+  update windlass.workers
+  set boot_step = p_step, boot_step_at = windlass.now(), reachable_at = coalesce(reachable_at, windlass.now()),
+      boot_steps = case
+        when boot_step is distinct from p_step and jsonb_array_length(boot_steps) < 40
+        then boot_steps || jsonb_build_object('step', p_step, 'at', windlass.now())
+        else boot_steps
+      end
+  where id = p_worker_id and status = 'spawning' and slot is not null and last_heartbeat is null
 $$;
 
 -- A joined machine cannot start its worker. The control plane fails the worker with this code. Without effect after the

@@ -87,6 +87,46 @@ cross join lateral (
 ) as t
 where w.status <> 'terminated';
 
+-- Per spawned worker: the moments of its boot, and the seconds from the request to each of them.
+create view windlass.boot_phases as
+select
+  w.id as worker_id,
+  w.fleet, w.provider, w.place, w.status, w.code, w.boot_step,
+  w.created_at as requested_at,
+  w.running_at, w.reachable_at,
+  coalesce(w.joined_at, w.activated_at) as joined_at,
+  w.first_claimed_at,
+  extract(epoch from w.running_at - w.created_at) as running_s,
+  extract(epoch from w.reachable_at - w.created_at) as reachable_s,
+  extract(epoch from coalesce(w.joined_at, w.activated_at) - w.created_at) as joined_s,
+  extract(epoch from w.first_claimed_at - w.created_at) as first_claim_s
+from windlass.workers w
+where w.slot is not null;
+
+-- Per fleet and phase: boot times of its last 200 spawned workers.
+create view windlass.boot_times as
+select
+  f.name::text as fleet, p.phase, count(*) as count,
+  percentile_cont(0.5) within group (order by p.seconds) as p50_s,
+  percentile_cont(0.95) within group (order by p.seconds) as p95_s,
+  percentile_cont(0.99) within group (order by p.seconds) as p99_s
+from windlass.fleets f
+cross join lateral (
+  select w.created_at, w.running_at, w.reachable_at, coalesce(w.joined_at, w.activated_at) as joined_at,
+    w.first_claimed_at
+  from windlass.workers w where w.fleet = f.name and w.slot is not null
+  order by w.created_at desc, w.id collate "C" desc limit 200
+) as b
+cross join lateral (
+  values
+    ('running', extract(epoch from b.running_at - b.created_at)),
+    ('reachable', extract(epoch from b.reachable_at - b.created_at)),
+    ('joined', extract(epoch from b.joined_at - b.created_at)),
+    ('first_claim', extract(epoch from b.first_claimed_at - b.created_at))
+) as p (phase, seconds)
+where p.seconds is not null
+group by f.name, p.phase;
+
 -- Per worker: results and duration of its attempts, and its uptime. Failed attempts are counted from events, because a
 -- task's row keeps only its last worker.
 create view windlass.worker_performance as

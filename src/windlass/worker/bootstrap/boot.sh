@@ -20,10 +20,14 @@ MAX_ATTEMPTS=4
 
 step=starting
 say() { echo "windlass-boot $(date -u +%H:%M:%S) $*"; }
-begin() { step=$1; say "$1"; }
+# Tells the control plane what this machine does: its spawn timeout then begins again. Nothing depends on the answer.
+post() { python3 "$lib/fetch_wheel.py" "$etc/join.json" --step "$1" >/dev/null 2>&1 & }
+begin() { step=$1; say "$1"; post "$1"; }
 report() {
   code=$?
-  [ "$code" = 0 ] || say "FAILED while $step (exit code $code): this machine will not join"
+  [ "$code" = 0 ] && return
+  say "FAILED while $step (exit code $code): this machine will not join"
+  post "failed while $step"
 }
 trap report EXIT
 
@@ -40,6 +44,7 @@ retry() {
 
 pull_images() {
   while IFS= read -r image || [ -n "$image" ]; do
+    post "pulling $image"
     if retry timeout "$PULL_TIMEOUT_S" docker pull --quiet "$image" </dev/null; then
       say "pulled $image"
     else

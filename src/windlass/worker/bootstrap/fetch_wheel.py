@@ -1,10 +1,12 @@
 """Downloads the wheel of Windlass that the control plane serves, so that a machine runs the same version.
 
     python3 fetch_wheel.py JOIN_FILE FOLDER
+    python3 fetch_wheel.py JOIN_FILE --step TEXT
 
-Prints the path of the wheel and exits with 0, or prints an error message and exits with 1. A wheel is in FOLDER only if
-its SHA-256 matches. The join token is sent only to the URL in JOIN_FILE: redirects are refused and proxies ignored. A
-download does not use up the token. After the machine has joined, the worker token in JOIN_FILE.token is used instead.
+The first form prints the path of the wheel and exits with 0, or prints an error message and exits with 1. A wheel is in
+FOLDER only if its SHA-256 matches. The second form reports a step of the boot, once, and prints
+nothing. The join token is sent only to the URL in JOIN_FILE: redirects are refused and proxies ignored. Neither use
+uses up the token. After the machine has joined, the worker token in JOIN_FILE.token is used instead.
 This file is copied to machines that have only Python, so it uses only the standard library.
 """
 
@@ -18,6 +20,7 @@ import ssl
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,8 @@ DOWNLOAD_TIMEOUT_S = 180.0
 # Windlass is smaller than one megabyte.
 MAX_WHEEL_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 10
+STEP_TIMEOUT_S = 10.0
+MAX_STEP_CHARACTERS = 100
 CHUNK_BYTES = 1 << 16
 # Temporary errors: the same request may succeed later.
 TEMPORARY_CODES = frozenset({408, 425, 429})
@@ -67,6 +72,15 @@ class WheelSource:
         tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
         # No proxy, even if the environment has one: only the control plane may see the token.
         self._opener = urllib.request.build_opener(_NoRedirects, tls, urllib.request.ProxyHandler({}))
+
+    def report_step(self, worker_id: str, step: str) -> None:
+        """One attempt: a later step makes up for one that was lost. Raises OSError."""
+        text = "".join(c if " " <= c <= "~" else "?" for c in step)[:MAX_STEP_CHARACTERS]
+        path = f"/internal/workers/{urllib.parse.quote(worker_id, safe='')}/boot-step"
+        headers = {**self._headers, "Content-Type": "application/json"}
+        body = json.dumps({"step": text}).encode()
+        request = urllib.request.Request(self.url + path, body, headers)  # noqa: S310 - checked above
+        self._opener.open(request, timeout=STEP_TIMEOUT_S).close()
 
     def get(self, path: str, max_bytes: int) -> bytes:
         try:
@@ -144,9 +158,12 @@ def control_plane_of(join_file: Path) -> WheelSource:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fetch the wheel that the control plane serves.")
     parser.add_argument("join_file", type=Path)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path())
+    parser.add_argument("--step")
     parser.add_argument("--first-wait-s", type=float, default=FIRST_WAIT_S)
     arguments = parser.parse_args()
+    if arguments.step is not None:
+        return _report_step(arguments.join_file, arguments.step)
     try:
         wheel = fetch(control_plane_of(arguments.join_file), arguments.folder, arguments.first_wait_s)
     except DownloadRefused as error:
@@ -156,6 +173,15 @@ def main() -> int:
         _print_error(f"cannot use {arguments.join_file}: {type(error).__name__}")
         return 1
     sys.stdout.write(f"{wheel}\n")
+    return 0
+
+
+def _report_step(join_file: Path, step: str) -> int:
+    try:
+        worker_id = json.loads(join_file.read_text(encoding="utf-8"))["worker_id"]
+        control_plane_of(join_file).report_step(worker_id, step)
+    except (OSError, ValueError, LookupError, TypeError, DownloadRefused, http.client.HTTPException):
+        return 1
     return 0
 
 
