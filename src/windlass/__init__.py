@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from windlass.client import Client, ClientTask, SyncClient, TaskFailed
+    from windlass.model.codec import CodecError, PayloadCodec
     from windlass.model.errors import BadInput, ConfigError, DatabaseUnavailable, SchemaMismatch, WindlassError
     from windlass.model.task import NewTask, TaskStatus, new_task
     from windlass.worker.handler import DoNotRetry, RunningTask
+    from windlass.worker.sealed_handler import sealed
 
 __version__ = "0.1.0"
 __all__ = [
     "BadInput",
     "Client",
     "ClientTask",
+    "CodecError",
     "ConfigError",
     "DatabaseUnavailable",
     "DoNotRetry",
     "NewTask",
+    "PayloadCodec",
     "RunningTask",
     "SchemaMismatch",
     "SyncClient",
@@ -29,16 +33,19 @@ __all__ = [
     "TaskStatus",
     "WindlassError",
     "new_task",
+    "sealed",
 ]
 
 _HOMES = {
     "BadInput": "windlass.model.errors",
     "Client": "windlass.client",
     "ClientTask": "windlass.client",
+    "CodecError": "windlass.model.codec",
     "ConfigError": "windlass.model.errors",
     "DatabaseUnavailable": "windlass.model.errors",
     "DoNotRetry": "windlass.worker.handler",
     "NewTask": "windlass.model.task",
+    "PayloadCodec": "windlass.model.codec",
     "RunningTask": "windlass.worker.handler",
     "SchemaMismatch": "windlass.model.errors",
     "SyncClient": "windlass.client",
@@ -46,6 +53,7 @@ _HOMES = {
     "TaskStatus": "windlass.model.task",
     "WindlassError": "windlass.model.errors",
     "new_task": "windlass.model.task",
+    "sealed": "windlass.worker.sealed_handler",
 }
 
 

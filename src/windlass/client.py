@@ -15,12 +15,13 @@ import json
 import threading
 from collections.abc import AsyncIterable, Coroutine, Iterable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from windlass.config_loader import load_config
+from windlass.model.codec import PayloadCodec, open_sealed, payload_context, result_context, seal
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.event import check_reason
 from windlass.model.task import MAX_TASK_ID, NewTask, Task, TaskStatus, TaskSummary, check_payload_size, new_task
@@ -40,15 +41,19 @@ class ClientTask(TaskSummary):
 
     payload_text: str
     result_text: str | None
+    codec: PayloadCodec | None = field(default=None, repr=False, compare=False)
 
     @property
     def payload(self) -> Any:
-        return _read(self.id, self.payload_text, "payload")
+        payload = _read(self.id, self.payload_text, "payload")
+        if self.codec is None:
+            return payload
+        return open_sealed(payload, self.codec, payload_context(self.queue), f"the payload of task {self.id}")
 
     @property
     def result(self) -> Any:
         """None until the task is complete."""
-        return _read(self.id, self.result_text, "result")
+        return _read_result(self.id, self.result_text, self.codec)
 
 
 class TaskFailed(WindlassError):
@@ -69,9 +74,19 @@ class Client:
     """Enqueues tasks and reads their state and results. Use it as `async with windlass.Client() as client:`."""
 
     def __init__(
-        self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
+        self,
+        database_url: str | None = None,
+        *,
+        data_dir: str | Path | None = None,
+        config: str | Path | None = None,
+        codec: PayloadCodec | None = None,
     ) -> None:
-        """`data_dir` selects the embedded PostgreSQL in that folder. `config` replaces windlass.toml."""
+        """`data_dir` selects the embedded PostgreSQL in that folder. `config` replaces windlass.toml.
+
+        `codec` encrypts payloads before they are sent and decrypts results. Handlers need the same one
+        (`windlass.sealed`).
+        """
+        self._codec = codec
         given = {"database_url": database_url, "data_dir": data_dir}
         file = Path(config) if config is not None else None
         self._config = load_config(file, given, overrides_from="the arguments of Client", has_fleets=False).config
@@ -107,7 +122,7 @@ class Client:
         """
         task = new_task(
             queue,
-            payload,
+            payload if self._codec is None else self._seal(queue, payload),
             priority=priority,
             run_after=run_after,
             max_attempts=max_attempts,
@@ -121,15 +136,28 @@ class Client:
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         """Add many tasks, created with `new_task`: either all or none. Returns how many were new."""
-        limit = self._config.max_payload_bytes
         if isinstance(tasks, AsyncIterable):
-            return await self._opened.enqueue_many(check_payload_size(task, limit) async for task in tasks)
-        return await self._opened.enqueue_many(check_payload_size(task, limit) for task in tasks)
+            return await self._opened.enqueue_many(self._checked(task) async for task in tasks)
+        return await self._opened.enqueue_many(map(self._checked, tasks))
+
+    def _checked(self, task: NewTask) -> NewTask:
+        limit = self._config.max_payload_bytes
+        if self._codec is not None:
+            task = task._replace(payload=json.dumps(self._seal(task.queue, json.loads(task.payload))))
+        return check_payload_size(task, limit)
+
+    def _seal(self, queue: str, payload: Any) -> Any:
+        if self._codec is None:
+            return payload
+        try:
+            return seal(payload, self._codec, payload_context(queue))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"the payload cannot be encrypted ({type(error).__name__}): use values of JSON.") from None
 
     async def task(self, task_id: int) -> ClientTask | None:
         """The current state of a task. None if it is unknown, or already purged."""
         task = await self._opened.task(_check_id(task_id))
-        return _client_task(task) if task is not None else None
+        return _client_task(task, self._codec) if task is not None else None
 
     async def result(self, task_id: int, timeout_s: float | None = None) -> Any:
         """Wait until the task is complete and return its result.
@@ -147,9 +175,9 @@ class Client:
                         raise BadInput(f"{task_not_found(task_id)}.")
                     status = task.status
                     if status is TaskStatus.COMPLETE:
-                        return _read(task_id, task.result, "result")
+                        return _read_result(task_id, task.result, self._codec)
                     if status is TaskStatus.FAILED:
-                        raise TaskFailed(_client_task(task))
+                        raise TaskFailed(_client_task(task, self._codec))
                     await asyncio.sleep(pause_s)
                     pause_s = min(pause_s * 2, RESULT_POLL_MAX_S)
         except TimeoutError:
@@ -180,9 +208,16 @@ def _check_id(task_id: int) -> int:
     return task_id
 
 
-def _client_task(task: Task) -> ClientTask:
-    summary = {field.name: getattr(task, field.name) for field in fields(TaskSummary)}
-    return ClientTask(**summary, payload_text=task.payload, result_text=task.result)
+def _client_task(task: Task, codec: PayloadCodec | None) -> ClientTask:
+    summary = {each.name: getattr(task, each.name) for each in fields(TaskSummary)}
+    return ClientTask(**summary, payload_text=task.payload, result_text=task.result, codec=codec)
+
+
+def _read_result(task_id: int, text: str | None, codec: PayloadCodec | None) -> Any:
+    result = _read(task_id, text, "result")
+    if codec is None or text is None:
+        return result
+    return open_sealed(result, codec, result_context(task_id), f"the result of task {task_id}")
 
 
 def _read(task_id: int, text: str | None, what: str) -> Any:
@@ -198,9 +233,14 @@ class SyncClient:
     """`Client` for code without an event loop. Threads may share it."""
 
     def __init__(
-        self, database_url: str | None = None, *, data_dir: str | Path | None = None, config: str | Path | None = None
+        self,
+        database_url: str | None = None,
+        *,
+        data_dir: str | Path | None = None,
+        config: str | Path | None = None,
+        codec: PayloadCodec | None = None,
     ) -> None:
-        self._client = Client(database_url, data_dir=data_dir, config=config)
+        self._client = Client(database_url, data_dir=data_dir, config=config, codec=codec)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="windlass-client", daemon=True)
 

@@ -30,7 +30,7 @@ from windlass.config_sources import (
 from windlass.model.config import Config
 from windlass.model.errors import WORDS_OF_TYPES, ConfigError
 from windlass.model.fleet import FleetConfig
-from windlass.model.redaction import HIDDEN, is_named_secret, masked
+from windlass.model.redaction import HIDDEN, masked, secrets_in
 from windlass.model.urls import is_database_url, problem_of_database_url
 
 # Settings that only one policy reads.
@@ -161,7 +161,7 @@ def differing_keys(one: Config, other: Config) -> list[str]:
 
 
 def secrets_of(config: Config) -> set[str]:
-    """What logs must not contain: secrets, passwords in URLs, and variables of workers named like secrets."""
+    """What logs must not contain: secrets, passwords in URLs, and variables of workers that are secrets."""
     found: set[str] = set()
     sections: list[BaseModel] = [config]
     while sections:
@@ -174,7 +174,7 @@ def secrets_of(config: Config) -> set[str]:
             sections += [part for part in each if isinstance(part, BaseModel)]
     for fleet in config.fleets.values():
         environment = {**fleet.env, **fleet.runpod.env}
-        found |= {value for name, value in environment.items() if is_named_secret(name)}
+        found |= secrets_in(environment)
     return found
 
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from support.api_fixture import API, COOKIE, ApiFixture, problem_of
+from support.api_fixture import API, COOKIE, ApiFixture, open_api, problem_of
 from windlass.model.auth import Role, csrf_token
+from windlass.model.payload_privacy import privacy_of
+from windlass.model.redaction import HIDDEN
 from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration
 from windlass.store.connect import connected
@@ -84,3 +86,23 @@ async def test_retry_form_refuses_invalid_queue_names(api: ApiFixture) -> None:
     done = await browser.post("/queues/a/retry", data=form)
     assert done.status_code == 303
     assert "No failed tasks to retry in a." in (await browser.get("/tasks")).text
+
+
+PRIVATE = "a very private prompt"
+
+
+async def test_viewers_and_pages_do_not_see_redacted_parts(dsn: str) -> None:
+    async with open_api(dsn, privacy=privacy_of([(("a",), ("$.prompt",))])) as api:
+        task_id = await api.store.enqueue(new_task("a", {"prompt": PRIVATE, "size": 3}, max_attempts=1))
+        await api.store.register(Registration("w", ("a",)))
+        (claim,) = await api.store.claim("w", ["a"])
+        await api.store.fail("w", task_id, claim.token, f"ValueError: cannot render {PRIVATE!r}", retry=False)
+        viewer, operator = await api.client_as(Role.VIEWER), await api.client_as(Role.OPERATOR)
+        seen = await viewer.get(f"{API}/tasks/{task_id}")
+        assert seen.json()["payload"] == {"prompt": HIDDEN, "size": 3}
+        assert "ValueError" in seen.json()["error"]
+        assert PRIVATE not in seen.text
+        page = (await (await api.browser()).get(f"/tasks/{task_id}")).text
+        assert "size" in page
+        assert PRIVATE not in page
+        assert (await operator.get(f"{API}/tasks/{task_id}")).json()["payload"]["prompt"] == PRIVATE

@@ -11,6 +11,7 @@ import structlog
 
 from windlass.cli import logs
 from windlass.config_loader import load_config, secrets_of
+from windlass.model import redaction
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config
 from windlass.model.fleet import FleetConfig
@@ -55,7 +56,7 @@ def stream(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StderrFi
     """JSON logging as the program configures it, into a file. Restored afterwards."""
     written = StderrFile(tmp_path / "stderr")
     monkeypatch.setattr(logs, "standard_error", written.outlet)
-    monkeypatch.setattr(logs, "_mask", Mask())
+    monkeypatch.setattr(redaction, "_known", redaction.Mask())
     logs.configure_logs("json")
     yield written
     structlog.contextvars.clear_contextvars()

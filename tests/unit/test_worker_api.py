@@ -65,6 +65,7 @@ async def test_activation_returns_the_work_order(plane: InMemoryControlPlane) ->
         "storage_path": None,
         "timeout_s": 99,
         "memory_limit_mb": 512,
+        "redact": [],
         "env": {"API_KEY": SECRET},
         "ray": None,
     }

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TextIO, cast
 
 import typer
 
-from windlass.model.redaction import Mask, mask_of
+from windlass.model.redaction import mask_known, set_known_secrets
 from windlass.worker.nonblocking_stderr import standard_error
 
 # structlog imports rich for tracebacks if it finds it, which takes a worker longer than the rest of its start.
@@ -32,7 +32,6 @@ LogFormat = Annotated[
     Literal["auto", "human", "json"], typer.Option("--log-format", help="auto: human on a terminal, json elsewhere.")
 ]
 
-_mask = Mask()
 _taps: list[Callable[[Mapping[str, Any]], None]] = []
 
 
@@ -61,9 +60,8 @@ def get_logger(name: str) -> Any:
 
 
 def hide(secrets: Iterable[str]) -> None:
-    """Mask these strings in all later log lines."""
-    global _mask  # noqa: PLW0603 - the log is one for the whole process
-    _mask = mask_of(secrets)
+    """Mask these strings in all later log lines, and wherever this process writes or shows text."""
+    set_known_secrets(secrets)
 
 
 def add_tap(consumer: Callable[[Mapping[str, Any]], None]) -> Callable[[], None]:
@@ -78,7 +76,7 @@ def mask_secrets(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> 
 
 def _masked(value: Any) -> Any:
     if isinstance(value, str):
-        return _mask(value)
+        return mask_known(value)
     if isinstance(value, Mapping):
         return {name: _masked(each) for name, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -19,6 +19,8 @@ from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.config_loader import secrets_of
 from windlass.model.auth import API_PREFIX, is_token
 from windlass.model.errors import BadInput, TokenRefused
+from windlass.model.payload_privacy import parse_path
+from windlass.model.redaction import secrets_in
 from windlass.model.task import check_queue_name
 from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.worker import MAX_CONCURRENCY
@@ -85,6 +87,10 @@ async def worker(
         str | None,
         typer.Option(help="User to run the handler or command as. The worker must run as root.", metavar="USER"),
     ] = None,
+    redact: Annotated[
+        list[str] | None,
+        typer.Option(help="Part of the payload that errors must not quote, such as $.prompt.", metavar="PATH"),
+    ] = None,
     join: Annotated[
         Path | None,
         typer.Option(help="Join the control plane named in this file. It sends all other settings.", metavar="FILE"),
@@ -114,7 +120,7 @@ async def worker(
     """
     configure_logs(log_format)
     if join is not None:
-        given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease)
+        given = (queue, handler, exec_, inline or None, concurrency, chdir, timeout, heartbeat_interval, lease, redact)
         if any(
             value is not None for value in (*given, memory_limit_mb, run_as, url, token_file, ca_file, config, data_dir)
         ):
@@ -128,6 +134,8 @@ async def worker(
         raise BadInput("--inline needs --handler: a command cannot run inside the worker.")
     if inline and run_as is not None:
         raise BadInput("--run-as cannot be combined with --inline: an inline handler has the worker's user.")
+    for path in redact or ():
+        _check_path(path)
     if url is None and (token_file is not None or ca_file is not None):
         option = "--token-file" if token_file is not None else "--ca-file"
         raise BadInput(f"{option} needs --url, the address of the control plane.")
@@ -145,7 +153,7 @@ async def worker(
             "worker.memory_limit_mb": memory_limit_mb,
         },
     )
-    hide({*secrets_of(loaded.config), api_token})
+    hide({*secrets_of(loaded.config), *secrets_in(os.environ), api_token})
     if chdir is not None:
         try:
             os.chdir(chdir)
@@ -169,7 +177,16 @@ async def worker(
     run = partial(run_worker, loaded.config, settings)
     if url is not None:
         run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token, ca_file)
-    return await _exit_code_of(run(handler=handler, command=exec_, is_inline=inline, run_as=run_as))
+    return await _exit_code_of(
+        run(handler=handler, command=exec_, is_inline=inline, run_as=run_as, redact=redact or ())
+    )
+
+
+def _check_path(path: str) -> None:
+    try:
+        parse_path(path)
+    except ValueError as error:
+        raise BadInput(f"--redact: {error}.") from None
 
 
 def _warn_of_root_when_registered() -> None:

@@ -17,6 +17,7 @@ from windlass.model.comma_separated import TextList
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.money import to_micros
+from windlass.model.payload_privacy import parse_path
 from windlass.model.provider_defaults import MIN_REMOTE_SPAWN_TIMEOUT_S, PROVIDER_DEFAULTS, SPAWN_TIMEOUTS_S
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
@@ -74,6 +75,9 @@ class FleetConfig(BaseModel):
     )
     chdir: Path | None = _setting(None, "Working directory of the workers.")
     env: dict[str, str] = _setting({}, "Environment variables added for the workers.")
+    redact: TextList = _setting(
+        (), "Parts of payloads and results that the dashboard and viewers do not see, such as $.prompt.", max_length=50
+    )
     run_as: str | None = _setting(
         None,
         "User of this host that handlers of a local fleet run as. `up` must run as root. Default: the user of `up`.",
@@ -289,6 +293,13 @@ class FleetConfig(BaseModel):
         if handler is not None and not _HANDLER.fullmatch(handler):
             raise ValueError("not a function name: write package.module:function")
         return handler
+
+    @field_validator("redact")
+    @classmethod
+    def _paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            parse_path(path)
+        return paths
 
     @field_validator("queues")
     @classmethod

@@ -3,9 +3,13 @@
 `masked` hides passwords and tokens in URLs. `Mask` also hides known secrets, plain and encoded (URL, JSON, hexadecimal,
 base64), our tokens, authorization headers, and values with names like API_KEY. Both take time proportional to the
 length of the text, whatever it contains.
+
+A process has one list of the secrets it knows (`set_known_secrets`). `without_known_secrets` hides their values alone,
+and leaves everything else as it is: for JSON and pages, which the patterns above could damage.
 """
 
 import base64
+import html
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +22,9 @@ from windlass.model.auth import without_tokens
 HIDDEN = "********"
 # A shorter secret could be a part of ordinary words.
 MIN_SECRET_LENGTH = 6
+# Shorter values are more likely versions, dates and names.
+_KEY = re.compile(r"[A-Za-z0-9_+=-]{20,}")
+_HEX_KEY = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
 _URL_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 # A variable with one of these words in its name holds a secret.
@@ -79,8 +86,7 @@ class Mask:
 
     def __call__(self, text: str) -> str:
         text = without_tokens(masked(text))
-        for secret in self.secrets:
-            text = text.replace(secret, HIDDEN)
+        text = hide_values(text, self.secrets)
         text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
         text = _PARAMETER.sub(rf"\1\2{HIDDEN}", text)
         text = _MEMBER.sub(rf"\1\2\1\3\4{HIDDEN}\4", text)
@@ -88,6 +94,12 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"Mask({len(self.secrets)} secrets)"
+
+
+def hide_values(text: str, values: Iterable[str]) -> str:
+    for value in values:
+        text = text.replace(value, HIDDEN)
+    return text
 
 
 def mask_of(secrets: Iterable[str]) -> Mask:
@@ -104,7 +116,9 @@ def _forms(secret: str) -> Iterator[str]:
     yield quote_plus(secret, errors="surrogatepass")
     yield json.dumps(secret)[1:-1]
     yield json.dumps(secret, ensure_ascii=False)[1:-1].replace("/", "\\/")
+    yield html.escape(secret)
     yield content.hex()
+    yield content.hex().upper()
     for before in range(3):
         # Leave out the characters that also encode neighbouring bytes.
         start, end = (0, 2, 3)[before], len(content) + before
@@ -112,6 +126,43 @@ def _forms(secret: str) -> Iterator[str]:
         if len(encoded) >= MIN_SECRET_LENGTH:
             yield encoded
             yield encoded.replace("+", "-").replace("/", "_")
+
+
+_known = Mask()
+
+
+def set_known_secrets(secrets: Iterable[str]) -> None:
+    """Replace the list of the secrets that this process knows."""
+    global _known  # noqa: PLW0603 - one list for the whole process
+    _known = mask_of(secrets)
+
+
+def add_known_secrets(secrets: Iterable[str]) -> None:
+    global _known  # noqa: PLW0603
+    _known = Mask(tuple(sorted({*_known.secrets, *mask_of(secrets).secrets}, key=len, reverse=True)))
+
+
+def mask_known(text: str) -> str:
+    """As a Mask of all known secrets."""
+    return _known(text)
+
+
+def without_known_secrets(text: str) -> str:
+    """Hide the values of known secrets, plain and encoded, and nothing else."""
+    return hide_values(text, _known.secrets)
+
+
+def secrets_in(environment: Mapping[str, str]) -> set[str]:
+    """Values of variables that are named like secrets, or that look like keys."""
+    return {value for name, value in environment.items() if is_named_secret(name) or _looks_like_key(value)}
+
+
+def _looks_like_key(value: str) -> bool:
+    """Long hexadecimal digits, or many letters of both cases with digits: no path, address, version or word."""
+    if _HEX_KEY.fullmatch(value):
+        return True
+    kinds = (str.isdigit, str.islower, str.isupper)
+    return _KEY.fullmatch(value) is not None and all(any(map(is_kind, value)) for is_kind in kinds)
 
 
 def is_named_secret(variable: str) -> bool:

@@ -54,6 +54,8 @@ class WorkOrder:
     storage_path: str | None = None
     timeout_s: float | None = None
     memory_limit_mb: int | None = None
+    # Parts of payloads that errors must not quote.
+    redact: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     ray: RayOrder | None = None
 
@@ -89,6 +91,7 @@ def work_order(
         storage_path=fleet.runpod.volume_path if fleet.runpod.network_volume_id is not None else None,
         timeout_s=defaults.timeout_s,
         memory_limit_mb=defaults.memory_limit_mb,
+        redact=fleet.redact,
         env={**fleet.env, **(head.env if head is not None else {})},
         ray=RayOrder(head.address, head.ray_version, head.python_version, fleet.ray) if head is not None else None,
     )

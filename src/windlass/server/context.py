@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from windlass.model.config import WorkerConfig
 from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
+from windlass.model.payload_privacy import PayloadPrivacy
 from windlass.model.work_order import RayHead
 from windlass.ports.auth import AuthStore
 from windlass.ports.costs import CostStore
@@ -102,3 +103,5 @@ class AppContext(WorkerApiContext):
     # Requests from this host may read without a token until the first token is created.
     is_open_to_localhost: bool = False
     cors_origins: tuple[str, ...] = ()
+    # Parts of payloads and results that are hidden on pages, and from viewers.
+    privacy: PayloadPrivacy = field(default_factory=PayloadPrivacy)

@@ -14,9 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from windlass.model.auth import without_tokens
 from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable, OutOfScope, TooSlow, UnknownWorker
-from windlass.model.redaction import masked
+from windlass.model.redaction import mask_known
 from windlass.operations import OperationOutcome, OperationResult
 from windlass.ports import http
 
@@ -51,7 +50,7 @@ class ApiError(HTTPException):
             title=HTTPStatus(self.status_code).phrase,
             status=self.status_code,
             code=self.code,
-            detail=without_tokens(masked(self.detail)),
+            detail=mask_known(self.detail),
         )
         return JSONResponse(asdict(body), self.status_code, dict(self.headers or {}), http.PROBLEM_JSON)
 

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from windlass.model.errors import WindlassError
 from windlass.model.event import Event
 from windlass.model.overview import Overview
+from windlass.model.redaction import without_known_secrets
 from windlass.ports.queries import QueryStore
 from windlass.server.errors import unavailable
 
@@ -321,6 +322,7 @@ class EventStream(StreamingResponse):
 
 
 def _message(kind: str, data: str, event_id: int | None = None) -> str:
+    data = without_known_secrets(data)
     return f"{f'id: {event_id}' + chr(10) if event_id is not None else ''}event: {kind}\ndata: {data}\n\n"
 
 

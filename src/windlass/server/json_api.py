@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from windlass.model.auth import TokenScope
 from windlass.model.errors import BadInput, OutOfScope
 from windlass.model.listing import MAX_PAGE, Page
+from windlass.model.redaction import without_known_secrets
 from windlass.model.task import MAX_TASK_ID
 from windlass.operations import OperationResult
 from windlass.server.auth import (
@@ -153,7 +154,9 @@ def json_response(kind: Any) -> Callable[[Any], Response]:
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def respond(value: Any) -> Response:
-        return Response(adapter.dump_json(value), media_type="application/json")
+        return Response(
+            without_known_secrets(adapter.dump_json(value).decode()).encode(), media_type="application/json"
+        )
 
     return respond
 

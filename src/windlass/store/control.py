@@ -33,6 +33,7 @@ from windlass.model.outcome import (
     VolumeGrown,
     VolumeNotGrown,
 )
+from windlass.model.redaction import without_known_secrets
 from windlass.model.snapshot import PlannerState, RunningView, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.store.costs import read_accounts
@@ -122,10 +123,10 @@ class PostgresControlStore(PostgresLeaseStore):
                 candidate.holder,
                 term,
                 snapshot.fleet,
-                snapshot_adapter().dump_json(snapshot).decode() if is_stored else None,
-                json.dumps(actions_to_plain(plan.actions)),
-                _PLANNER_STATE.dump_json(plan.planner_state).decode(),
-                plan.decision,
+                without_known_secrets(snapshot_adapter().dump_json(snapshot).decode()) if is_stored else None,
+                without_known_secrets(json.dumps(actions_to_plain(plan.actions))),
+                without_known_secrets(_PLANNER_STATE.dump_json(plan.planner_state).decode()),
+                without_known_secrets(plan.decision),
                 json.dumps([_intent_to_plain(intent) for intent in intents]),
             )
         written: dict[str, Any] = json.loads(text)
@@ -139,8 +140,8 @@ class PostgresControlStore(PostgresLeaseStore):
             "windlass_internal.record_outcomes",
             fleet,
             cycle_id,
-            json.dumps([_outcome_to_plain(outcome) for outcome in outcomes]),
-            json.dumps(summary) if summary is not None else None,
+            without_known_secrets(json.dumps([_outcome_to_plain(outcome) for outcome in outcomes])),
+            without_known_secrets(json.dumps(summary)) if summary is not None else None,
         )
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:

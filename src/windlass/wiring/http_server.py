@@ -24,6 +24,7 @@ from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
+from windlass.model.payload_privacy import privacy_of
 from windlass.model.urls import LOOPBACK
 from windlass.model.work_order import RayHead
 from windlass.wiring.background import background_task
@@ -205,6 +206,7 @@ async def run_http_server(
             is_open_to_localhost=is_open_to_localhost(config.api),
             rate_limit=config.api.rate_limit,
             cors_origins=config.api.cors_origins,
+            privacy=privacy_of([(fleet.queues, fleet.redact) for fleet in config.fleets.values()]),
         )
         url = _browser_url(config, listener.getsockname()[1])
         async with (

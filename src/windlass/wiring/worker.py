@@ -5,11 +5,13 @@ Imports of the worker package are local to the functions, because other commands
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
+from windlass.model.redaction import add_known_secrets, secrets_in
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.transport import PostgresTransport, open_postgres_transport
 from windlass.wiring.stores import database
@@ -37,11 +39,14 @@ async def run_worker(
     command: str | None,
     is_inline: bool,
     run_as: str | None = None,
+    redact: Sequence[str] = (),
 ) -> "ExitReason":
     """Run a worker over the database until it is drained."""
     from windlass.worker.lifecycle import WorkerRuntime
 
-    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as)
+    executor = _executor(
+        config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
+    )
     async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
 
         def connect() -> "AbstractAsyncContextManager[PostgresTransport]":
@@ -68,13 +73,16 @@ async def run_self_registered_worker(
     command: str | None,
     is_inline: bool,
     run_as: str | None = None,
+    redact: Sequence[str] = (),
 ) -> "ExitReason":
     """Run a worker over HTTP that was not spawned until it is drained. Raises TokenRefused for an invalid API token."""
     from windlass.worker.http_transport import tls_context
     from windlass.worker.lifecycle import WorkerRuntime
     from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
-    executor = _executor(config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as)
+    executor = _executor(
+        config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
+    )
     self_registration = new_self_registration(url, api_token, tls_context(url, ca_file))
     async with trace_attempts(config, settings.version) as traced:
         return await WorkerRuntime(settings, lambda: SelfRegisteredTransport(self_registration), traced(executor)).run()
@@ -102,6 +110,7 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
 
     # For handlers and the processes that they start.
     os.environ.update(order.env)
+    add_known_secrets(secrets_in(order.env))
     if order.chdir is not None:
         try:
             os.chdir(order.chdir)
@@ -131,7 +140,14 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
         # The machine has no windlass.toml, so the fleet's `env` may contain this setting.
         logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
     )
-    executor = _executor(config, settings, handler=order.handler, command=order.exec, is_inline=order.is_inline)
+    executor = _executor(
+        config,
+        settings,
+        handler=order.handler,
+        command=order.exec,
+        is_inline=order.is_inline,
+        redact=order.redact,
+    )
     async with trace_attempts(config, settings.version) as traced:
         return await WorkerRuntime(settings, open_transport, traced(executor)).run()
 
@@ -166,6 +182,24 @@ def _executor(
     command: str | None,
     is_inline: bool,
     run_as: str | None = None,
+    redact: Sequence[str] = (),
+) -> "Executor":
+    executor = _plain_executor(config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as)
+    if not redact:
+        return executor
+    from windlass.worker.private_errors import PrivateErrors
+
+    return PrivateErrors(executor, settings.queues, redact)
+
+
+def _plain_executor(
+    config: Config,
+    settings: "WorkerSettings",
+    *,
+    handler: str | None,
+    command: str | None,
+    is_inline: bool,
+    run_as: str | None,
 ) -> "Executor":
     from windlass.worker.handler_user import find_handler_user
 

@@ -16,6 +16,7 @@ from uuid import UUID
 import structlog
 
 from windlass.model.errors import BadInput, DatabaseUnavailable
+from windlass.model.redaction import mask_known
 from windlass.model.task import MAX_RESULTS_PER_CALL, Claim, ClaimResult, Finished
 from windlass.model.worker import HeldClaim
 from windlass.ports.transport import WorkerTransport
@@ -127,8 +128,10 @@ class Delivery:
         outbox = self._outbox
         while outbox.failed:
             claim, failure = outbox.failed[0]
+            # A handler's error may quote a key of its environment, and every viewer can read it.
+            error = mask_known(failure.error)
             status = await self._transport.fail(
-                self._worker_id, claim.task_id, claim.token, failure.error, code=failure.code, retry=failure.retry
+                self._worker_id, claim.task_id, claim.token, error, code=failure.code, retry=failure.retry
             )
             del outbox.failed[0]
             outbox.forget(claim.token)

@@ -77,6 +77,8 @@ class WorkerProcess:
             command += ["--chdir", str(config.chdir.absolute())]
         if config.run_as is not None:
             command += ["--run-as", config.run_as]
+        for path in config.redact:
+            command += ["--redact", path]
         command += ["--concurrency", str(config.concurrency)]
         command += ["--heartbeat-interval", f"{config.heartbeat_interval_s:g}"]
         command += ["--lease", f"{config.heartbeat_timeout_s:g}"]

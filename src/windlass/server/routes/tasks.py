@@ -1,6 +1,6 @@
 """Tasks: JSON routes, pages and dashboard forms."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
@@ -13,7 +13,7 @@ from windlass.model.auth import Role
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.listing import TaskList, TaskRow
-from windlass.model.task import NAME_PATTERN, TaskStatus, TaskSummary, check_json_text, new_task
+from windlass.model.task import NAME_PATTERN, Task, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import EnqueueResult, OperationOutcome, OperationResult, RetryFailedResult, task_not_found
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
@@ -115,10 +115,19 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
         page = await store.tasks_page(queue=queue, which=status, search=search, limit=limit, cursor=cursor)
         return _tasks(page_response(page))
 
+    async def explain(task: Task, *, is_redacted: bool) -> list[str]:
+        answer = (await context.control.explain(str(task.id))).answer
+        if not is_redacted:
+            return answer
+        return [context.privacy.redact_text(task.queue, line, task.payload, task.result) or "" for line in answer]
+
     @reader.get("/tasks/{task_id}", **documented(TaskResponse, "Get a task"))
     async def task(request: Request, task_id: TaskId, scope: CallerScope) -> Response:
         """With payload, result, events and cost. A producer gets its own tasks only, without events and cost."""
         found, caller = await store.task(task_id), request.state.caller
+        if found is not None and caller.role is Role.VIEWER:
+            error = context.privacy.redact_text(found.queue, found.error, found.payload, found.result)
+            found = replace(found, error=error)
         is_producer = caller.role is Role.PRODUCER
         if found is None or not scope.allows_queue(found.queue) or (is_producer and found.owner != caller.actor):
             raise not_found(task_not_found(task_id))
@@ -127,15 +136,19 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
             **summary,
             payload=None,
             result=None,
-            events=[] if is_producer else await store.events(task_id=task_id),
-            answer=[] if is_producer else (await context.control.explain(str(task_id))).answer,
+            events=[] if is_producer else await _events_of(context, found, is_redacted=caller.role is Role.VIEWER),
+            answer=[] if is_producer else await explain(found, is_redacted=caller.role is Role.VIEWER),
             cost=await task_cost(store, task_id, await store.now(), found.worker_id)
             if found.worker_id and not is_producer
             else None,
         )
         # Payload and result are copied as stored: PostgreSQL accepts deeper nesting and longer numbers than Python.
         rest = _TASK.dump_json(response, exclude={"payload", "result"}).removesuffix(b"}")
-        parts = (rest, found.payload.encode(), (found.result or "null").encode())
+        payload, result = found.payload, found.result
+        if caller.role is Role.VIEWER:
+            payload = context.privacy.redact(found.queue, payload) or "null"
+            result = context.privacy.redact(found.queue, result)
+        parts = (rest, payload.encode(), (result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
 
 
@@ -176,6 +189,27 @@ def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppCont
         return operation_response(feed, await operations.cancel_task(store, task_id, body.reason, scope=scope))
 
 
+async def _events_of(context: AppContext, task: Task, *, is_redacted: bool) -> list[Event]:
+    """The events of a task, without the hidden parts of its payload if `is_redacted`."""
+    events = await context.store.events(task_id=task.id)
+    if not is_redacted or not context.privacy.hides(task.queue):
+        return events
+
+    def hide(text: str) -> str:
+        return context.privacy.redact_text(task.queue, text, task.payload, task.result) or ""
+
+    return [
+        replace(
+            event,
+            reason=hide(event.reason),
+            detail={
+                name: hide(value) if isinstance(value, str) else value for name, value in (event.detail or {}).items()
+            },
+        )
+        for event in events
+    ]
+
+
 def _add_pages(router: APIRouter, context: AppContext) -> None:
     store = context.store
 
@@ -213,15 +247,25 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         found = await store.task_in_full(task_id)
         if found is None:
             raise not_found(task_not_found(task_id))
+        events = await _events_of(context, found, is_redacted=True)
         explanation = await context.control.explain(str(task_id))
         now = await store.now()
+
+        def hide(text: str | None) -> str | None:
+            return context.privacy.redact_text(found.queue, text, found.payload, found.result)
+
         page = task_page(
             # A complete task does not change any more. A failed one may be retried.
             page_context(context, request, now, is_live=found.status is not TaskStatus.COMPLETE),
-            found,
-            answer=explanation.answer,
-            history=explanation.history,
-            events=await store.events(task_id=task_id),
+            replace(
+                found,
+                payload=context.privacy.redact(found.queue, found.payload) or "null",
+                result=context.privacy.redact(found.queue, found.result),
+                error=hide(found.error),
+            ),
+            answer=[hide(line) or "" for line in explanation.answer],
+            history=[(at, hide(line) or "") for at, line in explanation.history],
+            events=events,
             cost=await task_cost(store, task_id, now, found.worker_id),
         )
         return html(request, page)
