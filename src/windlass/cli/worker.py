@@ -19,7 +19,7 @@ from windlass.cli.worker_env import SpawnedWorkerEnv
 from windlass.config_loader import secrets_of
 from windlass.model.auth import API_PREFIX, is_token
 from windlass.model.errors import BadInput, TokenRefused
-from windlass.model.payload_privacy import parse_path
+from windlass.model.json_path import parse_path
 from windlass.model.redaction import secrets_in
 from windlass.model.task import check_queue_name
 from windlass.model.urls import problem_of_control_plane_url

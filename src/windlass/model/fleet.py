@@ -16,8 +16,8 @@ from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.comma_separated import TextList
 from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
+from windlass.model.json_path import parse_path
 from windlass.model.money import to_micros
-from windlass.model.payload_privacy import parse_path
 from windlass.model.provider_defaults import MIN_REMOTE_SPAWN_TIMEOUT_S, PROVIDER_DEFAULTS, SPAWN_TIMEOUTS_S
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings

@@ -1,33 +1,16 @@
 """Payload privacy: hides parts of payloads and results where people read them (`redact` of a fleet).
 
-Paths are a small part of JSONPath: `$` is the whole value, `$.prompt` a member, `$.items[*].text` a member of every
-item, `$.items[0]` one item. A text that was found at a path is also hidden in errors and events of the same task. What
+json_path.py describes the paths. A text that was found at a path is also hidden in errors and events of the same task. What
 is stored, and what handlers and owners of tasks read, stays as it is.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.model.json_path import PathParts, parse_path
 from windlass.model.redaction import HIDDEN, MIN_SECRET_LENGTH, hide_values, mask_of
-
-MAX_PATHS = 50
-_PATH = re.compile(r"\$(?:\.[A-Za-z_][\w-]*|\[(?:\*|\d{1,6})\])*")
-_PART = re.compile(r"\.([A-Za-z_][\w-]*)|\[(\*|\d+)\]")
-# None stands for every item of a list.
-PathParts = tuple[str | int | None, ...]
-
-
-def parse_path(path: str) -> PathParts:
-    """Raises ValueError with what to write instead."""
-    if not _PATH.fullmatch(path):
-        raise ValueError(f"{path!r} is not a path: write $.member, $.list[*].member or $")
-    parts: list[str | int | None] = []
-    for name, index in _PART.findall(path):
-        parts.append(name or (None if index == "*" else int(index)))
-    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
