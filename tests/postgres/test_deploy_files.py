@@ -1,0 +1,178 @@
+"""The files in deploy/ that people copy: each is checked by the tool that reads it, as far as one can be installed.
+
+Not run here: an image build, a cluster, a Terraform apply and Supabase itself.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import hcl2
+import pytest
+import yaml
+
+from support.api_fixture import open_api
+from support.certificates import new_authority
+from support.postgres_servers import do_without
+from windlass.config_loader import load_config
+from windlass.model.auth import Role
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass-tests"
+BIN = Path(sys.executable).parent
+TIMEOUT_S = 120
+# Lower is stricter; a unit without any protection has 9.6.
+MAX_EXPOSURE = 2.5
+
+
+def run(*command: str | Path, **options: Any) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        **options,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def system_program(name: str) -> str:
+    unpacked = CACHE / name
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin") or (str(unpacked) if unpacked.exists() else None)
+    return found or do_without(f"{name} not found: on Debian, tools/system-packages.sh installs it (as root)")
+
+
+@pytest.fixture
+def units(tmp_path: Path) -> Path:
+    """The units, with a program and a user that exist on every host."""
+    for unit in (DEPLOY / "systemd").iterdir():
+        text = unit.read_text().replace("/srv/app/.venv/bin/windlass", "/bin/true").replace("User=app", "User=root")
+        (tmp_path / unit.name).write_text(text)
+    return tmp_path
+
+
+def test_systemd_units_are_valid(units: Path) -> None:
+    found = sorted(units.iterdir())
+    assert len(found) == 4
+    said = run(system_program("systemd-analyze"), "verify", *found)
+    # systemd also names problems of the host's own units.
+    assert not [line for line in said.splitlines() if "windlass" in line], said
+
+
+def test_control_plane_unit_is_hardened(units: Path) -> None:
+    said = run(system_program("systemd-analyze"), "security", "--offline=yes", units / "windlass.service")
+    exposure = re.search(r"exposure level for windlass.service: ([\d.]+)", said)
+    assert exposure is not None, said
+    assert float(exposure[1]) <= MAX_EXPOSURE
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    run(BIN / "hadolint", DEPLOY / "docker" / "Dockerfile")
+
+
+def test_compose_file_follows_the_specification() -> None:
+    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "docker" / "compose.yaml")
+
+
+@pytest.mark.parametrize("name", ["up.yaml", "service.yaml", "cycle.yaml"])
+def test_kubernetes_manifest_follows_the_api(name: str) -> None:
+    run(BIN / "kubernetes-validate", "--strict", DEPLOY / "kubernetes" / name)
+
+
+def test_kustomization_names_files_that_exist() -> None:
+    folder = DEPLOY / "kubernetes"
+    described = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    files = [*described["resources"], *described["configMapGenerator"][0]["files"]]
+    assert [name for name in files if not (folder / name).is_file()] == []
+    manifests = [yaml.safe_load((folder / name).read_text()) for name in described["resources"]]
+    assert [manifest["kind"] for manifest in manifests] == ["Deployment", "Service", "PodMonitor"]
+
+
+def test_kubernetes_configuration_is_valid_and_has_a_budget() -> None:
+    path = DEPLOY / "kubernetes" / "windlass.toml"
+    config = load_config(path).config
+    assert config.fleets["renders"].budget_per_day == 20
+    assert tomllib.loads(path.read_text())["api"]["plain_http"]
+
+
+def test_terraform_example_opens_no_port_of_machines() -> None:
+    with (DEPLOY / "terraform" / "main.tf").open() as file:
+        described = hcl2.load(file)
+    firewalls = {name.strip('"'): body for entry in described["resource"] for kind, found in entry.items()
+                 if kind.strip('"') == "hcloud_firewall" for name, body in found.items()}  # fmt: skip
+    assert "rule" not in firewalls["machines"]
+    assert {rule["port"].strip('"') for rule in firewalls["control_plane"]["rule"]} == {"22", "80", "443"}
+
+
+def test_terraform_user_data_is_valid_cloud_config() -> None:
+    text = (DEPLOY / "terraform" / "cloud-init.yaml").read_text()
+    assert text.startswith("#cloud-config\n")
+    assert {"packages", "users"} <= yaml.safe_load(text).keys()
+
+
+def test_caddyfile_is_valid() -> None:
+    said = run(system_program("caddy"), "adapt", "--config", DEPLOY / "caddy" / "Caddyfile", "--adapter", "caddyfile")
+    assert '"127.0.0.1:8080"' in said
+
+
+def test_nginx_configuration_is_valid(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    new_authority().issue(certificate, key)
+    site = (DEPLOY / "nginx" / "windlass.conf").read_text()
+    site = re.sub(r"/etc/letsencrypt\S+privkey.pem", str(key), site)
+    site = re.sub(r"/etc/letsencrypt\S+fullchain.pem", str(certificate), site)
+    (tmp_path / "nginx.conf").write_text(
+        f"pid {tmp_path}/pid;\nerror_log {tmp_path}/error.log;\nevents {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {tmp_path}; proxy_temp_path {tmp_path}; "
+        f"fastcgi_temp_path {tmp_path}; uwsgi_temp_path {tmp_path}; scgi_temp_path {tmp_path};\n{site} }}\n"
+    )
+    run(system_program("nginx"), "-t", "-p", tmp_path, "-c", tmp_path / "nginx.conf")
+
+
+def test_edge_function_is_typed_and_passes_its_tests(tmp_path: Path) -> None:
+    folder = DEPLOY / "supabase" / "functions" / "windlass-cycle"
+    environment = {**os.environ, "DENO_DIR": str(tmp_path), "NO_COLOR": "1"}
+    run(BIN / "deno", "check", "--no-remote", "index.ts", "index_test.ts", cwd=folder, env=environment)
+    said = run(BIN / "deno", "test", "--no-remote", "--allow-net=127.0.0.1", cwd=folder, env=environment)
+    assert "4 passed" in said
+
+
+# What the extensions of Supabase provide, as far as the schedule uses it.
+EXTENSIONS = """
+create schema cron;
+create table cron.job (name text, schedule text, command text);
+create function cron.schedule(name text, schedule text, command text) returns bigint
+language sql as $$ insert into cron.job values (name, schedule, command) returning 1::bigint $$;
+create schema net;
+create table net.request (url text, headers jsonb, body jsonb, timeout_milliseconds integer);
+create function net.http_post(url text, headers jsonb, body jsonb, timeout_milliseconds integer) returns bigint
+language sql as $$ insert into net.request values (url, headers, body, timeout_milliseconds) returning 1::bigint $$;
+create schema vault;
+create table vault.decrypted_secrets (name text, decrypted_secret text);
+"""
+
+
+async def test_scheduled_call_of_supabase_runs_a_cycle(dsn: str, connection: Any) -> None:
+    schedule = (DEPLOY / "supabase" / "schedule.sql").read_text()
+    async with open_api(dsn) as api:
+        headers = await api.auth_headers(Role.OPERATOR)
+        await connection.execute(EXTENSIONS)
+        await connection.execute(
+            "insert into vault.decrypted_secrets values ('windlass_url', 'http://control'), ('windlass_token', $1)",
+            headers["Authorization"].removeprefix("Bearer "),
+        )
+        await connection.execute(re.sub(r"create extension .*;", "", schedule))
+        job = await connection.fetchrow("select * from cron.job")
+        assert (job["name"], job["schedule"]) == ("windlass-cycle", "* * * * *")
+        await connection.execute(job["command"])
+        request = await connection.fetchrow("select url, headers ->> 'Authorization' as token from net.request")
+        path = request["url"].removeprefix("http://control")
+        answer = await api.localhost.post(path, headers={"Authorization": request["token"]}, json={})
+        assert (path, answer.status_code) == ("/internal/cycle", 200), answer.text
