@@ -19,7 +19,7 @@ from windlass.model.overview import MAX_QUEUES
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.store import dashboard_queries as reading
-from windlass.store import fleets, overview
+from windlass.store import fleets, overview, task_lists
 
 Store = PostgresStores
 
@@ -132,7 +132,60 @@ async def test_wait_times_and_throughput_use_recent_tasks(store: Store, sql: Any
     assert gpus.work.wait_p50_s == pytest.approx(10.5)
     assert gpus.work.wait_p95_s == pytest.approx(19.05)
     assert gpus.work.duration_p50_s == pytest.approx(1.0)
-    assert gpus.work.completed_per_minute == pytest.approx(20 / 5)
+    # The first of them started 229 s ago.
+    assert gpus.work.completed_per_minute == pytest.approx(60 * 20 / 229)
+
+
+async def test_throughput_is_measured_over_the_time_there_is(store: Store, sql: Any, clock: Any) -> None:
+    """A fleet that has done 27 tasks in 45 s does 36 per minute, not 27 in five minutes."""
+    await add_fleet(sql)
+    await sql.execute(
+        "insert into windlass.tasks (queue, status, attempts, started_at, finished_at)"
+        " select 'a', 'complete', 1, windlass.now() - interval '45 s', windlass.now() - g * interval '1 s'"
+        " from generate_series(1, 27) as g"
+    )
+    work = (await store.overview()).queues["a"]
+    assert work.completed_per_minute == pytest.approx(36)
+    assert work.current_per_minute == pytest.approx(36)
+    # A moment is too short to measure a rate.
+    await sql.execute("update windlass.tasks set started_at = windlass.now(), finished_at = windlass.now()")
+    assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(54)
+    # A chart shows that the work has ended.
+    clock.advance(90)
+    work = (await store.overview()).queues["a"]
+    assert (work.completed_per_minute, work.current_per_minute) == (pytest.approx(18), 0)
+
+
+async def test_overview_names_what_serves_each_queue(store: Store, sql: Any) -> None:
+    await add_fleet(sql, queues="{a,b}")
+    await add_worker(sql, 0)
+    await store.register(Registration("hand", ("by-hand", "a")))
+    for queue in ("a", "by-hand", "nosuch"):
+        await store.enqueue(new_task(queue))
+    seen = await store.overview()
+    queues = {name: seen.queue(name) for name in seen.queues}
+    assert {name: (queue.fleets, queue.workers) for name, queue in queues.items()} == {
+        "a": (("gpus",), 2),
+        "b": (("gpus",), 1),
+        "by-hand": ((), 1),
+        "nosuch": ((), 0),
+    }
+    assert [name for name, queue in queues.items() if not queue.is_served] == ["nosuch"]
+
+
+async def test_cancelled_tasks_are_not_counted_as_failed(store: Store, sql: Any) -> None:
+    failed, cancelled = [await store.enqueue(new_task("a")) for _ in range(2)]
+    await sql.execute(
+        "update windlass.tasks set status = 'failed', error_code = 'X', finished_at = now() where id = $1", failed
+    )
+    assert await store.cancel_task(cancelled, "not needed")
+    await store.enqueue(new_task("a"))
+    assert (await store.overview()).queues["a"].dead == 1
+    assert [row.id for row in (await store.tasks_page(which=TaskList.FAILED)).rows] == [failed]
+    assert [row.id for row in (await store.tasks_page(which=TaskList.CANCELLED)).rows] == [cancelled]
+    found = await store.tasks_page(which=TaskList.CANCELLED, search=str(cancelled))
+    assert [row.id for row in found.rows] == [cancelled]
+    assert (await store.tasks_page(which=TaskList.FAILED, search=str(cancelled))).rows == ()
 
 
 async def test_busy_queue_does_not_hide_quiet_one(
@@ -150,12 +203,13 @@ async def test_busy_queue_does_not_hide_quiet_one(
         )  # fmt: skip
     seen = await store.overview()
     assert (seen.queues["a"].wait_p50_s, seen.queues["b"].wait_p50_s) == (1, 60)
-    assert seen.queues["a"].completed_per_minute == pytest.approx(2500 / 5)
-    assert seen.queues["b"].completed_per_minute == pytest.approx(5 / 5)
+    # Since the first of them started.
+    assert seen.queues["a"].completed_per_minute == pytest.approx(60 * 2500 / 251.9)
+    assert seen.queues["b"].completed_per_minute == pytest.approx(60 * 5 / 202)
     (gpus,) = seen.fleets
     # Each row is weighted by completed tasks: nearly all waited for a second.
     assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
-    assert gpus.work.completed_per_minute == pytest.approx(2505 / 5)
+    assert gpus.work.completed_per_minute == pytest.approx(60 * 2500 / 251.9 + 60 * 5 / 202)
     monkeypatch.setattr(overview, "RECENT_TASKS", 100)
     assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
 
@@ -197,6 +251,27 @@ async def test_history_has_at_most_requested_points(store: Store, sql: Any, cloc
     assert points[0].queued < points[-1].queued
     assert points[0].at < points[-1].at
     assert len(await store.history("gpus", 301, points=100_000)) == 60
+
+
+async def test_long_history_uses_averages_and_newest_samples(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await store.enqueue(new_task("a"))
+    for _ in range(200):
+        await store.take_samples(await store.overview())
+        clock.advance(30)
+    averages = await sql.fetch("select at, queued from windlass.sample_averages order by at")
+    # 100 minutes: the last interval of five minutes has not ended.
+    assert len(averages) in (19, 20)
+    assert all(row["queued"] == 1 for row in averages)
+    assert {row["at"].minute % 5 for row in averages} == {0}
+    await sql.execute("delete from windlass.samples where at < $1", clock() - timedelta(minutes=10))
+    points = await store.history("gpus", 2 * 86_400, 576)
+    assert len(points) in (20, 21)
+    assert (points[-1].at - points[0].at).total_seconds() == pytest.approx(6_000, abs=600)
+    await sql.execute("delete from windlass.samples")
+    assert len(await store.history("gpus", 2 * 86_400, 576)) == len(averages)
+    plan = "\n".join(row[0] for row in await sql.fetch(f"explain {reading.QUERIES['average_samples']}"))
+    assert "Seq Scan on samples" not in plan, plan
 
 
 async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: Any) -> None:
@@ -289,7 +364,9 @@ async def fill(store: Store, sql: Any, clock: Any) -> dict[str, list[int]]:
             )
     for name in ("running", "complete", "failed"):
         ids[name].reverse()
-    return ids
+    cancelled = await store.enqueue(new_task("b"))
+    await store.cancel_task(cancelled, "not needed")
+    return {**ids, "cancelled": [cancelled]}
 
 
 async def test_each_task_list_has_its_tasks_in_order(store: Store, sql: Any, clock: Any) -> None:
@@ -339,14 +416,14 @@ async def test_tasks_are_found_by_id_key_code_and_error_text(store: Store, sql: 
 async def test_search_continues_at_its_cursor(
     store: Store, sql: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
+    monkeypatch.setattr(task_lists, "SCAN_LIMIT", 4)
     needle = await store.enqueue(new_task("rare"))
     for _ in range(10):
         await store.enqueue(new_task("common"))
     # The search continues by itself for a limited time.
     assert [row.id for row in (await store.tasks_page(queue="rare", limit=1)).rows] == [needle]
     assert [row.id for row in (await store.tasks_page(queue="rare", limit=2)).rows] == [needle]
-    monkeypatch.setattr(reading, "SEARCH_S", 0.0)
+    monkeypatch.setattr(task_lists, "SEARCH_S", 0.0)
     first = await store.tasks_page(queue="rare", limit=1)
     assert first.rows == ()
     assert first.next_cursor is not None
@@ -360,8 +437,8 @@ async def test_search_of_queued_tasks_finds_each_once_in_order(
     store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch, which: TaskList, queue: str | None, patience_s: float
 ) -> None:
     """However many tasks of other queues come before and after it."""
-    monkeypatch.setattr(reading, "SCAN_LIMIT", 4)
-    monkeypatch.setattr(reading, "SEARCH_S", patience_s)
+    monkeypatch.setattr(task_lists, "SEARCH_LIMIT", 4)
+    monkeypatch.setattr(task_lists, "SEARCH_S", patience_s)
     start = datetime(2040, 1, 1, tzinfo=UTC)
     wanted: list[int] = []
     for number in range(30):
@@ -398,6 +475,43 @@ async def test_events_and_cycles_are_listed_newest_first(store: Store, sql: Any,
     assert (await store.overview()).last_event_id == 5
 
 
+async def test_changes_leave_out_cycles_that_only_repeat_a_decision(store: Store, sql: Any, clock: Any) -> None:
+    await add_fleet(sql)
+    await sql.execute("select windlass_internal.acquire_lease('orchestrator', 'me', 3600)")
+    (term,) = await sql.fetchrow("select term from windlass.leases where name = 'orchestrator'")
+    for decision in (
+        *("steady: 3 queued", "steady: 4 queued", "spawn 2: 9 queued", "spawn 3: 12 queued", "steady: 0 queued"),
+        *("hold: failure rate 5 of 5", "hold: failure rate 6 of 6", "steady: 1 queued"),
+    ):
+        clock.advance(10)
+        actions = '[{"kind": "alert", "code": "X", "reason": "y"}]' if decision.startswith("spawn") else "[]"
+        await sql.execute(
+            "select windlass_internal.commit_plan('orchestrator', 'me', $1, 'gpus',"
+            " jsonb_build_object('now', $4::timestamptz), $2::jsonb, '{}', $3, '[]')",
+            term, actions, decision, clock(),
+        )  # fmt: skip
+    changes = [cycle.decision for cycle in await everything(store.cycles_page, is_changes_only=True, limit=2)]
+    assert changes[::-1] == [
+        "steady: 3 queued",
+        "spawn 2: 9 queued",
+        "spawn 3: 12 queued",
+        "steady: 0 queued",
+        "hold: failure rate 5 of 5",
+        "steady: 1 queued",
+    ]
+    assert len(await everything(store.cycles_page, fleet="gpus")) == 8
+    since = await store.cycles_page(fleet="gpus", is_changes_only=True, since=clock() - timedelta(seconds=25))
+    assert [cycle.decision for cycle in since.rows] == ["steady: 1 queued", "hold: failure rate 5 of 5"]
+    await sql.execute(
+        "insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision, is_change)"
+        " select 'gpus', 1, windlass.now(), '{}', '[]', 'steady', false from generate_series(1, 20000)"
+    )
+    await sql.execute("vacuum analyze windlass.cycles")
+    query = reading.QUERIES["changes_page"]
+    plan = "\n".join(row[0] for row in await sql.fetch(f"explain {query}", None, None, 50, None))
+    assert "cycles_changes" in plan, plan
+
+
 @pytest.mark.parametrize("cursor", ["x", "W10", "WzFd" * 2, "é", "bnVsbA", "WyJhIiwgMSwgImIiXQ", "WzFlNDBd"])
 async def test_invalid_cursor_is_refused(store: Store, cursor: str) -> None:
     with pytest.raises(BadInput, match=r"invalid cursor"):
@@ -421,15 +535,16 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     plans = {
         "tasks_newest": (None, None, 50, 50, None),
         "tasks_running": (None, None, None, 50),
-        "tasks_complete": (None, None, 50, 50, None, None),
-        "tasks_failed": (None, None, 50, 50, None, None),
+        "tasks_complete": (None, None, 50, 50, None, None, None),
+        "tasks_failed": (None, None, 50, 50, None, None, False),
         "tasks_queued": (["a"], None, 50, 50, None, None),
         "tasks_scheduled": (["a"], None, 50, 50, None, None, "error"),
-        "recent_completions": (20_000, 500, 300.0),
+        "recent_completions": (20_000, 500, 300.0, 30.0),
         "running_by_queue": (),
     }
     for name, arguments in plans.items():
-        plan = "\n".join(row[0] for row in await sql.fetch(f"explain {reading.QUERIES[name]}", *arguments))
+        query = {**reading.QUERIES, **task_lists.QUERIES}[name]
+        plan = "\n".join(row[0] for row in await sql.fetch(f"explain {query}", *arguments))
         assert "Seq Scan on tasks" not in plan, f"{name}:\n{plan}"
     (first,) = await sql.fetchrow("select min(id) from windlass.tasks where status = 'queued' and priority = 2")
     plan = "\n".join(

@@ -119,21 +119,25 @@ def test_failure_rate_hold_takes_precedence(at: datetime) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spawned", "maximum", "is_remote", "is_alerted"),
+    ("spawned", "maximum", "is_remote", "oldest_s", "is_alerted"),
     [
-        pytest.param(41, 50, True, True, id="more than four fifths"),
-        pytest.param(40, 50, True, False, id="four fifths"),
-        pytest.param(41, 50, False, False, id="local processes"),
-        pytest.param(5, 5, True, True, id="a small fleet"),
-        pytest.param(4, 5, True, False, id="four fifths of a small fleet"),
+        pytest.param(41, 50, True, 301.0, True, id="more than four fifths"),
+        pytest.param(41, 50, True, 299.0, False, id="tasks do not wait long"),
+        pytest.param(50, 50, True, None, False, id="full and keeps up"),
+        pytest.param(40, 50, True, 301.0, False, id="four fifths"),
+        pytest.param(41, 50, False, 301.0, False, id="local processes"),
+        pytest.param(5, 5, True, 301.0, True, id="a small fleet"),
+        pytest.param(4, 5, True, 301.0, False, id="four fifths of a small fleet"),
     ],
 )
 def test_rented_fleet_near_maximum_raises_one_alert(
-    spawned: int, maximum: int, is_remote: bool, is_alerted: bool
+    spawned: int, maximum: int, is_remote: bool, oldest_s: float | None, is_alerted: bool
 ) -> None:
     views = [worker(f"w{n}", n, claimed=50, running=(task(n),)) for n in range(spawned)]
     seen = snapshot(*views, traits=ProviderTraits(is_remote=is_remote))
+    seen = replace(seen, queue=replace(seen.queue, oldest_queued_age_s=oldest_s))
     planned = plan(seen, fleet(max_workers=maximum))
     alerts = of_kind(planned.actions, RaiseAlert)
-    assert alerts == ([RaiseAlert("NEAR_MAX", f"{spawned} workers, max_workers {maximum}")] if is_alerted else [])
+    why = f"{spawned} of max_workers ({maximum}) exist, and the oldest task has waited for 301 s"
+    assert alerts == ([RaiseAlert("NEAR_MAX", why)] if is_alerted else [])
     assert plan(replace(seen, planner_state=planned.planner_state), fleet(max_workers=maximum)).actions == ()

@@ -51,7 +51,7 @@ def fleet_charts(overview: FleetOverview, now: datetime, history: Sequence[Sampl
         queued=work.queued,
         running=work.running,
         **{str(status): overview.workers.get(status, 0) for status in WorkerStatus if status != "terminated"},
-        completed_per_minute=work.completed_per_minute,
+        completed_per_minute=work.current_per_minute,
         wait_p95_s=work.wait_p95_s,
         burn_micros_per_hour=burn.micros_per_hour if burn is not None else None,
         currency=burn.currency if burn is not None else None,

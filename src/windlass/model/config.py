@@ -39,6 +39,9 @@ class Retention(_Section):
     events_s: float = Field(default=30 * _DAY_S, ge=0, description="Events of tasks and workers.")
     cycles_s: float = Field(default=2 * _DAY_S, ge=0, description="Snapshots and plans of the control loop.")
     samples_s: float = Field(default=2 * _DAY_S, ge=0, description="Samples of fleets, for charts.")
+    sample_averages_s: float = Field(
+        default=30 * _DAY_S, ge=0, description="Averages of samples over five minutes, for charts of days."
+    )
     logs_s: float = Field(
         default=3 * _DAY_S, ge=0, description="Log lines in the database, if `logs.in_database` is set."
     )

@@ -6,10 +6,12 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from windlass.model.task import Task, TaskSummary
+from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import Worker
 
 MAX_PAGE = 500
+# Characters of a payload that lists show.
+PREVIEW_CHARACTERS = 200
 
 Row = TypeVar("Row")
 
@@ -50,11 +52,14 @@ class TaskList(StrEnum):
     ERROR = "error"  # waiting for their retry, earliest first
     RUNNING = "running"  # newest first
     COMPLETE = "complete"  # last finished first
-    FAILED = "failed"  # dead letters, newest first
+    FAILED = "failed"  # dead letters, newest first, without cancelled ones
+    CANCELLED = "cancelled"  # newest first
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRow(TaskSummary):
+    # The first PREVIEW_CHARACTERS of its payload as JSON text. None: more than 64 kB as stored, and not read.
+    payload_preview: str | None
     # When it became claimable: enqueued, reached its run_after, or was requeued.
     ready_at: datetime
     # Cost in the ledger; None if it ran only on workers without a price, or nothing is settled yet.
@@ -66,6 +71,45 @@ class TaskRow(TaskSummary):
 class TaskDetail(Task):
     # As in TaskRow.
     ready_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TaskError:
+    """One failed attempt, with its task and worker as far as they are still stored."""
+
+    id: int
+    at: datetime
+    task_id: int
+    attempt: int
+    error_code: str | None
+    error: str | None
+    # None: the task was purged.
+    queue: str | None
+    status: TaskStatus | None
+    payload_preview: str | None
+    worker_id: str | None
+    # None: the worker was purged. The type of its machine names its GPU.
+    fleet: str | None
+    instance_type: str | None
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCount:
+    """Failed attempts with one error code, or on one worker."""
+
+    name: str | None
+    errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorCounts:
+    """Failed attempts in a range of time, the most frequent first. Counted among the newest MAX_COUNTED_ERRORS."""
+
+    errors: int
+    tasks: int
+    by_worker: tuple[ErrorCount, ...]
+    by_code: tuple[ErrorCount, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Views of the whole system for the dashboard, the API and metrics: overview, fleets, queues, alerts, samples."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from windlass.model.cycle import Fleet
@@ -20,6 +20,7 @@ class Work:
     """Task counts of one queue, or of all queues that a fleet serves, and recent wait times and throughput.
 
     Wait times and throughput are taken from the newest completed tasks of the last minutes; None where there were none.
+    Throughput is over the last five minutes, or since the first of these tasks started if that is shorter.
     A task's wait starts when it became claimable: when it was enqueued, reached its run_after, or was requeued.
     """
 
@@ -27,12 +28,15 @@ class Work:
     scheduled: int = 0
     retrying: int = 0
     running: int = 0
+    # Failed permanently, without cancelled ones.
     dead: int = 0
     oldest_queued_age_s: float | None = None
     wait_p50_s: float | None = None
     wait_p95_s: float | None = None
     duration_p50_s: float | None = None
     completed_per_minute: float = 0.0
+    # Over the last minute only, for charts.
+    current_per_minute: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,21 @@ class Leader:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueOverview:
+    """A queue, and what serves it."""
+
+    name: str
+    work: Work
+    fleets: tuple[str, ...]
+    # Live workers that claim from it, of fleets or started by hand.
+    workers: int
+
+    @property
+    def is_served(self) -> bool:
+        return bool(self.fleets) or self.workers > 0
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     at: datetime
     fleets: tuple[FleetOverview, ...]
@@ -101,6 +120,13 @@ class Overview:
     last_event_id: int
     # Whether `queues` is incomplete.
     has_more_queues: bool = False
+    # Live workers by queue. Queues without any are left out.
+    workers_by_queue: Mapping[str, int] = field(default_factory=dict)
+
+    def queue(self, name: str, work: Work | None = None) -> QueueOverview:
+        """`work`: the counts of a queue that is not in `queues`."""
+        fleets = tuple(each.fleet.name for each in self.fleets if name in each.fleet.queues)
+        return QueueOverview(name, work or self.queues[name], fleets, self.workers_by_queue.get(name, 0))
 
 
 @dataclass(frozen=True, slots=True)

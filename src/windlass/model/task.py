@@ -27,6 +27,8 @@ MAX_ERROR_CHARACTERS = 8_000
 _LEFT_OUT = " ... "
 # The same bounds as windlass.due_time in the database: valid in every time zone.
 FIRST_RUN_AFTER, RUN_AFTER_BEFORE = datetime(2, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
+# Error code of a task that a person cancelled. Its status is `failed`.
+CANCELLED = "CANCELLED"
 # PostgreSQL's bigint.
 MAX_TASK_ID = 2**63 - 1
 # PostgreSQL's integer.

@@ -4,26 +4,39 @@ The contract:
 - No method changes anything except `take_samples`. Every method raises DatabaseUnavailable when no answer came.
 - Every call reads a bounded number of rows, however many workers and tasks there are. Where that leaves a result
   incomplete, the result says so: a count of COUNT_LIMIT means "at least"; a page with a cursor is not the last.
-- A search page may hold few rows or none and still have a cursor: it examined SCAN_LIMIT rows (of waiting tasks: per
-  queue), and the next page continues there.
+- A search page may hold few rows or none and still have a cursor: it examined as many rows as its time allows (of
+  queued tasks: per queue), and the next page continues there.
 - Lists of waiting tasks of all queues cover the queues of an overview. Any other queue is listed by its name.
 - A cursor is opaque. An invalid cursor raises BadInput.
 """
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 
 from windlass.model.cycle import Cycle
 from windlass.model.event import Event
-from windlass.model.listing import LogLine, Page, TaskDetail, TaskList, TaskRow, WorkerRow
-from windlass.model.overview import FleetMetrics, OpenAlert, Overview, Sample
+from windlass.model.listing import (
+    ErrorCounts,
+    LogLine,
+    Page,
+    TaskDetail,
+    TaskError,
+    TaskList,
+    TaskRow,
+    WorkerRow,
+)
+from windlass.model.overview import FleetMetrics, OpenAlert, Overview, Sample, Work
 from windlass.model.worker import WorkerStatus
 from windlass.ports.clock import DatabaseClock
 
-# Rows that one page of a search examines.
+# Rows that a search examines in one statement, and if it reads payloads and errors.
 SCAN_LIMIT = 20_000
-# A search for tasks examines further blocks of SCAN_LIMIT rows for about this long.
+SEARCH_LIMIT = 5_000
+# A search for tasks examines further blocks of rows for about this long.
 SEARCH_S = 1.0
+# Failed attempts that `task_error_counts` counts.
+MAX_COUNTED_ERRORS = 10_000
 
 
 class QueryStore(DatabaseClock, Protocol):
@@ -32,6 +45,9 @@ class QueryStore(DatabaseClock, Protocol):
 
     async def overview(self, configured: frozenset[str] | None = None) -> Overview:
         """`configured`: names of the fleets configured here. With it, former fleets are left out."""
+
+    async def queue_work(self, queue: str) -> Work:
+        """Counts of any queue, also of one that is not in the overview."""
 
     async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
         """The last `since_s` seconds in at most `points` points (never more than MAX_POINTS), oldest first."""
@@ -70,9 +86,26 @@ class QueryStore(DatabaseClock, Protocol):
     ) -> Page[TaskRow]:
         """Without `which`: all tasks, newest first.
 
-        `search` matches an id, the start of a unique key, an error code, or part of an error text. Tasks that match by
-        id or by whole unique key come first.
+        `search` matches an id, the start of a unique key, part of a payload of up to 8 kB, and an error code or part of
+        an error text of any attempt. Tasks that match by id or by whole unique key come first.
         """
+
+    async def task_errors(
+        self,
+        *,
+        since_s: float,
+        queue: str | None = None,
+        worker_id: str | None = None,
+        search: str | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[TaskError]:
+        """Failed attempts of the last `since_s` seconds, newest first. `search`: an error code or part of an error."""
+
+    async def task_error_counts(
+        self, *, since_s: float, queue: str | None = None, worker_id: str | None = None, search: str | None = None
+    ) -> ErrorCounts:
+        """Of the same attempts as `task_errors`, at most MAX_COUNTED_ERRORS."""
 
     async def events_page(
         self,
@@ -89,8 +122,16 @@ class QueryStore(DatabaseClock, Protocol):
     async def events_after(self, event_id: int, limit: int) -> list[Event]:
         """Oldest first."""
 
-    async def cycles_page(self, *, fleet: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Cycle]:
-        """Newest first."""
+    async def cycles_page(
+        self,
+        *,
+        fleet: str | None = None,
+        is_changes_only: bool = False,
+        since: datetime | None = None,
+        limit: int = 50,
+        cursor: str | None = None,
+    ) -> Page[Cycle]:
+        """Newest first. `is_changes_only`: only cycles with actions, or with another kind of decision than before."""
 
     async def logs_page(
         self, *, worker_id: str | None = None, level: str | None = None, limit: int = 50, cursor: str | None = None

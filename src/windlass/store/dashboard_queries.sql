@@ -1,5 +1,4 @@
 -- Named queries of the dashboard and the HTTP API. Each reads a bounded number of rows.
--- The planner needs the literal status to use a partial index, so `tasks_{complete|failed}` is one query per status.
 
 -- name: worker_counts
 -- overview; workers_live, and all of tasks_running once.
@@ -38,6 +37,12 @@ group by w.fleet, w.currency order by w.fleet, micros_per_hour desc, w.currency;
 -- name: fleet_queues
 -- Queues that fleets serve. With `known_queues`, all queues.
 select distinct unnest(f.queues) as queue from windlass.fleets f;
+
+-- name: workers_by_queue
+-- overview; workers_live. Live workers that can claim from each queue.
+select q.name as queue, count(*) as workers
+from windlass.workers w cross join lateral unnest(w.queues) as q (name)
+where w.status in ('spawning', 'active') group by q.name;
 
 -- name: last_cycles
 -- overview; one probe of cycles_fleet for each fleet.
@@ -91,25 +96,34 @@ left join lateral (
 select t.queue, count(*) as running from windlass.tasks t where t.status = 'running' group by t.queue;
 
 -- name: failed_by_queue
--- overview; the newest $1 of tasks_failed.
+-- overview; the newest $1 of tasks_failed, without those that a person cancelled.
 select d.queue, count(*) as dead
-from (select t.queue from windlass.tasks t where t.status = 'failed' order by t.finished_at desc limit $1) as d
+from (
+  select t.queue, t.error_code from windlass.tasks t where t.status = 'failed' order by t.finished_at desc limit $1
+) as d
+where d.error_code is distinct from 'CANCELLED'
 group by d.queue;
 
 -- name: recent_completions
 -- overview; tasks_complete of the last $3 seconds: counts the newest $1 and returns the newest $2 of each queue.
--- Waiting times are of first attempts only: a retried task also waited for its back-off.
+-- Waiting times are of first attempts only: a retried task also waited for its back-off. `span_s` is the time in which
+-- they were completed: since the first of them started, and at least $4 seconds. `last_minute` counts the last minute.
 select
-  s.queue, s.completed,
-  case when s.scanned < $1 then $3::float8 else greatest(1, extract(epoch from windlass.now() - s.oldest))::float8 end
-    as span_s,
+  s.queue, s.completed, s.last_minute,
+  least(
+    case when s.scanned < $1 then $3::float8 else greatest(1, extract(epoch from windlass.now() - s.oldest))::float8 end,
+    greatest($4::float8, extract(epoch from windlass.now() - s.first_started)::float8)
+  ) as span_s,
   case when s.attempts = 1 then extract(epoch from s.started_at - coalesce(s.ready_at, s.created_at))::float8 end
     as wait_s,
   extract(epoch from s.finished_at - s.started_at)::float8 as duration_s
 from (
   select
     r.*, row_number() over (partition by r.queue order by r.finished_at desc) as place,
-    count(*) over (partition by r.queue) as completed, count(*) over () as scanned, min(r.finished_at) over () as oldest
+    count(*) over (partition by r.queue) as completed, count(*) over () as scanned,
+    min(r.finished_at) over () as oldest, min(r.started_at) over (partition by r.queue) as first_started,
+    count(*) filter (where r.finished_at > windlass.now() - interval '1 minute') over (partition by r.queue)
+      as last_minute
   from (
     select t.queue, t.attempts, t.created_at, t.ready_at, t.started_at, t.finished_at from windlass.tasks t
     where t.status = 'complete' and t.finished_at > windlass.now() - make_interval(secs => $3::float8)
@@ -145,6 +159,48 @@ from jsonb_to_recordset($1::jsonb) as s (
   completed_per_minute real, wait_p95_s real, burn_micros_per_hour bigint, currency text
 )
 on conflict do nothing;
+
+-- name: average_samples
+-- take_samples: averages of the last hour's intervals of five minutes that have ended; samples_at, sample_averages_at.
+insert into windlass.sample_averages (
+  fleet, at, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
+  burn_micros_per_hour, currency
+)
+select
+  s.fleet, date_bin('5 minutes', s.at, 'epoch'), avg(s.queued), avg(s.running), avg(s.spawning), avg(s.active),
+  avg(s.terminating), avg(s.error), avg(s.completed_per_minute), max(s.wait_p95_s), avg(s.burn_micros_per_hour),
+  max(s.currency)
+from windlass.samples s
+where s.at < date_bin('5 minutes', windlass.now(), 'epoch')
+  and s.at >= greatest(
+    date_bin('5 minutes', windlass.now() - interval '1 hour', 'epoch'),
+    (select max(a.at) + interval '5 minutes' from windlass.sample_averages a)
+  )
+group by 1, 2
+on conflict do nothing;
+
+-- name: long_history
+-- Charts of days; primary keys of sample_averages, and of samples since the last average. Bounded by retention.
+select
+  date_bin(make_interval(secs => $3::float8), s.at, 'epoch') as at,
+  avg(s.queued)::float8 as queued, avg(s.running)::float8 as running, avg(s.spawning)::float8 as spawning,
+  avg(s.active)::float8 as active, avg(s.terminating)::float8 as terminating, avg(s.error)::float8 as error,
+  avg(s.completed_per_minute)::float8 as completed_per_minute, max(s.wait_p95_s)::float8 as wait_p95_s,
+  avg(s.burn_micros_per_hour)::float8 as burn_micros_per_hour, max(s.currency) as currency
+from (
+  select * from windlass.sample_averages a
+  where a.fleet = $1 and a.at > windlass.now() - make_interval(secs => $2::float8)
+  union all
+  select
+    r.fleet, r.at, r.queued, r.running, r.spawning, r.active, r.terminating, r.error, r.completed_per_minute,
+    r.wait_p95_s, r.burn_micros_per_hour, r.currency
+  from windlass.samples r
+  where r.fleet = $1 and r.at > windlass.now() - make_interval(secs => $2::float8)
+    and r.at >= coalesce(
+      (select max(l.at) + interval '5 minutes' from windlass.sample_averages l where l.fleet = $1), '-infinity'
+    )
+) as s
+group by 1 order by 1;
 
 -- name: history
 -- Charts; primary key of samples, bounded by retention.
@@ -244,142 +300,6 @@ cross join lateral (
 left join windlass.tasks r on r.id = t.oldest_id
 order by wanted.place;
 
--- name: running_tasks_of
--- running_tasks_of; tasks_running.
-select t.id from windlass.tasks t where t.worker_id = $1 and t.status = 'running' order by t.id limit $2;
-
--- name: tasks_newest
--- tasks_page; the primary key backwards, after the cursor $5, at most $4 rows.
-select s.id
-from (select t.* from windlass.tasks t where $5::bigint is null or t.id < $5 order by t.id desc limit $4) as s
-where ($1::text is null or s.queue = $1)
-  and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
-order by s.id desc limit $3;
-
--- name: tasks_newest_end
--- The last row that a search of tasks_newest examined.
-select t.id from windlass.tasks t where $2::bigint is null or t.id < $2 order by t.id desc limit 1 offset $1 - 1;
-
--- name: tasks_running
--- tasks_page; tasks_running, sorted. Materialized, or the planner would scan the primary key over all queued tasks.
-with running as materialized (
-  select t.id, t.queue, t.unique_key, t.error_code, t.error from windlass.tasks t where t.status = 'running'
-)
-select a.id from running a
-where ($1::text is null or a.queue = $1)
-  and ($2::text is null or windlass_internal.matches_search(a.id, a.unique_key, a.error_code, a.error, $2))
-  and ($3::bigint is null or a.id < $3)
-order by a.id desc limit $4;
-
--- name: tasks_{complete|failed}
--- tasks_page; tasks_complete or tasks_failed backwards, after the cursor ($5, $6), at most $4 rows.
-select s.id, s.finished_at as at
-from (
-  select t.* from windlass.tasks t
-  where t.status = '{variant}'
-    and ($5::timestamptz is null or (t.finished_at <= $5 and (t.finished_at < $5 or t.id < $6::bigint)))
-  order by t.finished_at desc, t.id desc limit $4
-) as s
-where ($1::text is null or s.queue = $1)
-  and ($2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2))
-order by s.finished_at desc, s.id desc limit $3;
-
--- name: tasks_{complete|failed}_end
--- The last row that a search of the list examined.
-select t.id, t.finished_at as at from windlass.tasks t
-where t.status = '{variant}'
-  and ($2::timestamptz is null or (t.finished_at <= $2 and (t.finished_at < $2 or t.id < $3::bigint)))
-order by t.finished_at desc, t.id desc limit 1 offset $1 - 1;
-
--- name: tasks_queued
--- tasks_page; tasks_ready of each queue ($1), after the cursor ($5, $6), at most $4 rows of each.
-select m.id, m.priority
-from unnest($1::text[]) as q (name)
-cross join lateral (
-  select s.id, s.priority
-  from (
-    select t.* from windlass.tasks t
-    where t.queue = q.name and t.status = 'queued' and t.run_after is null
-      and ($5::integer is null or (t.priority <= $5 and (t.priority < $5 or t.id > $6::bigint)))
-    order by t.priority desc, t.id limit $4
-  ) as s
-  where $2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
-  limit $3
-) as m
-order by m.priority desc, m.id limit $3;
-
--- name: tasks_queued_end
--- The earliest of the queues' ($1) $2-th rows: a search has examined everything before it.
-select e.id, e.priority
-from unnest($1::text[]) as q (name)
-cross join lateral (
-  select t.id, t.priority from windlass.tasks t
-  where t.queue = q.name and t.status = 'queued' and t.run_after is null
-    and ($3::integer is null or (t.priority <= $3 and (t.priority < $3 or t.id > $4::bigint)))
-  order by t.priority desc, t.id limit 1 offset $2::bigint - 1
-) as e
-order by e.priority desc, e.id limit 1;
-
--- name: tasks_scheduled
--- tasks_page; tasks_scheduled of each queue ($1), after the cursor ($5, $6), at most $4 rows of each.
-select m.id, m.run_after as at
-from unnest($1::text[]) as q (name)
-cross join lateral (
-  select s.id, s.run_after
-  from (
-    select t.* from windlass.tasks t
-    where t.queue = q.name and t.status = $7 and t.run_after is not null
-      and ($5::timestamptz is null or (t.run_after >= $5 and (t.run_after > $5 or t.id > $6::bigint)))
-    order by t.run_after, t.id limit $4
-  ) as s
-  where $2::text is null or windlass_internal.matches_search(s.id, s.unique_key, s.error_code, s.error, $2)
-  limit $3
-) as m
-order by m.run_after, m.id limit $3;
-
--- name: tasks_scheduled_end
--- As tasks_queued_end.
-select e.id, e.run_after as at
-from unnest($1::text[]) as q (name)
-cross join lateral (
-  select t.id, t.run_after from windlass.tasks t
-  where t.queue = q.name and t.status = $5 and t.run_after is not null
-    and ($3::timestamptz is null or (t.run_after >= $3 and (t.run_after > $3 or t.id > $4::bigint)))
-  order by t.run_after, t.id limit 1 offset $2::bigint - 1
-) as e
-order by e.run_after, e.id limit 1;
-
--- name: tasks_by_id_or_key
--- tasks_page: exact matches of a search; primary key, tasks_unique_key of each queue ($2).
-select t.id, t.queue, t.status, t.run_after from windlass.tasks t where t.id = $3::bigint
-union
-select t.id, t.queue, t.status, t.run_after
-from unnest($2::text[]) as q (name)
-join windlass.tasks t on t.queue = q.name and t.unique_key = $1
-limit 100;
-
--- name: task_rows
--- tasks_page, running_tasks_of; primary keys, charges_task.
-select
-  t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
-  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner,
-  coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
-from unnest($1::bigint[]) with ordinality as wanted (id, place)
-join windlass.tasks t on t.id = wanted.id
-left join lateral (
-  select sum(k.amount_micros)::bigint as cost_micros, k.currency
-  from windlass.charges k where k.task_id = t.id group by k.currency order by 1 desc limit 1
-) as c on true
-order by wanted.place;
-
--- name: task_with_payload
--- The page of one task; primary key.
-select
-  id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result,
-  coalesce(ready_at, created_at) as ready_at
-from windlass.tasks where id = $1;
-
 -- name: events_page
 -- events_page; events_task, events_worker or the primary key backwards, at most $7 rows.
 select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail, s.actor
@@ -408,7 +328,21 @@ from windlass.events where id > $1 order by id limit $2;
 -- cycles_page; cycles_fleet or the primary key backwards.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
 from windlass.cycles where ($1::text is null or fleet = $1) and ($2::bigint is null or id < $2)
+  and ($4::timestamptz is null or started_at >= $4)
 order by id desc limit $3;
+
+-- name: changes_page
+-- cycles_page; cycles_changes of one fleet ($1) or of each, backwards, not before $4.
+select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at
+from windlass.fleets f
+cross join lateral (
+  select l.* from windlass.cycles l
+  where l.fleet = f.name and l.is_change and ($2::bigint is null or l.id < $2)
+    and ($4::timestamptz is null or l.started_at >= $4)
+  order by l.id desc limit $3
+) as c
+where $1::text is null or f.name = $1
+order by c.id desc limit $3;
 
 -- name: logs_page
 -- logs_page; logs_worker or the primary key backwards, at most $5 rows.

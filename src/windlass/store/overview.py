@@ -36,7 +36,11 @@ BOOT_QUERIES = read_queries("windlass.store", "boot_queries.sql")
 RECENT_TASKS = 20_000
 RECENT_TASKS_OF_QUEUE = 500
 RECENT_S = 300.0
+# A rate is measured over at least this time: one task that took a moment does not make a high throughput.
+MIN_SPAN_S = 30.0
 SAMPLE_INTERVAL_S = 5.0
+# Charts with longer steps read averages of samples over this time.
+AVERAGE_INTERVAL_S = 300.0
 _COUNTED = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE, WorkerStatus.TERMINATING, WorkerStatus.ERROR)
 
 
@@ -50,27 +54,13 @@ class PostgresOverview(DatabaseStore):
         async with self._database.connection("reading the overview") as connection:
             moment = await connection.fetchrow(QUERIES["overview_time"])
             queues, has_more_queues = await overview_queues(connection)
-            counted = await connection.fetch(QUERIES["queue_counts"], queues, COUNT_LIMIT)
-            running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
-            dead = dict(map(tuple, await connection.fetch(QUERIES["failed_by_queue"], COUNT_LIMIT)))
-            recent = await connection.fetch(
-                QUERIES["recent_completions"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S
-            )
+            of_queues, recent_work = await _queue_works(connection, queues)
+            serving = dict(map(tuple, await connection.fetch(QUERIES["workers_by_queue"])))
             workers = {row["fleet"]: row for row in await connection.fetch(QUERIES["worker_counts"])}
             burn = await connection.fetch(QUERIES["burn_rates"])
             cycles = {row["fleet"]: row for row in await connection.fetch(QUERIES["last_cycles"])}
             alerts = [OpenAlert(**row) for row in await connection.fetch(QUERIES["open_alerts"])]
             leader = await connection.fetchrow(QUERIES["leader"])
-        recent_work = _RecentWork(recent)
-        of_queues = {
-            row["queue"]: Work(
-                **{name: value for name, value in row.items() if name != "queue"},
-                running=running.get(row["queue"], 0),
-                dead=dead.get(row["queue"], 0),
-                **recent_work.of({row["queue"]}),
-            )
-            for row in counted
-        }
         if configured is not None:
             fleets = _current_fleets(fleets, configured, workers.keys(), moment["at"])
         return Overview(
@@ -103,11 +93,17 @@ class PostgresOverview(DatabaseStore):
             leader=Leader(**leader) if leader is not None else None,
             last_event_id=moment["last_event_id"],
             has_more_queues=has_more_queues,
+            workers_by_queue=serving,
         )
+
+    async def queue_work(self, queue: str) -> Work:
+        async with self._database.connection("reading a queue") as connection:
+            return (await _queue_works(connection, [queue]))[0][queue]
 
     async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
         step_s = max(SAMPLE_INTERVAL_S, since_s / max(1, min(points, MAX_POINTS)))
-        rows = await self._database.fetch("reading the history", QUERIES["history"], fleet, since_s, step_s)
+        query = "history" if step_s < AVERAGE_INTERVAL_S else "long_history"
+        rows = await self._database.fetch("reading the history", QUERIES[query], fleet, since_s, step_s)
         return [Sample(**row) for row in rows[-MAX_POINTS:]]
 
     async def take_samples(self, overview: Overview) -> None:
@@ -120,16 +116,20 @@ class PostgresOverview(DatabaseStore):
                     "queued": fleet.work.queued,
                     "running": fleet.work.running,
                     **{str(status): count for status, count in fleet.workers.items()},
-                    "completed_per_minute": fleet.work.completed_per_minute,
+                    "completed_per_minute": fleet.work.current_per_minute,
                     "wait_p95_s": fleet.work.wait_p95_s,
                     "burn_micros_per_hour": burn.micros_per_hour if burn is not None else None,
                     "currency": burn.currency if burn is not None else None,
                 }
             )
         await self._database.execute("writing samples", QUERIES["add_samples"], json.dumps(rows), SAMPLE_INTERVAL_S)
+        await self._database.execute("averaging samples", QUERIES["average_samples"])
 
     async def purge_dashboard_rows(self) -> int:
-        return await self._database.sweep("windlass_internal.sweep_dashboard", self._database.retention.samples_s)
+        kept = self._database.retention
+        return await self._database.sweep(
+            "windlass_internal.sweep_dashboard", kept.samples_s, kept.sample_averages_s
+        )
 
     async def fleet_metrics(self) -> list[FleetMetrics]:
         async with self._database.connection("reading metrics") as connection:
@@ -158,6 +158,28 @@ async def overview_queues(connection: Any) -> tuple[list[str], bool]:
     return sorted([*served, *others[:MAX_QUEUES]]), len(others) > MAX_QUEUES
 
 
+async def _queue_works(connection: Any, queues: Sequence[str]) -> "tuple[dict[str, Work], _RecentWork]":
+    """The counts of each queue, and the recent work of all."""
+    counted = await connection.fetch(QUERIES["queue_counts"], queues, COUNT_LIMIT)
+    running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
+    dead = dict(map(tuple, await connection.fetch(QUERIES["failed_by_queue"], COUNT_LIMIT)))
+    recent = _RecentWork(
+        await connection.fetch(
+            QUERIES["recent_completions"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S, MIN_SPAN_S
+        )
+    )
+    works = {
+        row["queue"]: Work(
+            **{name: value for name, value in row.items() if name != "queue"},
+            running=running.get(row["queue"], 0),
+            dead=dead.get(row["queue"], 0),
+            **recent.of({row["queue"]}),
+        )
+        for row in counted
+    }
+    return works, recent
+
+
 class _RecentWork:
     """Wait times, durations and throughput of the newest completed tasks, for any set of queues."""
 
@@ -176,6 +198,7 @@ class _RecentWork:
             "wait_p95_s": _quantile(waits, 0.95),
             "duration_p50_s": _quantile(sorted((row["duration_s"], weight) for row, weight in weighted), 0.5),
             "completed_per_minute": sum(60.0 * rows[0]["completed"] / rows[0]["span_s"] for rows in found),
+            "current_per_minute": sum(60.0 * rows[0]["last_minute"] / min(60.0, rows[0]["span_s"]) for rows in found),
         }
 
 

@@ -293,6 +293,8 @@ create index events_actor on windlass.events (id) where actor is not null;
 create index events_task on windlass.events (task_id, id) where task_id is not null;
 create index events_worker on windlass.events (worker_id, id) where worker_id is not null;
 create index events_at on windlass.events (at);
+-- Lists of failed attempts in a range of time.
+create index events_errors on windlass.events (at, id) where code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED');
 -- Alert evaluation reads the planner's alerts of the last hours every few seconds.
 create index events_alert on windlass.events (at) where code = 'ALERT';
 
@@ -309,9 +311,12 @@ create table windlass.cycles (
   decision text,
   -- How many of the following cycles had the same decision and no action, and when the last was. They are not stored.
   repeats integer not null default 0,
-  repeated_at timestamptz
+  repeated_at timestamptz,
+  -- It had actions, or another kind of decision than the cycle before it (windlass_internal.decision_kind).
+  is_change boolean not null default true
 );
 create index cycles_fleet on windlass.cycles (fleet, id);
+create index cycles_changes on windlass.cycles (fleet, id) where is_change;
 create index cycles_started on windlass.cycles (started_at);
 
 -- One holder per name. `term` grows with every change of holder; every write of a holder checks it. A lease that ends
@@ -416,6 +421,25 @@ create table windlass.samples (
   primary key (fleet, at)
 );
 create index samples_at on windlass.samples (at);
+
+-- Averages of the samples over five minutes, for charts of days. Kept longer than samples. `at`: start of the interval.
+create table windlass.sample_averages (
+  fleet text not null,
+  at timestamptz not null,
+  queued real not null,
+  running real not null,
+  spawning real not null,
+  active real not null,
+  terminating real not null,
+  error real not null,
+  completed_per_minute real not null,
+  -- The longest.
+  wait_p95_s real,
+  burn_micros_per_hour bigint,
+  currency text,
+  primary key (fleet, at)
+);
+create index sample_averages_at on windlass.sample_averages (at);
 
 -- One row per alert, from firing to resolved. `key` says what it concerns ("SLOT_FAILED 3").
 create table windlass.alerts (

@@ -115,10 +115,11 @@ as $$
   select count(*)::integer from deleted
 $$;
 
--- Delete samples, expired sessions and servers that stopped without removing their row. Returns the number of deleted
--- rows.
-create function windlass_internal.sweep_dashboard(p_samples_s double precision, p_limit integer default 1000)
-returns integer
+-- Delete samples, their averages, expired sessions and servers that stopped without removing their row. Returns the
+-- number of deleted rows.
+create function windlass_internal.sweep_dashboard(
+  p_samples_s double precision, p_averages_s double precision, p_limit integer default 1000
+) returns integer
 language plpgsql
 set enable_seqscan = off
 as $$
@@ -133,6 +134,15 @@ begin
     order by o.at limit p_limit
   ) as old
   where s.fleet = old.fleet and s.at = old.at;
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.sample_averages a using (
+    select o.fleet, o.at from windlass.sample_averages o
+    where o.at < v_now - make_interval(secs => p_averages_s)
+    order by o.at limit p_limit
+  ) as old
+  where a.fleet = old.fleet and a.at = old.at;
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 

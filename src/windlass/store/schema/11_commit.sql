@@ -102,6 +102,11 @@ as $$
     and p_machine ->> 'price_micros_per_hour' is not null
 $$;
 
+-- The kind of a decision: its text before the colon, without numbers. `spawn 3: 41 queued` is of the kind `spawn`.
+create function windlass_internal.decision_kind(p_decision text) returns text
+language sql immutable parallel safe
+as $$ select btrim(regexp_replace(split_part(p_decision, ':', 1), '[0-9]+', '', 'g')) $$;
+
 -- Record what a cycle observed and decided, and execute what needs no provider. Raises if the lease is lost: then
 -- nothing has changed. Returns {"cycle_id", "granted": [worker ids], "requeued": n}.
 create function windlass_internal.commit_plan(
@@ -140,8 +145,15 @@ begin
     return jsonb_build_object('cycle_id', null);
   end if;
   if v_cycle_id is null then
-    insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision)
-    values (p_fleet, p_term, (p_snapshot ->> 'now')::timestamptz, p_snapshot, p_actions, p_decision)
+    insert into windlass.cycles (fleet, term, started_at, snapshot, plan, decision, is_change)
+    values (
+      p_fleet, p_term, (p_snapshot ->> 'now')::timestamptz, p_snapshot, p_actions, p_decision,
+      p_actions <> '[]' or not exists (
+        select from windlass.cycles c
+        where c.id = (select max(l.id) from windlass.cycles l where l.fleet = p_fleet)
+          and windlass_internal.decision_kind(c.decision) = windlass_internal.decision_kind(p_decision)
+      )
+    )
     returning id into v_cycle_id;
     -- A cycle without provider calls is finished with this call.
     update windlass.cycles set finished_at = v_now
