@@ -14,7 +14,7 @@ from typing import Protocol
 
 from windlass.model.auth import EVERYTHING, TokenScope
 from windlass.model.cycle import Fleet
-from windlass.model.errors import OutOfScope
+from windlass.model.errors import BadInput, OutOfScope
 from windlass.model.task import NewTask, check_queue_name
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import FleetQueries, Operations
@@ -23,6 +23,8 @@ from windlass.ports.tasks import TaskStore
 RESTART_REASON = "restarted by an operator"
 TERMINATE_REASON = "terminated by an operator"
 CANCEL_REASON = "cancelled by an operator"
+# Tasks that one call changes by their ids.
+MAX_SELECTED_TASKS = 500
 # Failed tasks retried by one database call. It bounds the transaction.
 RETRY_BATCH = 1_000
 # A fleet with this hold has machines that its API key does not list. Restarting the fleet abandons them.
@@ -170,6 +172,38 @@ async def cancel_task(
     if await store.cancel_task(task_id, reason):
         return _done(f"task {task_id} cancelled")
     return await _refuse_task(store, task_id, "only unfinished tasks can be cancelled")
+
+
+async def retry_tasks(store: TaskStore, task_ids: Sequence[int], *, scope: TokenScope = EVERYTHING) -> OperationResult:
+    """Retry each of these tasks. Those that cannot be retried stay as they are."""
+    results = [await retry_task(store, task_id, scope=scope) for task_id in _selection(task_ids)]
+    return _sum_up(results, "requeued", "only failed and retrying tasks can be retried")
+
+
+async def cancel_tasks(
+    store: TaskStore, task_ids: Sequence[int], reason: str = CANCEL_REASON, *, scope: TokenScope = EVERYTHING
+) -> OperationResult:
+    """Cancel each of these tasks. Those that are finished stay as they are."""
+    results = [await cancel_task(store, task_id, reason, scope=scope) for task_id in _selection(task_ids)]
+    return _sum_up(results, "cancelled", "only unfinished tasks can be cancelled")
+
+
+def _selection(task_ids: Sequence[int]) -> list[int]:
+    """Each id once."""
+    if not task_ids:
+        raise BadInput("no task is selected: select at least one.")
+    if len(task_ids) > MAX_SELECTED_TASKS:
+        raise BadInput(f"{len(task_ids)} tasks are selected, at most {MAX_SELECTED_TASKS} are allowed.")
+    return list(dict.fromkeys(task_ids))
+
+
+def _sum_up(results: Sequence[OperationResult], done: str, rule: str) -> OperationResult:
+    changed = sum(not result.is_refused for result in results)
+    refused = len(results) - changed
+    if not changed:
+        return _conflict(f"none of {_count(refused, 'task')} {done}: {rule}")
+    message = f"{_count(changed, 'task')} {done}"
+    return _done(f"{message}, {refused} left as they are: {rule}" if refused else message, changed)
 
 
 async def _refuse_task(store: TaskStore, task_id: int, rule: str) -> OperationResult:

@@ -139,7 +139,8 @@ def test_each_route_needs_its_role(server: ServerThread, role: Role | None) -> N
             if is_allowed:
                 assert status not in (401, 403), operation.label
             else:
-                assert status == (401 if role is None else 403), operation.label
+                # An address with many refused requests is refused with 429.
+                assert status in ((401, 429) if role is None else (403,)), operation.label
             refused += not is_allowed
     assert refused > (5 if role is Role.OPERATOR else 15)
 

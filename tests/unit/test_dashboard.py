@@ -195,7 +195,7 @@ def test_fleet_without_prices_has_a_throughput_chart() -> None:
 def test_chart_has_a_text_summary() -> None:
     now = standing(fleet(), work=Work(queued=41, running=2))
     chart = fleet_charts(now, NOW, [sample(-600, queued=57), sample(-300, queued=50)])[0]
-    assert chart.summary == "Tasks over the last 10 minutes: now queued 41, running 2; at most queued 57, running 2."
+    assert chart.summary == "Tasks over the last 10 min: now queued 41, running 2; at most queued 57, running 2."
 
 
 def test_day_bars_are_proportional_to_cost() -> None:
@@ -367,7 +367,7 @@ def test_history_of_failed_task_counts_attempts_only() -> None:
         event("TASK_FAILED", "second", attempt=1),
     ]
     page = tasks_page(
-        PAGE, Page((row,), None), queues=[], has_more_queues=False, queue=None, which="failed", search=None,
+        PAGE, Page((row,), None), work=Work(), queues=[], has_more_queues=False, queue=None, which="failed", search=None,
         histories={row.id: events}, is_first=True,
     )  # fmt: skip
     assert "History, 2 attempts" in page
@@ -397,6 +397,7 @@ def test_user_content_is_escaped() -> None:
     listed = tasks_page(
         PAGE,
         Page((row,), None),
+        work=Work(),
         queues=["q"],
         has_more_queues=True,
         queue=None,

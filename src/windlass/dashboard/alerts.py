@@ -1,8 +1,9 @@
 """The list of what needs attention: open alerts, and fleet conditions that no alert covers yet."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from urllib.parse import quote
 
 from windlass.dashboard.filters import counted, duration
 from windlass.model.alert import ADVICE, Severity
@@ -17,8 +18,12 @@ RESOLVED_BY_RESTART = ("FAILURE_RATE", "SLOT_FAILED", OTHER_ACCOUNT)
 # Alerts are evaluated at every interval. One that three evaluations did not confirm may be outdated.
 CONFIRMED_WITHIN = timedelta(seconds=3 * EVALUATION_INTERVAL_S)
 UNCONFIRMED = f"Not confirmed since then. It resolves after {RESOLVE_AFTER_S:g} s without confirmation"
+FAILED_LABEL = "View failed tasks"
 RETRY_ADVICE = "Review the errors, fix the cause, then retry."
-FAILED_TASKS = "/tasks?which=failed"
+FAILED_TASKS = "/tasks?status=failed"
+UNSERVED_ADVICE = "Add the queue to a fleet in windlass.toml, start `windlass worker`, or cancel the tasks."
+# Queues that are named one by one.
+MAX_UNSERVED_ITEMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class AttentionItem:
     advice: str
     since: datetime | None = None
     link: str | None = None
+    link_label: str = "View workers"
     # The fleet to restart, where that resolves it.
     restart_fleet: str | None = None
     # The restart abandons machines that may still be billed.
@@ -38,6 +44,13 @@ class AttentionItem:
 def attention_items(overview: Overview) -> list[AttentionItem]:
     """Critical items first. A condition that an alert covers is not listed twice."""
     return sorted(_items(overview), key=lambda item: not item.is_critical)
+
+
+def fleet_items(overview: Overview, fleet: str) -> list[AttentionItem]:
+    """Those that concern this fleet, and those that concern all fleets. Failed tasks of other queues are left out."""
+    own = tuple(each for each in overview.fleets if each.fleet.name == fleet)
+    alerts = tuple(alert for alert in overview.alerts if alert.code != "DEAD_LETTERS")
+    return attention_items(replace(overview, fleets=own, alerts=alerts, queues={}))
 
 
 def _items(overview: Overview) -> Iterator[AttentionItem]:
@@ -55,6 +68,26 @@ def _items(overview: Overview) -> Iterator[AttentionItem]:
         if without_s is not None and overview.leader is not None and "UNATTENDED" not in fleet_codes:
             what = f"Fleet {each.fleet.name} has had no cycle for {duration(without_s)}."
             yield AttentionItem(f"unattended-{each.fleet.name}", True, what, _advice("UNATTENDED"))
+    yield from _queue_items(overview)
+
+
+def _queue_items(overview: Overview) -> Iterator[AttentionItem]:
+    """Queues with tasks that nothing serves."""
+    unserved = {}
+    for queue in map(overview.queue, overview.queues):
+        tasks = queue.work.queued + queue.work.scheduled + queue.work.retrying
+        if tasks and not queue.is_served:
+            unserved[queue.name] = tasks
+    if len(unserved) > MAX_UNSERVED_ITEMS:
+        names = ", ".join(list(unserved)[:MAX_UNSERVED_ITEMS])
+        what = f"No fleet and no worker serves {len(unserved)} queues with tasks ({names}, ...)."
+        yield AttentionItem("unserved", False, what, UNSERVED_ADVICE, None, "/queues", "View queues")
+        return
+    for name, tasks in unserved.items():
+        what = f"No fleet and no worker serves queue {name}, which has {counted(tasks, 'task')}."
+        yield AttentionItem(
+            f"unserved-{name}", False, what, UNSERVED_ADVICE, None, f"/queues/{quote(name, safe='')}", "View queue"
+        )
 
 
 def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[AttentionItem]:
@@ -69,12 +102,14 @@ def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[Attention
             _advice(fleet.hold.code),
             fleet.hold.since,
             link,
-            fleet.name if fleet.hold.code in RESOLVED_BY_RESTART else None,
-            fleet.hold.code == OTHER_ACCOUNT,
+            restart_fleet=fleet.name if fleet.hold.code in RESOLVED_BY_RESTART else None,
+            abandons_machines=fleet.hold.code == OTHER_ACCOUNT,
         )
     if fleet.failed_slots and "SLOT_FAILED" not in codes:
         what = f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} reached max_restarts and stay empty."
-        yield AttentionItem(f"slots-{fleet.name}", True, what, _advice("SLOT_FAILED"), None, link, fleet.name)
+        yield AttentionItem(
+            f"slots-{fleet.name}", True, what, _advice("SLOT_FAILED"), None, link, restart_fleet=fleet.name
+        )
     if overview.silent:
         what = f"{counted(overview.silent, 'worker')} of fleet {fleet.name} sent no heartbeat within their lease."
         advice = "No action needed: their tasks are requeued and the workers are replaced."
@@ -84,7 +119,7 @@ def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[Attention
         yield AttentionItem(f"paused-{fleet.name}", False, what, "Resume the fleet to continue.")
     if overview.work.dead and "DEAD_LETTERS" not in codes:
         what = f"{counted(overview.work.dead, 'failed task')} in the queues of fleet {fleet.name}."
-        yield AttentionItem(f"failed-{fleet.name}", False, what, RETRY_ADVICE, None, FAILED_TASKS)
+        yield AttentionItem(f"failed-{fleet.name}", False, what, RETRY_ADVICE, None, FAILED_TASKS, FAILED_LABEL)
 
 
 def _confirmed_codes(alerts: Sequence[OpenAlert], now: datetime) -> set[str]:
@@ -106,8 +141,9 @@ def _alert_item(alert: OpenAlert, now: datetime) -> AttentionItem:
         RETRY_ADVICE if is_about_tasks else _advice(alert.code),
         alert.since,
         FAILED_TASKS if is_about_tasks else link,
-        alert.fleet if alert.code in RESOLVED_BY_RESTART else None,
-        alert.code == OTHER_ACCOUNT,
+        FAILED_LABEL if is_about_tasks else "View workers",
+        restart_fleet=alert.fleet if alert.code in RESOLVED_BY_RESTART else None,
+        abandons_machines=alert.code == OTHER_ACCOUNT,
     )
 
 

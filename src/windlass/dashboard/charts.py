@@ -4,18 +4,44 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
-from windlass.dashboard.filters import counted
-from windlass.model.cycle import Fleet
+from windlass.dashboard.filters import brief
+from windlass.model.cycle import Cycle, Fleet
 from windlass.model.money import MICROS
 from windlass.model.overview import FleetOverview, Sample
 from windlass.model.worker import WorkerStatus
 
-# A chart covers an hour, or the age of a younger fleet. The points fit a third of a screen.
-MAX_HISTORY_S = 3_600.0
+# Without a chosen range a chart covers an hour, or the age of a younger fleet.
+DEFAULT_HISTORY_S = 3_600.0
 MIN_HISTORY_S = 300.0
+# The points of a chart fit a third of a screen, and a whole one on the page of a fleet.
 HISTORY_POINTS = 120
+WIDE_POINTS = 240
+
+
+class ChartRange(StrEnum):
+    """The time that charts cover."""
+
+    QUARTER = "15m"
+    HOUR = "1h"
+    DAY = "24h"
+    WEEK = "7d"
+
+
+RANGE_S = {
+    ChartRange.QUARTER: 900.0,
+    ChartRange.HOUR: 3_600.0,
+    ChartRange.DAY: 86_400.0,
+    ChartRange.WEEK: 604_800.0,
+}
+RANGE_LABELS = {
+    ChartRange.QUARTER: "15 min",
+    ChartRange.HOUR: "1 h",
+    ChartRange.DAY: "24 h",
+    ChartRange.WEEK: "7 d",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +64,20 @@ class Chart:
     unit: str | None = None
 
 
-def history_s(fleet: Fleet, now: datetime) -> float:
+def history_s(fleet: Fleet, now: datetime, chosen: ChartRange | None = None) -> float:
     """Length of the fleet's charts."""
-    return min(MAX_HISTORY_S, max(MIN_HISTORY_S, (now - fleet.created_at).total_seconds()))
+    if chosen is not None:
+        return RANGE_S[chosen]
+    return min(DEFAULT_HISTORY_S, max(MIN_HISTORY_S, (now - fleet.created_at).total_seconds()))
 
 
-def fleet_charts(overview: FleetOverview, now: datetime, history: Sequence[Sample]) -> list[Chart]:
-    """Tasks, workers by status, and cost per hour (throughput for fleets without prices), from `history` to now."""
+def fleet_charts(
+    overview: FleetOverview, now: datetime, history: Sequence[Sample], changes: Sequence[Cycle] = ()
+) -> list[Chart]:
+    """Tasks, workers by status, and cost per hour (throughput for fleets without prices), from `history` to now.
+
+    `changes` are marked in the chart of workers.
+    """
     name, work, burn = overview.fleet.name, overview.work, next(iter(overview.burn), None)
     current = Sample(
         at=now,
@@ -71,9 +104,14 @@ def fleet_charts(overview: FleetOverview, now: datetime, history: Sequence[Sampl
         series("error", "error", "error"),
     )
     used = tuple(one for one in workers if any(one.values)) or workers[:1]
+    marks = [
+        {"at": round(cycle.started_at.timestamp(), 1), "text": cycle.decision}
+        for cycle in reversed(changes)
+        if cycle.started_at.timestamp() >= at[0]
+    ]
     charts = [
         _chart(f"{name}-tasks", "Tasks", at, tasks),
-        _chart(f"{name}-workers", "Workers", at, used, is_stacked=True),
+        _chart(f"{name}-workers", "Workers", at, used, is_stacked=True, marks=marks),
     ]
     currency = next((sample.currency for sample in reversed(samples) if sample.currency), None)
     if currency is not None:
@@ -93,6 +131,7 @@ def _chart(
     *,
     is_stacked: bool = False,
     unit: str | None = None,
+    marks: Sequence[dict[str, Any]] = (),
 ) -> Chart:
     is_whole = unit is None
     data: dict[str, Any] = {
@@ -106,11 +145,11 @@ def _chart(
         "isWhole": is_whole,
         "unit": unit,
         "least": 4 if is_whole else 0.01,
+        "marks": marks,
     }
     current = ", ".join(f"{s.label} {s.values[-1] or 0:g}" for s in series)
     most = ", ".join(f"{s.label} {max(v or 0 for v in s.values):g}" for s in series)
-    minutes = max(1, round((at[-1] - at[0]) / 60))
-    summary = f"{title} over the last {counted(minutes, 'minute')}: now {current}; at most {most}."
+    summary = f"{title} over the last {brief(max(60.0, at[-1] - at[0]))}: now {current}; at most {most}."
     return Chart(f"chart-{chart_id}", title, series, summary, json.dumps(data, separators=(",", ":")), unit)
 
 

@@ -13,8 +13,11 @@ KINDS = {
     ChargeKind.BOOT: "From the machine's creation until its worker was ready",
     ChargeKind.IDLE: "Time in which the worker was ready and ran no task",
     ChargeKind.TAIL: "From the machine's deletion to the end of its billing period",
-    ChargeKind.AHEAD: "The rest of the billing period of a machine that still runs",
+    ChargeKind.AHEAD: "The rest of the billing period of a machine that still runs: billed, not used yet",
 }
+WASTED = "Share of boot, idle and tail in the cost"
+# A chart begins with the first day that has cost, and shows at least this many days.
+MIN_CHART_DAYS = 7
 WIDTH, HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 1100.0, 230.0, 8.0, 24.0, 52.0, 12.0
 MAX_BAR_WIDTH = 44.0
 # Fits below the chart without overlap.
@@ -50,6 +53,30 @@ class BarChart:
     currency: str
     width: float = WIDTH
     height: float = HEIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class CurrencySummary:
+    """Cost in one currency: of the chosen period, and of the current month."""
+
+    currency: str
+    total: Cost | None
+    forecast: Forecast | None
+
+
+def currency_summaries(totals: Sequence[Cost], forecasts: Sequence[Forecast]) -> list[CurrencySummary]:
+    by_currency = {cost.currency: cost for cost in totals}
+    months = {forecast.currency: forecast for forecast in forecasts}
+    return [
+        CurrencySummary(currency, by_currency.get(currency), months.get(currency))
+        for currency in sorted({*by_currency, *months})
+    ]
+
+
+def days_with_cost(days: Sequence[str], costs: Sequence[Cost]) -> Sequence[str]:
+    """From the first day that has cost, at least MIN_CHART_DAYS days."""
+    first = min((cost.key for cost in costs if cost.key is not None and cost.key in days), default=days[-1])
+    return days[min(days.index(first), max(0, len(days) - MIN_CHART_DAYS)) :]
 
 
 def day_charts(days: Sequence[str], costs: Sequence[Cost]) -> list[BarChart]:
@@ -135,11 +162,14 @@ def cost_page(
         since=since,
         chosen_days=chosen_days,
         fleet=fleet,
-        charts=day_charts(days, by_day) if len(days) > 1 else [],
+        charts=day_charts(days_with_cost(days, by_day), by_day) if len(days) > 1 else [],
         kinds=[str(kind) for kind in KINDS],
         kind_texts={str(kind): text for kind, text in KINDS.items()},
-        tables=[(title, heading, costs) for title, heading, costs in tables if costs],
-        totals=totals,
-        forecasts=forecasts,
+        # One currency after the other: amounts in different currencies cannot be compared.
+        tables=[
+            (title, heading, sorted(costs, key=lambda cost: cost.currency)) for title, heading, costs in tables if costs
+        ],
+        wasted_text=WASTED,
+        summaries=currency_summaries(totals, forecasts) if totals else [],
         budgets=budgets,
     )

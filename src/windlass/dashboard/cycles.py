@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from windlass.dashboard.charts import Chart, ChartRange
 from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAlert, Spawn, actions_to_plain
 from windlass.model.cycle import Cycle, CycleDetail
@@ -16,32 +17,45 @@ from windlass.model.listing import Page
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 
-# Settings that a replay can change.
-REPLAY_SETTINGS = (
-    "policy",
-    "min_workers",
-    "max_workers",
-    "max_changes_per_cycle",
-    "tasks_per_worker",
-    "idle_buffer",
-    "scale_up_multiplier",
-    "scale_down_multiplier",
-    "clear_time_s",
-    "min_scaling_interval_s",
-    "spawn_grace_s",
-    "scale_down_grace_s",
-    "idle_timeout_s",
-    "heartbeat_timeout_s",
-    "spawn_timeout_s",
-    "max_failure_rate",
-    "max_restarts",
-    "budget_per_hour",
-)
+# Settings that a replay can change, by group, with their labels.
+REPLAY_GROUPS: Mapping[str, Mapping[str, str]] = {
+    "Size": {
+        "min_workers": "Minimum workers",
+        "max_workers": "Maximum workers",
+        "max_changes_per_cycle": "Changes per cycle",
+        "budget_per_hour": "Budget per hour",
+    },
+    "Scaling": {
+        "policy": "Policy",
+        "tasks_per_worker": "Tasks per worker",
+        "idle_buffer": "Idle buffer",
+        "scale_up_multiplier": "Scale-up multiplier",
+        "scale_down_multiplier": "Scale-down multiplier",
+        "clear_time_s": "Clear time, s",
+    },
+    "Timing": {
+        "min_scaling_interval_s": "Scaling interval, s",
+        "spawn_grace_s": "Spawn grace, s",
+        "scale_down_grace_s": "Scale-down grace, s",
+        "idle_timeout_s": "Idle timeout, s",
+    },
+    "Failures": {
+        "heartbeat_timeout_s": "Heartbeat timeout, s",
+        "spawn_timeout_s": "Spawn timeout, s",
+        "max_failure_rate": "Failure rate",
+        "max_restarts": "Restarts of a slot",
+    },
+}
+REPLAY_SETTINGS = tuple(name for group in REPLAY_GROUPS.values() for name in group)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOption:
     name: str
+    group: str
+    label: str
+    # From the documentation of the setting.
+    description: str
     value: str
     # In the stored cycle.
     original: str
@@ -68,11 +82,15 @@ def replay_options(settings: FleetConfig, given: Mapping[str, str]) -> list[Repl
     return [
         ReplayOption(
             name,
+            group,
+            label,
+            FleetConfig.model_fields[name].description or "",
             given.get(name, _text(getattr(settings, name))).strip(),
             _text(getattr(settings, name)),
             tuple(get_args(FleetConfig.model_fields[name].annotation)) if name == "policy" else (),
         )
-        for name in REPLAY_SETTINGS
+        for group, labels in REPLAY_GROUPS.items()
+        for name, label in labels.items()
     ]
 
 
@@ -135,22 +153,40 @@ def split_decision(decision: str) -> tuple[str, str]:
     return head, colon + rest
 
 
-def cycles_page(
-    page_context: PageContext, page: Page[Cycle], *, fleets: Sequence[str], fleet: str | None, is_first: bool
-) -> str:
-    rows = []
-    for cycle in page.rows:
+def cycle_lines(cycles: Sequence[Cycle]) -> list[CycleLine]:
+    lines = []
+    for cycle in cycles:
         kinds = Counter(ACTION_KINDS[type(action)] for action in cycle.actions)
         actions = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
-        rows.append(CycleLine(cycle, *split_decision(cycle.decision), actions))
+        lines.append(CycleLine(cycle, *split_decision(cycle.decision), actions))
+    return lines
+
+
+def cycles_page(
+    page_context: PageContext,
+    page: Page[Cycle],
+    *,
+    fleets: Sequence[str],
+    fleet: str | None,
+    has_all: bool,
+    charts: Sequence[Chart],
+    chosen: ChartRange | None,
+    is_first: bool,
+) -> str:
+    """`has_all`: also cycles that changed nothing. `charts`: workers of the chosen fleet, with the changes marked."""
+    filters = {"fleet": fleet, "all": "yes" if has_all else None, "range": chosen.value if chosen is not None else None}
     return render(
         "cycles.html",
         page_context,
         here="cycles",
-        rows=rows,
-        next_url=next_page_url("/cycles", page, fleet=fleet),
+        rows=cycle_lines(page.rows),
+        next_url=next_page_url("/cycles", page, **filters),
+        filters=filters,
         fleets=fleets,
         fleet=fleet,
+        has_all=has_all,
+        charts=charts,
+        chosen=chosen.value if chosen is not None else None,
         is_first=is_first,
     )
 
@@ -180,6 +216,7 @@ def cycle_page(
         worker_counts={status: number for status, number in counts.items() if number},
         hold=snapshot.planner_state.hold,
         options=options,
+        groups=list(REPLAY_GROUPS),
         replayed=replayed,
         problem=problem,
     )

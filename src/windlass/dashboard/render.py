@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from windlass.dashboard import filters, ray_nodes
+from windlass.dashboard.charts import RANGE_LABELS
 from windlass.model.listing import Page
 from windlass.model.money import amount
 
@@ -77,6 +78,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.globals["FAILURE_CODES"] = FAILURE_CODES
+    environment.globals["CHART_RANGES"] = [(value.value, label) for value, label in RANGE_LABELS.items()]
     environment.globals["asset"] = asset
     for function in (
         *(filters.duration, filters.brief, filters.count, filters.counted, filters.percent, filters.money),

@@ -9,19 +9,25 @@ from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.listing import Page, TaskDetail, TaskRow
+from windlass.model.overview import Work
 from windlass.model.task import Task, TaskStatus
 
-# Tabs: the value of `which` in the address, and the label.
+# Tabs: the value of `status` in the address, the label, and the field of Work that counts them.
 TASK_LISTS = (
-    (None, "All"),
-    ("queued", "Queued"),
-    ("running", "Running"),
-    ("scheduled", "Scheduled"),
-    ("error", "Retrying"),
-    ("complete", "Complete"),
-    ("failed", "Failed"),
+    (None, "All", None),
+    ("queued", "Queued", "queued"),
+    ("running", "Running", "running"),
+    ("scheduled", "Scheduled", "scheduled"),
+    ("error", "Retrying", "retrying"),
+    ("complete", "Complete", None),
+    ("failed", "Failed", "dead"),
+    ("cancelled", "Cancelled", None),
 )
-_SUMMARIES = {None: "Newest first", "queued": "In the order in which they will be claimed"}
+_SUMMARIES = {
+    None: "Newest first",
+    "queued": "In the order in which they will be claimed",
+    "failed": "Newest first, without cancelled ones",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ def tasks_page(
     page_context: PageContext,
     page: Page[TaskRow],
     *,
+    work: Work,
     queues: Sequence[str],
     has_more_queues: bool,
     queue: str | None,
@@ -76,15 +83,22 @@ def tasks_page(
     is_first: bool,
     is_search_incomplete: bool = False,
 ) -> str:
-    """`histories`: events of the failed tasks on the page. `is_search_incomplete`: the search stopped at its limit."""
-    what = _SUMMARIES.get(which, f"{dict(TASK_LISTS)[which]} tasks")
+    """`work`: counts of the chosen queues. `histories`: events of the failed tasks on the page.
+
+    `is_search_incomplete`: the search stopped at its limit.
+    """
+    labels = {value: label for value, label, _ in TASK_LISTS}
+    what = _SUMMARIES.get(which, f"{labels[which]} tasks")
     return render(
         "tasks.html",
         page_context,
         here="tasks",
         rows=[(row, waited_s(row)) for row in page.rows],
-        next_url=next_page_url("/tasks", page, queue=queue, which=which, search=search),
-        lists=TASK_LISTS,
+        next_url=next_page_url("/tasks", page, queue=queue, status=which, search=search),
+        lists=[
+            (value, label, getattr(work, field) if field is not None else None) for value, label, field in TASK_LISTS
+        ],
+        filters={"queue": queue, "status": which, "search": search},
         queues=queues,
         has_more_queues=has_more_queues,
         queue=queue,

@@ -27,7 +27,9 @@ from windlass.server.routes import (
     health,
     login,
     overview,
+    queues,
     supervisor_compat,
+    task_errors,
     tasks,
     worker_protocol,
     workers,
@@ -57,7 +59,10 @@ def make_app(context: WorkerApiContext) -> Application:
     authenticator = Authenticator(worker_store=context.auth_store)
     if isinstance(context, AppContext):
         error_page = functools.partial(render_error, context)
-        for subject in (overview, workers, tasks, fleets, cycles, cost, alerts, access, supervisor_compat, login):
+        for subject in (
+            *(overview, queues, fleets, workers, tasks, task_errors, cycles, cost, alerts),
+            *(access, supervisor_compat, login),
+        ):
             api.include_router(subject.routes(context))
         api.include_router(health.metrics_routes(context))
         api.mount(STATIC, DashboardFiles())

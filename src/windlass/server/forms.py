@@ -25,8 +25,11 @@ Operation = Callable[[Mapping[str, str]], Awaitable[OperationResult]]
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form. Of a repeated field, the last value."""
-    return dict(parse_qsl((await request.body()).decode(errors="replace"), keep_blank_values=True))
+    """The fields of a form. The values of a repeated field, as of several selected rows, are joined by commas."""
+    fields: dict[str, str] = {}
+    for name, value in parse_qsl((await request.body()).decode(errors="replace"), keep_blank_values=True):
+        fields[name] = f"{fields[name]},{value}" if name in fields else value
+    return fields
 
 
 async def submit_form(context: AppContext, request: Request, operate: Operation) -> Response:

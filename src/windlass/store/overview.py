@@ -127,9 +127,7 @@ class PostgresOverview(DatabaseStore):
 
     async def purge_dashboard_rows(self) -> int:
         kept = self._database.retention
-        return await self._database.sweep(
-            "windlass_internal.sweep_dashboard", kept.samples_s, kept.sample_averages_s
-        )
+        return await self._database.sweep("windlass_internal.sweep_dashboard", kept.samples_s, kept.sample_averages_s)
 
     async def fleet_metrics(self) -> list[FleetMetrics]:
         async with self._database.connection("reading metrics") as connection:
@@ -164,9 +162,7 @@ async def _queue_works(connection: Any, queues: Sequence[str]) -> "tuple[dict[st
     running = dict(map(tuple, await connection.fetch(QUERIES["running_by_queue"])))
     dead = dict(map(tuple, await connection.fetch(QUERIES["failed_by_queue"], COUNT_LIMIT)))
     recent = _RecentWork(
-        await connection.fetch(
-            QUERIES["recent_completions"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S, MIN_SPAN_S
-        )
+        await connection.fetch(QUERIES["recent_completions"], RECENT_TASKS, RECENT_TASKS_OF_QUEUE, RECENT_S, MIN_SPAN_S)
     )
     works = {
         row["queue"]: Work(

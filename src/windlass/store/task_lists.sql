@@ -132,7 +132,7 @@ limit 100;
 -- tasks_page, running_tasks_of; primary keys, charges_task. Large payloads are not unpacked for the first $2 characters.
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
-  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error,
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner,
   case when pg_column_size(t.payload) <= 65536 then left(t.payload::text, $2) end as payload_preview,
   coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
 from unnest($1::bigint[]) with ordinality as wanted (id, place)
@@ -147,7 +147,7 @@ order by wanted.place;
 -- The page of one task; primary key.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error, payload, result,
+  worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result,
   coalesce(ready_at, created_at) as ready_at
 from windlass.tasks where id = $1;
 

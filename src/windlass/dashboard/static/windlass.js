@@ -81,9 +81,10 @@
   }
 
   // Attributes that belong to the reader: an open <details>, typed text, a chosen option.
-  const READER_ATTRIBUTES = { DETAILS: "open", INPUT: "value", OPTION: "selected" };
+  const READER_ATTRIBUTES = { DETAILS: ["open"], INPUT: ["value", "checked"], OPTION: ["selected"] };
   const MORPH_CALLBACKS = {
-    beforeAttributeUpdated: (name, element) => element.type === "hidden" || READER_ATTRIBUTES[element.nodeName] !== name,
+    beforeAttributeUpdated: (name, element) =>
+      element.type === "hidden" || !READER_ATTRIBUTES[element.nodeName]?.includes(name),
     // A drawn chart keeps its canvas and gets new data.
     beforeNodeMorphed(shown, fresh) {
       if (!charts.has(shown.id)) return true;
@@ -227,13 +228,15 @@
     if (form.dataset.confirm === undefined) return;
     event.preventDefault();
     // Copied now: a refresh may change the form before the reader confirms.
-    pending = { url: form.action, body: new URLSearchParams(new FormData(form)), opener: event.submitter };
+    const fields = new FormData(form, event.submitter);
+    const url = event.submitter?.hasAttribute("formaction") ? event.submitter.formAction : form.action;
+    pending = { url, body: new URLSearchParams(fields), opener: event.submitter };
     pending.body.set("is_confirmed", "yes");
-    dialog.querySelector("h2").textContent = form.elements.question.value;
-    dialog.querySelector("#confirm-text").textContent = form.elements.explanation.value;
+    dialog.querySelector("h2").textContent = fields.get("question");
+    dialog.querySelector("#confirm-text").textContent = fields.get("explanation");
     problem.hidden = true;
     const button = dialog.querySelector("[value=confirm]");
-    button.textContent = form.elements.button.value;
+    button.textContent = fields.get("button");
     button.classList.toggle("danger", form.dataset.level === "danger");
     dialog.showModal();
   });
@@ -257,6 +260,7 @@
       const result = await response.json().catch(() => ({}));
       if (!response.ok) throw new Error(result.detail ?? `HTTP status ${response.status}.`);
       dialog.close();
+      for (const box of main.querySelectorAll("input[type=checkbox]")) box.checked = false;
       showToast(result.message);
       await refresh();
     } catch (error) {
@@ -355,7 +359,7 @@
       scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.08, data.least ?? 1)] } },
       axes: [
         { stroke: ink, font, size: 24, gap: 4, space: 64, grid: { show: false }, ticks: { show: false },
-          values: (_, marks) => marks.map((mark) => clock(mark, marks.length > 1 && marks[1] - marks[0] < 60)) },
+          values: (_, marks) => marks.map((mark) => axisLabel(mark, marks)) },
         { stroke: ink, font, size: data.unit ? 50 : 34, gap: 4, space: 24, grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false },
           incrs: data.isWhole ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] : undefined,
           values: (_, marks) => marks.map(shortNumber) },
@@ -363,13 +367,18 @@
       series: [{}, ...drawn.map((series) => ({
         label: series.label,
         stroke: colour(series.colour),
-        width: data.isStacked ? 0.5 : 1.75,
-        fill: data.isStacked ? colour(series.colour) : colour(series.colour).replace("rgb(", "rgba(").replace(")", ", 0.10)"),
+        width: data.isStacked ? 1.25 : 1.75,
+        fill: colour(series.colour).replace("rgb(", "rgba(").replace(")", data.isStacked ? ", 0.35)" : ", 0.10)"),
         points: { show: false },
         paths: data.isStacked || data.isStepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
         spanGaps: false,
       }))],
-      hooks: { setCursor: [(hovered) => showReadout(hovered, charts.get(element.id)?.data, readout)] },
+      // Each area is filled down to the one below it.
+      bands: data.isStacked ? drawn.slice(1).map((_, index) => ({ series: [index + 1, index + 2] })) : [],
+      hooks: {
+        setCursor: [(hovered) => showReadout(hovered, charts.get(element.id)?.data, readout)],
+        draw: [(drawnPlot) => drawMarks(drawnPlot, charts.get(element.id)?.data ?? data)],
+      },
     }, columns(data), element);
     plot.over.append(readout);
     return plot;
@@ -390,6 +399,44 @@
     return new Date(seconds * 1000).toLocaleTimeString([], { ...parts, hourCycle: "h23", timeZone: "UTC" });
   }
 
+  const DAY_S = 86400;
+
+  // Days for a chart of several days, and at midnight; otherwise the time of day.
+  function axisLabel(mark, marks) {
+    const step = marks.length > 1 ? marks[1] - marks[0] : 0;
+    if (step >= DAY_S || (step > 3 * 3600 && mark % DAY_S === 0)) return day(mark);
+    return clock(mark, step < 60);
+  }
+
+  function day(seconds) {
+    return new Date(seconds * 1000).toLocaleDateString([], { day: "numeric", month: "short", timeZone: "UTC" });
+  }
+
+  // A thin line at each change of the fleet.
+  function drawMarks(plot, { marks = [] }) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.strokeStyle = colour("--ink-soft");
+    ctx.globalAlpha = 0.4;
+    ctx.setLineDash([2, 3]);
+    for (const { at } of marks) {
+      const x = Math.round(plot.valToPos(at, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  // The change nearest to the pointer, if it is within a few pixels.
+  function markAt(plot, { marks = [] }, left) {
+    const near = marks.map((mark) => ({ ...mark, distance: Math.abs(plot.valToPos(mark.at, "x") - left) }))
+      .sort((one, other) => one.distance - other.distance)[0];
+    return near && near.distance < 8 ? near : null;
+  }
+
   function shortNumber(number) {
     if (number >= 1e6) return `${+(number / 1e6).toFixed(1)}M`;
     if (number >= 1e4) return `${+(number / 1e3).toFixed(1)}k`;
@@ -404,7 +451,10 @@
       return;
     }
     const title = document.createElement("b");
-    title.textContent = clock(data.at[idx], true);
+    const range = data.at[data.at.length - 1] - data.at[0];
+    const mark = markAt(plot, data, left);
+    const at = mark?.at ?? data.at[idx];
+    title.textContent = `${range > DAY_S ? `${day(at)} ` : ""}${clock(at, range <= DAY_S)}`;
     const rows = data.series.map(({ label, values }) => {
       const value = values[idx];
       const row = document.createElement("span");
@@ -413,7 +463,9 @@
       row.append(label, number);
       return row;
     });
-    readout.replaceChildren(title, ...rows);
+    const decision = document.createElement("em");
+    decision.textContent = mark?.text ?? "";
+    readout.replaceChildren(title, ...rows, ...(mark ? [decision] : []));
     readout.hidden = false;
     const width = readout.offsetWidth;
     const x = left > plot.over.clientWidth / 2 ? left - width - 10 : left + 10;

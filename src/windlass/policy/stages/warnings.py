@@ -11,8 +11,8 @@ from windlass.policy.stages.termination import slot_failures
 FAILURES_TO_ALERT = 4
 # Poll intervals without a complete machine list before an alert fires.
 UNLISTED_CYCLES_TO_ALERT = 3
-# An alert fires above this share of max_workers, while a task has been queued for longer than this: an elastic fleet that
-# is full and keeps up does its job. Only for rented machines: small local fleets are often full.
+# An alert fires above this share of max_workers, while a task has been queued for longer than this: a fleet that is full
+# and keeps up does its job. Only for rented machines: small local fleets are often full.
 NEAR_MAX_SHARE = 0.8
 NEAR_MAX_WAIT_S = 300.0
 # A machine may take this long to disappear after its deletion was requested.
@@ -43,7 +43,7 @@ def raise_warnings(context: PlanningContext) -> list[Action]:
     oldest_s = context.snapshot.queue.oldest_queued_age_s or 0.0
     is_near_max = spawned > NEAR_MAX_SHARE * fleet.max_workers and oldest_s > NEAR_MAX_WAIT_S
     if context.snapshot.traits.is_remote and is_near_max:
-        why = f"{spawned} of max_workers ({fleet.max_workers}) exist, and the oldest task has waited for {oldest_s:.0f} s"
+        why = f"{spawned} of max_workers ({fleet.max_workers}) exist, and a task has been queued for {oldest_s:.0f} s"
         actions += context.alert("NEAR_MAX", why)
     actions += _warn_of_locked(context)
     actions += _warn_of_undeleted(context)

@@ -1,6 +1,6 @@
 """Cost: the JSON route and the page. Both cache their reports, because cost changes slowly."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Annotated, Any
@@ -13,7 +13,9 @@ from windlass.cost.report import By, Forecast, forecasts
 from windlass.dashboard.cost import BudgetView, cost_page
 from windlass.model.cost import BillingAccount, Cost, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
 from windlass.model.money import to_micros
+from windlass.ports.costs import CostStore
 from windlass.server.context import AppContext
 from windlass.server.json_api import VIEWER, FleetFilter, api_router, json_response
 from windlass.server.openapi import documented
@@ -69,7 +71,11 @@ def routes(context: AppContext) -> APIRouter:
         since = hour_of(now - timedelta(days=1)) if days == 1 else day_of(now) - timedelta(days=days - 1)
         rows = {By.DAY: (days + 1) * MAX_CURRENCIES, By.FLEET: TABLE_ROWS, By.QUEUE: TABLE_ROWS}
         report = await read_costs(store, rows, since, now, fleet)
-        return _CostPageData(now, report, await _budgets(context, report.accounts, fleet, now))
+        overview = await context.overview_feed.overview()
+        names = [fleet] if fleet is not None else [each.fleet.name for each in overview.fleets]
+        # Limits of fleets that other processes run are unknown here.
+        configs = {name: config for name in names if (config := context.control.fleet_config(name)) is not None}
+        return _CostPageData(now, report, await budget_views(store, configs, report.accounts, now))
 
     reports, page_data = TtlCache(load_report, REPORT_TTL_S), TtlCache(load_page_data, REPORT_TTL_S)
 
@@ -122,19 +128,17 @@ def _plain(value: Cost | Forecast, *properties: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in (*(field.name for field in fields(value)), *properties)}
 
 
-async def _budgets(
-    context: AppContext, accounts: Sequence[BillingAccount], fleet: str | None, now: datetime
+async def budget_views(
+    store: CostStore, configs: Mapping[str, FleetConfig], accounts: Sequence[BillingAccount], now: datetime
 ) -> list[BudgetView]:
-    """Budgets of the fleets that this process runs. Limits of other fleets are unknown here."""
-    overview = await context.overview_feed.overview()
-    names = [fleet] if fleet is not None else [each.fleet.name for each in overview.fleets]
-    configs = {name: config for name in names if (config := context.control.fleet_config(name)) is not None}
+    """Budgets of these fleets and what they have spent. `accounts`: all that are not fully settled."""
     budgets = []
+    fleet = next(iter(configs)) if len(configs) == 1 else None
     for period, since in (("hour", hour_of(now)), ("day", day_of(now)), ("month", month_of(now))):
         limits = {name: getattr(config, f"budget_per_{period}") for name, config in configs.items()}
         if all(limit is None for limit in limits.values()):
             continue
-        settled = await context.store.costs(By.FLEET, since, fleet=fleet)
+        settled = await store.costs(By.FLEET, since, fleet=fleet)
         for name, limit in limits.items():
             if limit is None:
                 continue

@@ -1,13 +1,14 @@
 """Cycles, replays and explanations: JSON routes and pages."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from windlass.dashboard.charts import WIDE_POINTS, Chart, ChartRange, fleet_charts, history_s
 from windlass.dashboard.cycles import (
     REPLAY_SETTINGS,
     ReplayResult,
@@ -20,7 +21,9 @@ from windlass.model.action import actions_to_plain
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.errors import BadInput
 from windlass.model.fleet import with_changes
+from windlass.model.overview import FleetOverview
 from windlass.policy.plan import plan
+from windlass.ports.queries import QueryStore
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.json_api import (
@@ -36,6 +39,9 @@ from windlass.server.json_api import (
 )
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
+
+# Changes that are marked in a chart.
+MAX_MARKS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +119,16 @@ def _add_json_routes(viewer: APIRouter, context: AppContext) -> None:
     store = context.store
 
     @viewer.get("/cycles", **documented(PageResponse[CycleResponse], "List cycles"))
-    async def cycles(fleet: FleetFilter = None, limit: Limit = 50, cursor: Cursor = None) -> Response:
+    async def cycles(
+        fleet: FleetFilter = None,
+        changes: Annotated[
+            bool, Query(description="Only cycles with actions, or with another kind of decision than before.")
+        ] = False,
+        limit: Limit = 50,
+        cursor: Cursor = None,
+    ) -> Response:
         """Newest first. Cycles with the same decision and no actions are counted in `repeats`."""
-        page = await store.cycles_page(fleet=fleet, limit=limit, cursor=cursor)
+        page = await store.cycles_page(fleet=fleet, is_changes_only=changes, limit=limit, cursor=cursor)
         return _cycles(page_response(page, [_cycle_response(cycle) for cycle in page.rows]))
 
     @viewer.get("/cycles/{cycle_id}", **documented(CycleResponse, "Get a cycle"))
@@ -155,18 +168,53 @@ def _replay_with(stored: CycleDetail, changes: list[str]) -> ReplayResponse:
     return ReplayResponse(stored.cycle.id, stored.cycle.fleet, then == now, then, now)
 
 
+async def timeline_charts(
+    store: QueryStore, overview: FleetOverview, now: datetime, chosen: ChartRange | None
+) -> list[Chart]:
+    """The chart of the fleet's workers with the changes marked."""
+    since_s = history_s(overview.fleet, now, chosen)
+    changes = await changes_of(store, overview.fleet.name, now - timedelta(seconds=since_s))
+    history = await store.history(overview.fleet.name, since_s, WIDE_POINTS)
+    return fleet_charts(overview, now, history, changes)[1:2]
+
+
+async def changes_of(store: QueryStore, fleet: str, since: datetime) -> Sequence[Cycle]:
+    return (await store.cycles_page(fleet=fleet, is_changes_only=True, since=since, limit=MAX_MARKS)).rows
+
+
 def _add_pages(router: APIRouter, context: AppContext) -> None:
     store = context.store
 
     @router.get("/cycles", include_in_schema=False)
     async def cycles(
-        request: Request, _viewer: PageViewer, fleet: PageFilter = None, cursor: PageCursor = None
+        request: Request,
+        _viewer: PageViewer,
+        fleet: PageFilter = None,
+        all_cycles: Annotated[str | None, Query(alias="all", max_length=10)] = None,
+        chosen: Annotated[ChartRange | None, Query(alias="range")] = None,
+        cursor: PageCursor = None,
     ) -> Response:
+        """Only changes unless `all` is given. With a fleet, also its workers over time."""
         overview = await context.overview_feed.overview()
-        found = await store.cycles_page(fleet=fleet or None, limit=PAGE_ROWS, cursor=cursor)
-        fleets = [each.fleet.name for each in overview.fleets]
-        shown = page_context(context, request, await store.now())
-        return html(request, cycles_page(shown, found, fleets=fleets, fleet=fleet or None, is_first=cursor is None))
+        found = await store.cycles_page(
+            fleet=fleet or None, is_changes_only=not all_cycles, limit=PAGE_ROWS, cursor=cursor
+        )
+        page = cycles_page(
+            page_context(context, request, overview.at),
+            found,
+            fleets=[each.fleet.name for each in overview.fleets],
+            fleet=fleet or None,
+            has_all=bool(all_cycles),
+            charts=[
+                chart
+                for each in overview.fleets
+                if each.fleet.name == fleet and cursor is None
+                for chart in await timeline_charts(store, each, overview.at, chosen)
+            ],
+            chosen=chosen,
+            is_first=cursor is None,
+        )
+        return html(request, page)
 
     @router.get("/cycles/{cycle_id}", include_in_schema=False)
     async def cycle(request: Request, cycle_id: CycleId, _viewer: PageViewer) -> Response:

@@ -1,16 +1,23 @@
-"""Fleets: JSON routes and dashboard forms. The overview and the pages about workers show fleets."""
+"""Fleets: JSON routes, the page of a fleet and dashboard forms."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi.responses import RedirectResponse
 from pydantic import Field
 
 from windlass import operations
+from windlass.dashboard.alerts import fleet_items
+from windlass.dashboard.charts import WIDE_POINTS, ChartRange, history_s
+from windlass.dashboard.cost import BudgetView
+from windlass.dashboard.fleets import fleet_card, fleet_page, settings_of
+from windlass.dashboard.workers import MAX_CELLS, slot_map
+from windlass.model.auth import EVERYTHING, TokenScope
 from windlass.model.fleet import FleetConfig
-from windlass.model.overview import MAX_POINTS, FleetOverview, Sample
+from windlass.model.overview import MAX_POINTS, FleetOverview, Overview, Sample
 from windlass.model.redaction import shown_settings
 from windlass.operations import OperationResult, RestartResult, SpawnResult, fleet_not_found
 from windlass.server.context import AppContext
@@ -29,7 +36,12 @@ from windlass.server.json_api import (
     operation_response,
 )
 from windlass.server.openapi import documented
+from windlass.server.pages import PageViewer, html, page_context
+from windlass.server.routes.cost import budget_views
+from windlass.server.routes.cycles import changes_of
 
+CHANGES_ON_PAGE = 20
+EVENTS_ON_PAGE = 12
 # Samples are kept for no longer.
 MAX_HISTORY_S = 400 * 86_400.0
 
@@ -53,11 +65,13 @@ class RestartBody(RequestBody):
 _fleets = json_response(list[FleetResponse])
 _fleet = json_response(FleetResponse)
 _samples = json_response(list[Sample])
+_budgets = json_response(list[BudgetView])
 
 
 def routes(context: AppContext) -> APIRouter:
     router, viewer, operator = APIRouter(), api_router(VIEWER), api_router(OPERATOR)
     _add_json_routes(viewer, operator, context)
+    _add_page(router, context)
     _add_form_routes(router, context)
     for part in (viewer, operator):
         router.include_router(part)
@@ -73,6 +87,66 @@ def _fleet_response(overview: FleetOverview, settings: FleetConfig | None, now: 
     )
 
 
+async def _find_fleet(context: AppContext, name: str, scope: TokenScope = EVERYTHING) -> tuple[Overview, FleetOverview]:
+    seen = await context.overview_feed.overview()
+    for each in seen.fleets:
+        if each.fleet.name == name:
+            return seen, each
+    allowed = [each.fleet for each in seen.fleets if scope.allows_fleet(each.fleet.name)]
+    raise not_found(fleet_not_found(name, allowed))
+
+
+async def _settings(context: AppContext, overview: FleetOverview) -> FleetConfig | None:
+    """The current settings; of a fleet that another process runs, those of its last cycle."""
+    config = context.control.fleet_config(overview.fleet.name)
+    if config is not None or overview.cycle_id is None:
+        return config
+    stored = await context.store.cycle(overview.cycle_id)
+    return stored.snapshot.settings if stored is not None else None
+
+
+async def _budgets_of(context: AppContext, fleet: str, settings: FleetConfig | None, now: datetime) -> list[BudgetView]:
+    if settings is None:
+        return []
+    accounts = await context.store.open_accounts(fleet=fleet)
+    return await budget_views(context.store, {fleet: settings}, accounts, now)
+
+
+def _add_page(router: APIRouter, context: AppContext) -> None:
+    store = context.store
+
+    @router.get("/fleets", dependencies=[VIEWER], include_in_schema=False)
+    async def fleets() -> Response:
+        """The overview lists all fleets."""
+        return RedirectResponse("/")
+
+    @router.get("/fleets/{fleet}", include_in_schema=False)
+    async def fleet(
+        request: Request,
+        fleet: FleetName,
+        _viewer: PageViewer,
+        chosen: Annotated[ChartRange | None, Query(alias="range")] = None,
+    ) -> Response:
+        seen, found = await _find_fleet(context, fleet)
+        since_s = history_s(found.fleet, seen.at, chosen)
+        changes = await changes_of(store, fleet, seen.at - timedelta(seconds=since_s))
+        settings = await _settings(context, found)
+        workers = await store.workers_page(fleet=fleet, limit=MAX_CELLS)
+        page = fleet_page(
+            page_context(context, request, seen.at),
+            fleet_card(found, await store.history(fleet, since_s, WIDE_POINTS), seen.at, changes),
+            items=fleet_items(seen, fleet),
+            chosen=chosen,
+            settings=settings_of(settings) if settings is not None else None,
+            budgets=await _budgets_of(context, fleet, settings, seen.at),
+            slots=slot_map(found.fleet, workers.rows, next_cursor=workers.next_cursor),
+            changes=changes[:CHANGES_ON_PAGE],
+            events=(await store.events_page(fleet=fleet, limit=EVENTS_ON_PAGE)).rows,
+            hand_started=sum(worker.slot is None for worker in workers.rows),
+        )
+        return html(request, page)
+
+
 def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext) -> None:
     store, feed = context.store, context.overview_feed
 
@@ -86,13 +160,14 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
     @viewer.get("/fleets/{fleet}", **documented(FleetResponse, "Get a fleet"))
     async def fleet(fleet: FleetName, scope: CallerScope) -> Response:
         operations.check_fleet_scope(scope, fleet)
-        seen = await feed.overview()
-        for each in seen.fleets:
-            if each.fleet.name == fleet:
-                return _fleet(_fleet_response(each, context.control.fleet_config(fleet), seen.at))
-        raise not_found(
-            fleet_not_found(fleet, [each.fleet for each in seen.fleets if scope.allows_fleet(each.fleet.name)])
-        )
+        seen, found = await _find_fleet(context, fleet, scope)
+        return _fleet(_fleet_response(found, context.control.fleet_config(fleet), seen.at))
+
+    @viewer.get("/fleets/{fleet}/budgets", **documented(list[BudgetView], "Get budgets"))
+    async def budgets(fleet: FleetName) -> Response:
+        """What the fleet has spent of each of its budgets in the current hour, day or month."""
+        seen, found = await _find_fleet(context, fleet)
+        return _budgets(await _budgets_of(context, fleet, await _settings(context, found), seen.at))
 
     @viewer.get("/fleets/{fleet}/history", **documented(list[Sample], "Get samples"))
     async def history(

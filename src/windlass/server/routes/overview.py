@@ -7,9 +7,9 @@ from datetime import datetime
 from importlib import resources
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 
-from windlass.dashboard.charts import HISTORY_POINTS, history_s
+from windlass.dashboard.charts import HISTORY_POINTS, ChartRange, history_s
 from windlass.dashboard.overview import overview_page
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
 from windlass.model.overview import Overview
@@ -73,15 +73,18 @@ def routes(context: AppContext) -> APIRouter:
         return EventStream(await feed.listen(last_event_id, caller, request.state.is_still_allowed))
 
     @router.get("/", include_in_schema=False)
-    async def page(request: Request, _viewer: PageViewer) -> Response:
+    async def page(
+        request: Request, _viewer: PageViewer, chosen: Annotated[ChartRange | None, Query(alias="range")] = None
+    ) -> Response:
         found = await feed.overview()
         fleets = [each.fleet for each in found.fleets]
         histories = await asyncio.gather(
-            *(store.history(fleet.name, history_s(fleet, found.at), HISTORY_POINTS) for fleet in fleets)
+            *(store.history(fleet.name, history_s(fleet, found.at, chosen), HISTORY_POINTS) for fleet in fleets)
         )
         by_fleet = {fleet.name: history for fleet, history in zip(fleets, histories, strict=True)}
         events = await store.events_page(limit=EVENTS_ON_PAGE)
-        return html(request, overview_page(page_context(context, request, found.at), found, by_fleet, events.rows))
+        shown = page_context(context, request, found.at)
+        return html(request, overview_page(shown, found, by_fleet, events.rows, chosen))
 
     @router.get("/favicon.ico", dependencies=[OPEN], include_in_schema=False)
     async def icon() -> Response:

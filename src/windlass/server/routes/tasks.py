@@ -1,7 +1,8 @@
 """Tasks: JSON routes, pages and dashboard forms."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import AwareDatetime, Field, TypeAdapter
@@ -11,10 +12,18 @@ from windlass.cost.queries import task_cost
 from windlass.dashboard.tasks import task_page, tasks_page
 from windlass.model.auth import Role
 from windlass.model.cost import Cost
+from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.listing import TaskList, TaskRow
-from windlass.model.task import NAME_PATTERN, Task, TaskStatus, TaskSummary, check_json_text, new_task
-from windlass.operations import EnqueueResult, OperationOutcome, OperationResult, RetryFailedResult, task_not_found
+from windlass.model.task import MAX_TASK_ID, NAME_PATTERN, Task, TaskStatus, TaskSummary, check_json_text, new_task
+from windlass.operations import (
+    MAX_SELECTED_TASKS,
+    EnqueueResult,
+    OperationOutcome,
+    OperationResult,
+    RetryFailedResult,
+    task_not_found,
+)
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
@@ -79,6 +88,16 @@ class RetryFailedBody(RequestBody):
     limit: Annotated[int, Field(ge=1, le=1_000)] = Field(default=1_000, description="Maximum number, oldest first.")
 
 
+class TaskIdsBody(RequestBody):
+    task_ids: Annotated[
+        list[Annotated[int, Field(ge=1, le=MAX_TASK_ID)]], Field(min_length=1, max_length=MAX_SELECTED_TASKS)
+    ] = Field(description="Ids of the tasks.", examples=[[4711, 4712]])
+
+
+class CancelTasksBody(TaskIdsBody, ReasonBody):
+    pass
+
+
 _NEW_TASK = LargeBody(NewTaskBody, "payload")
 _TASK = TypeAdapter(TaskResponse)
 _tasks = json_response(PageResponse[TaskRow])
@@ -105,12 +124,18 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
         queue: QueueFilter = None,
         status: Annotated[TaskList | None, Query(description="Without it all tasks, newest first.")] = None,
         search: Annotated[
-            str | None, Query(max_length=200, description="An id, the start of a unique key, an error code or text.")
+            str | None,
+            Query(
+                max_length=200,
+                description="An id, the start of a unique key, or part of a payload or of an error of any attempt.",
+            ),
         ] = None,
         limit: Limit = 50,
         cursor: Cursor = None,
     ) -> Response:
-        """Without payloads and results. Queued tasks are in the order in which they will be claimed."""
+        """With the beginning of their payloads. Queued tasks are in the order in which they will be claimed.
+
+        A page of a search may be empty and still have a `next_cursor`: it continues with older tasks."""
         queue = filter_in_scope(queue, scope.queues, scope, "queue")
         page = await store.tasks_page(queue=queue, which=status, search=search, limit=limit, cursor=cursor)
         return _tasks(page_response(page))
@@ -176,6 +201,17 @@ def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppCont
         result = await operations.retry_failed_tasks(store, body.queue, limit=body.limit, scope=scope)
         return operation_response(feed, result)
 
+    @operator.post("/tasks/retry", **documented(OperationResult, "Retry several tasks"))
+    async def retry_several(body: TaskIdsBody, scope: CallerScope) -> Response:
+        """Failed and retrying ones are requeued with their full number of attempts. Others stay as they are."""
+        return operation_response(feed, await operations.retry_tasks(store, body.task_ids, scope=scope))
+
+    @operator.post("/tasks/cancel", **documented(OperationResult, "Cancel several tasks"))
+    async def cancel_several(body: CancelTasksBody, scope: CallerScope) -> Response:
+        """Unfinished ones fail with code CANCELLED. Others stay as they are."""
+        result = await operations.cancel_tasks(store, body.task_ids, body.reason, scope=scope)
+        return operation_response(feed, result)
+
     @operator.post("/tasks/{task_id}/retry", **documented(OperationResult, "Retry a task"))
     async def retry(task_id: TaskId, scope: CallerScope) -> Response:
         """A failed or retrying task is requeued with its full number of attempts."""
@@ -218,10 +254,13 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         request: Request,
         _viewer: PageViewer,
         queue: PageFilter = None,
+        status: TaskList | Literal[""] | None = None,
         which: TaskList | None = None,
         search: Annotated[str | None, Query(max_length=200)] = None,
         cursor: PageCursor = None,
     ) -> Response:
+        """`which`: the former name of `status`."""
+        which = status or which or None
         limit = FAILED_PAGE_ROWS if which is TaskList.FAILED else PAGE_ROWS
         found = await store.tasks_page(
             queue=queue or None, which=which, search=search or None, limit=limit, cursor=cursor
@@ -231,6 +270,7 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         page = tasks_page(
             page_context(context, request, await store.now()),
             found,
+            work=overview.total_work(queue or None),
             queues=sorted({*overview.queues, *([queue] if queue else [])}),
             has_more_queues=overview.has_more_queues,
             queue=queue or None,
@@ -271,8 +311,24 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         return html(request, page)
 
 
+def _selected(fields: Mapping[str, str]) -> list[int]:
+    """Ids of the tasks that were selected in a list."""
+    ids = [text for text in fields.get("id", "").split(",") if text]
+    if not all(text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= MAX_TASK_ID for text in ids):
+        raise BadInput("invalid request: id: must be the id of a task.")
+    return [int(text) for text in ids]
+
+
 def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     store = context.store
+
+    @router.post("/tasks/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
+    async def retry_several(request: Request) -> Response:
+        return await submit_form(context, request, lambda fields: operations.retry_tasks(store, _selected(fields)))
+
+    @router.post("/tasks/cancel", dependencies=[FORM_OPERATOR], include_in_schema=False)
+    async def cancel_several(request: Request) -> Response:
+        return await submit_form(context, request, lambda fields: operations.cancel_tasks(store, _selected(fields)))
 
     @router.post("/tasks/{task_id}/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def retry(request: Request, task_id: TaskId) -> Response:

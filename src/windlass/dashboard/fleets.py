@@ -1,0 +1,123 @@
+"""A fleet on the dashboard: its card on the overview, and its own page with settings, budgets and history."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from re import compile as pattern
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from windlass.dashboard.alerts import AttentionItem
+from windlass.dashboard.charts import Chart, ChartRange, fleet_charts
+from windlass.dashboard.cost import BudgetView
+from windlass.dashboard.cycles import CycleLine, cycle_lines, split_decision
+from windlass.dashboard.render import PageContext, render
+from windlass.dashboard.workers import SlotMap
+from windlass.model.cycle import Cycle
+from windlass.model.event import Event
+from windlass.model.fleet import FleetConfig
+from windlass.model.overview import FleetOverview, Sample
+from windlass.model.redaction import shown_settings
+
+_NUMBER = pattern(r"\d[\d,.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCard:
+    overview: FleetOverview
+    charts: list[Chart]
+    state: str
+    state_label: str
+    decision: str
+    justification: str
+    # The decision without numbers. Screen readers announce it when it changes.
+    decision_kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    value: str
+    description: str
+    is_default: bool
+
+
+def fleet_card(
+    overview: FleetOverview, samples: Sequence[Sample], now: datetime, changes: Sequence[Cycle] = ()
+) -> FleetCard:
+    fleet = overview.fleet
+    decision, justification = split_decision(overview.decision or "")
+    if fleet.without_orchestrator_s(now) is not None:
+        state, label = "unattended", "no orchestrator"
+    elif fleet.hold is not None:
+        state, label = "hold", "on hold"
+    elif fleet.is_paused:
+        state, label = "paused", "paused"
+    elif fleet.planned_at is None:
+        state, label = "queued", "unmanaged"
+    elif decision.startswith(("spawn", "waiting to spawn")):
+        state, label = "spawning", "spawning"
+    else:
+        state, label = "steady", "running"
+    kind = " ".join(_NUMBER.sub("", decision).split()) or "no cycle yet"
+    charts = fleet_charts(overview, now, samples, changes)
+    return FleetCard(overview, charts, state, label, decision, justification, kind)
+
+
+def settings_of(config: FleetConfig) -> list[Setting]:
+    """All settings without secrets; first those that differ from their defaults, then by name."""
+    shown: Mapping[str, Any] = shown_settings(config.model_dump(mode="json"))
+    found = []
+    for name, field in FleetConfig.model_fields.items():
+        is_default = getattr(config, name) == field.get_default(call_default_factory=True)
+        found.append(Setting(name, _value_text(shown[name]), _description(field), is_default))
+    return sorted(found, key=lambda setting: (setting.is_default, setting.name))
+
+
+def _value_text(value: Any) -> str:
+    if value is None or value in ([], {}, ""):
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ", ".join(value)
+    if isinstance(value, Mapping | list):
+        return json.dumps(value, indent=2, ensure_ascii=False)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _description(field: FieldInfo) -> str:
+    return field.description or ""
+
+
+def fleet_page(
+    page_context: PageContext,
+    card: FleetCard,
+    *,
+    items: Sequence[AttentionItem],
+    chosen: ChartRange | None,
+    settings: Sequence[Setting] | None,
+    budgets: Sequence[BudgetView],
+    slots: SlotMap,
+    changes: Sequence[Cycle],
+    events: Sequence[Event],
+    hand_started: int,
+) -> str:
+    """`settings` None: no cycle with settings is stored. `hand_started`: its workers without a slot."""
+    lines: list[CycleLine] = cycle_lines(changes)
+    return render(
+        "fleet.html",
+        page_context,
+        here="overview",
+        card=card,
+        items=items,
+        chosen=chosen.value if chosen is not None else None,
+        settings=settings,
+        budgets=budgets,
+        map=slots,
+        changes=lines,
+        events=events,
+        hand_started=hand_started,
+    )

@@ -1,0 +1,189 @@
+"""Takes screenshots of every page of the dashboard: `python tools/page_screenshots.py FOLDER [PAGE ...]`.
+
+Starts `windlass up` with a local fleet in a temporary folder, adds the rows of page_screenshots.sql (two rented fleets
+in two currencies, a hold, failures, a week of history), and opens each page in Chromium: light, dark, on a phone, and
+without a login. For people to look at: nothing is compared.
+"""
+
+import asyncio
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+from playwright.sync_api import Page, sync_playwright
+
+import windlass
+from windlass.config_loader import load_config
+from windlass.wiring.stores import running_database_url
+
+SQL = Path(__file__).with_suffix(".sql")
+# Tall, because a full-page screenshot shows the navigation at the bottom of the first screen.
+DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 375, "height": 1_500}
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {"color_scheme": "light", "viewport": DESKTOP},
+    "dark": {"color_scheme": "dark", "viewport": DESKTOP},
+    "phone": {"color_scheme": "light", "viewport": PHONE},
+}
+PAGES = {
+    "overview": "/",
+    "overview-7d": "/?range=7d",
+    "queues": "/queues",
+    "queue": "/queues/upscale",
+    "queue-unserved": "/queues/thumnails",
+    "fleet": "/fleets/crunch?range=24h",
+    "fleet-hold": "/fleets/gpus",
+    "fleet-local": "/fleets/renders",
+    "workers": "/workers",
+    "workers-terminated": "/workers?terminated=yes",
+    "tasks": "/tasks",
+    "tasks-failed": "/tasks?status=failed",
+    "tasks-search": "/tasks?search=CUDA",
+    "tasks-none": "/tasks?search=nothing-like-this",
+    "errors": "/errors?search=CUDA",
+    "cycles": "/cycles",
+    "cycles-fleet": "/cycles?fleet=crunch&range=24h",
+    "cycles-all": "/cycles?all=yes&fleet=renders",
+    "cost": "/cost",
+    "not-found": "/tasks/99999999",
+    "invalid": "/tasks?status=bogus",
+}
+APP = """
+import random, time
+
+def render(task):
+    for step in range(10):
+        task.progress((step + 1) / 10, f"step {step + 1} of 10")
+        time.sleep(task.payload.get("seconds", 1) / 10)
+    if random.random() < 0.15:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return {"image": "out.png"}
+"""
+TOML = """
+[fleets.renders]
+queues = ["renders"]
+handler = "app:render"
+chdir = {folder!r}
+min_workers = 1
+max_workers = 3
+poll_interval_s = 1
+budget_per_day = 10
+env = {{ API_KEY = "not shown" }}
+"""
+TIMEOUT_S = 60.0
+# Checks for the first cycle.
+MAX_CHECKS = 300
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    wanted = sys.argv[2:] or [*PAGES, "worker", "task", "cycle", "anonymous"]
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="windlass-pages-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "app.py").write_text(APP)
+        (folder / "windlass.toml").write_text(TOML.format(folder=name))
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "windlass", "up", "--port", str(port), "--data-dir", str(folder / "data")]
+        log = folder / "up.log"
+        with log.open("wb") as output:
+            up = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            link = wait_for_link(log)
+            fill(folder)
+            take_all(link, target, wanted)
+        finally:
+            up.terminate()
+            up.wait(TIMEOUT_S)
+
+
+def wait_for_link(log: Path) -> str:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        found = re.search(r"http://\S+/login\?key=\w+", log.read_text())
+        if found is not None:
+            return found[0]
+        time.sleep(0.2)
+    sys.exit(f"`windlass up` printed no login link:\n{log.read_text()}")
+
+
+def fill(folder: Path) -> None:
+    data_dir = folder / "data"
+    config = load_config(folder / "windlass.toml", {"data_dir": data_dir}).config
+    dsn = running_database_url(config)
+    if dsn is None:
+        sys.exit("the database of `windlass up` is not running.")
+
+    async def run() -> None:
+        connection = await asyncpg.connect(dsn)
+        try:
+            # The rows of rented fleets have a snapshot of the real one.
+            for _ in range(MAX_CHECKS):
+                if await connection.fetchval("select exists (select from windlass.cycles)"):
+                    break
+                await asyncio.sleep(0.2)
+            await connection.execute(SQL.read_text())
+        finally:
+            await connection.close()
+
+    asyncio.run(run())
+    with windlass.SyncClient(data_dir=data_dir) as client:
+        for number in range(60):
+            prompt = ("a lighthouse at night", "a harbour in fog", "a red kite over fields")[number % 3]
+            client.enqueue("renders", {"prompt": prompt, "seed": number, "seconds": 3})
+
+
+def take_all(link: str, target: Path, wanted: list[str]) -> None:
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        first = browser.new_context().new_page()
+        first.goto(link)
+        state = first.context.storage_state()
+        site = link.partition("/login")[0]
+        first.wait_for_timeout(12_000)
+        for look, options in LOOKS.items():
+            context = browser.new_context(base_url=site, storage_state=state, reduced_motion="reduce", **options)
+            page = context.new_page()
+            for name, path in PAGES.items():
+                if name in wanted:
+                    page.goto(path)
+                    shoot(page, target / f"{name}-{look}.png")
+            for name, listed in (
+                ("worker", "/workers"),
+                ("task", "/tasks?status=failed"),
+                ("cycle", "/cycles?fleet=renders"),
+            ):
+                if name in wanted:
+                    page.goto(listed)
+                    page.locator("tbody th a[href^='/']").first.click()
+                    shoot(page, target / f"{name}-{look}.png")
+            context.close()
+            if "anonymous" in wanted:
+                context = browser.new_context(base_url=site, **options)
+                page = context.new_page()
+                page.goto("/")
+                page.get_by_text("read only").click()
+                page.wait_for_timeout(400)
+                page.screenshot(path=target / f"anonymous-{look}.png")
+                context.close()
+        browser.close()
+
+
+def shoot(page: Page, path: Path) -> None:
+    page.wait_for_timeout(500)
+    page.screenshot(path=path, full_page=(page.viewport_size or DESKTOP)["width"] > PHONE["width"])
+    height = page.evaluate("document.documentElement.scrollHeight")
+    print(f"{path.name}: {height} px high")
+
+
+if __name__ == "__main__":
+    main()
