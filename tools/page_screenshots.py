@@ -6,7 +6,7 @@ without a login. For people to look at: nothing is compared.
 """
 
 import asyncio
-import re
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import httpx
 from playwright.sync_api import Page, sync_playwright
 
 import windlass
@@ -66,6 +67,9 @@ def render(task):
     return {"image": "out.png"}
 """
 TOML = """
+[api]
+open_reading = true
+
 [fleets.renders]
 queues = ["renders"]
 handler = "app:render"
@@ -97,7 +101,8 @@ def main() -> None:
         with log.open("wb") as output:
             up = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
         try:
-            link = wait_for_link(log)
+            wait_until_ready(port, log)
+            link = create_link(folder, port)
             fill(folder)
             take_all(link, target, wanted)
         finally:
@@ -105,14 +110,22 @@ def main() -> None:
             up.wait(TIMEOUT_S)
 
 
-def wait_for_link(log: Path) -> str:
+def wait_until_ready(port: int, log: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        found = re.search(r"http://\S+/login\?key=\w+", log.read_text())
-        if found is not None:
-            return found[0]
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=5).status_code == 200:
+                return
         time.sleep(0.2)
-    sys.exit(f"`windlass up` printed no login link:\n{log.read_text()}")
+    sys.exit(f"`windlass up` did not start:\n{log.read_text()}")
+
+
+def create_link(folder: Path, port: int) -> str:
+    command = [sys.executable, "-m", "windlass", "tokens", "link", "--url", f"http://127.0.0.1:{port}"]
+    done = subprocess.run(
+        [*command, "--data-dir", str(folder / "data")], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip().splitlines()[-1]
 
 
 def fill(folder: Path) -> None:

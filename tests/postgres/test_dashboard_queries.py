@@ -283,7 +283,8 @@ async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: A
         " completed_per_minute) select 'f' || n, windlass.now(), 0, 0, 0, 0, 0, 0, 0 from generate_series(1, 2500) as n"
     )
     await sql.execute(
-        "insert into windlass.sessions values ('\\x01', false, 'viewer', windlass.now(), windlass.now() + '1 hour')"
+        "insert into windlass.sessions (hash, is_link, role, expires_at)"
+        " values ('\\x01', false, 'viewer', windlass.now() + '1 hour')"
     )
     await store.record_server(ServerAddress("http://127.0.0.1:8080", "gone"))
     clock.advance(Retention().samples_s + 1)
@@ -291,6 +292,14 @@ async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: A
     assert await store.purge_dashboard_rows() == 2_503
     assert await sql.fetchval("select count(*) from windlass.samples") == 0
     assert await sql.fetchval("select host from windlass.http_servers") == "here"
+    await sql.execute(
+        "insert into windlass.sample_averages (fleet, at, queued, running, spawning, active, terminating, error,"
+        " completed_per_minute) select 'f', windlass.now() + n * interval '1 day', 0, 0, 0, 0, 0, 0, 0"
+        " from generate_series(0, 1) as n"
+    )
+    clock.advance(Retention().sample_averages_s - Retention().samples_s)
+    assert await store.purge_dashboard_rows() == 2
+    assert await sql.fetchval("select count(*) from windlass.sample_averages") == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- lists

@@ -367,8 +367,8 @@ def test_history_of_failed_task_counts_attempts_only() -> None:
         event("TASK_FAILED", "second", attempt=1),
     ]
     page = tasks_page(
-        PAGE, Page((row,), None), work=Work(), queues=[], has_more_queues=False, queue=None, which="failed", search=None,
-        histories={row.id: events}, is_first=True,
+        PAGE, Page((row,), None), work=Work(), queues=[], has_more_queues=False, queue=None, which="failed",
+        search=None, histories={row.id: events}, is_first=True,
     )  # fmt: skip
     assert "History, 2 attempts" in page
     assert "by hand" in page

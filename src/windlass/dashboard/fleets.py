@@ -37,7 +37,7 @@ class FleetCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class FleetSetting:
     name: str
     value: str
     description: str
@@ -66,13 +66,13 @@ def fleet_card(
     return FleetCard(overview, charts, state, label, decision, justification, kind)
 
 
-def settings_of(config: FleetConfig) -> list[Setting]:
+def settings_of(config: FleetConfig) -> list[FleetSetting]:
     """All settings without secrets; first those that differ from their defaults, then by name."""
     shown: Mapping[str, Any] = shown_settings(config.model_dump(mode="json"))
     found = []
     for name, field in FleetConfig.model_fields.items():
         is_default = getattr(config, name) == field.get_default(call_default_factory=True)
-        found.append(Setting(name, _value_text(shown[name]), _description(field), is_default))
+        found.append(FleetSetting(name, _value_text(shown[name]), _description(field), is_default))
     return sorted(found, key=lambda setting: (setting.is_default, setting.name))
 
 
@@ -98,7 +98,7 @@ def fleet_page(
     *,
     items: Sequence[AttentionItem],
     chosen: ChartRange | None,
-    settings: Sequence[Setting] | None,
+    settings: Sequence[FleetSetting] | None,
     budgets: Sequence[BudgetView],
     slots: SlotMap,
     changes: Sequence[Cycle],

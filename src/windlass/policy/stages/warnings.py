@@ -11,8 +11,8 @@ from windlass.policy.stages.termination import slot_failures
 FAILURES_TO_ALERT = 4
 # Poll intervals without a complete machine list before an alert fires.
 UNLISTED_CYCLES_TO_ALERT = 3
-# An alert fires above this share of max_workers, while a task has been queued for longer than this: a fleet that is full
-# and keeps up does its job. Only for rented machines: small local fleets are often full.
+# An alert fires above this share of max_workers, while a task has been queued for longer than this: a full fleet that
+# keeps up does its job. Only for rented machines: small local fleets are often full.
 NEAR_MAX_SHARE = 0.8
 NEAR_MAX_WAIT_S = 300.0
 # A machine may take this long to disappear after its deletion was requested.
