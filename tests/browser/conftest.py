@@ -42,10 +42,10 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def session(site: BrowserSite, chromium: Browser) -> Any:
-    """Storage state of a browser that opened the link printed by `windlass up`."""
+    """Storage state of a browser that opened a login link."""
     context = chromium.new_context()
     page = context.new_page()
-    page.goto(site.printed_link())
+    page.goto(site.create_link())
     expect(page.get_by_role("heading", name="Overview")).to_be_visible()
     state = context.storage_state()
     context.close()

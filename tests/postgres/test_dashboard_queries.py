@@ -542,12 +542,12 @@ async def test_no_list_reads_the_whole_table(store: Store, sql: Any, dsn: str) -
     )
     await sql.execute("vacuum analyze windlass.tasks")
     plans = {
-        "tasks_newest": (None, None, 50, 50, None),
-        "tasks_running": (None, None, None, 50),
-        "tasks_complete": (None, None, 50, 50, None, None, None),
-        "tasks_failed": (None, None, 50, 50, None, None, False),
-        "tasks_queued": (["a"], None, 50, 50, None, None),
-        "tasks_scheduled": (["a"], None, 50, 50, None, None, "error"),
+        "tasks_newest": (None, None, 50, 50, None, []),
+        "tasks_running": (None, None, None, 50, []),
+        "tasks_complete": (None, None, 50, 50, None, None, None, []),
+        "tasks_failed": (None, None, 50, 50, None, None, False, []),
+        "tasks_queued": (["a"], None, 50, 50, None, None, []),
+        "tasks_scheduled": (["a"], None, 50, 50, None, None, "error", []),
         "recent_completions": (20_000, 500, 300.0, 30.0),
         "running_by_queue": (),
     }

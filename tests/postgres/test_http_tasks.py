@@ -106,3 +106,12 @@ async def test_viewers_and_pages_do_not_see_redacted_parts(dsn: str) -> None:
         assert "size" in page
         assert PRIVATE not in page
         assert (await operator.get(f"{API}/tasks/{task_id}")).json()["payload"]["prompt"] == PRIVATE
+        browser = await api.browser()
+        for path in ("/tasks", "/tasks?status=failed", "/errors", "/queues/a"):
+            listed = await browser.get(path)
+            assert listed.status_code == 200
+            assert str(task_id) in listed.text
+            assert PRIVATE not in listed.text
+        assert PRIVATE not in (await viewer.get(f"{API}/tasks")).text + (await viewer.get(f"{API}/errors")).text
+        # A search does not tell what a payload contains.
+        assert (await viewer.get(f"{API}/tasks", params={"search": PRIVATE[:8]})).json()["items"] == []

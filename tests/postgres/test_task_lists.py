@@ -61,6 +61,8 @@ async def test_search_finds_payloads_and_errors_of_earlier_attempts(store: Postg
     assert await found(store, "lighthouse", which=TaskList.QUEUED) == [queued]
     assert await found(store, "lighthouse", queue="other") == []
     assert await found(store, "harbor") == []
+    for which in (None, TaskList.QUEUED, TaskList.COMPLETE):
+        assert await found(store, "lighthouse", which=which, unsearched_queues=["renders"]) == []
 
 
 async def test_manual_retry_keeps_past_errors_searchable(store: PostgresStores, clock: Any) -> None:
@@ -155,8 +157,8 @@ async def test_searches_use_indexes_on_large_tables(store: PostgresStores, sql: 
     await sql.execute("vacuum analyze windlass.tasks")
     await sql.execute("vacuum analyze windlass.events")
     plans = {
-        "tasks_newest": (None, "boom", 50, 5_000, None),
-        "tasks_complete": (None, "boom", 50, 5_000, None, None, None),
+        "tasks_newest": (None, "boom", 50, 5_000, None, []),
+        "tasks_complete": (None, "boom", 50, 5_000, None, None, None, []),
         "task_errors": (3_600.0, None, None, "boom", 50, 5_000, None, None, 200),
         "task_errors_end": (3_600.0, 5_000, None, None),
         "task_error_counts": (3_600.0, None, None, "boom", 10_000),

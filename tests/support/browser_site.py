@@ -6,7 +6,6 @@ Fleet `cloud` consists of database rows only: priced servers, their workers and 
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -44,6 +43,8 @@ def work(task):
     return {"image": "lighthouse.png"}
 """
 TOML = """
+[api]
+open_reading = true
 [control]
 lease_s = 2
 
@@ -144,12 +145,6 @@ class BrowserSite:
 
     def log(self) -> str:
         return self._log_path(len(self._ups) - 1).read_text(errors="replace")[-4_000:]
-
-    def printed_link(self) -> str:
-        """The login link that `windlass up` printed at its last start."""
-        found = re.search(r"http://[^\s\"]+/login\?key=\w+", self._log_path(len(self._ups) - 1).read_text())
-        assert found is not None, self.log()
-        return found[0]
 
     def create_link(self, role: str = "operator") -> str:
         """A login link from `windlass tokens link`."""

@@ -81,6 +81,7 @@ class QueryStore(DatabaseClock, Protocol):
         queue: str | None = None,
         which: TaskList | None = None,
         search: str | None = None,
+        unsearched_queues: Sequence[str] = (),
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TaskRow]:
@@ -88,6 +89,7 @@ class QueryStore(DatabaseClock, Protocol):
 
         `search` matches an id, the start of a unique key, part of a payload of up to 8 kB, and an error code or part of
         an error text of any attempt. Tasks that match by id or by whole unique key come first.
+        Payloads of `unsearched_queues` are left out.
         """
 
     async def task_errors(

@@ -39,6 +39,7 @@ class PostgresTaskLists(DatabaseStore):
         queue: str | None = None,
         which: TaskList | None = None,
         search: str | None = None,
+        unsearched_queues: Sequence[str] = (),
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TaskRow]:
@@ -47,7 +48,7 @@ class PostgresTaskLists(DatabaseStore):
         found: list[int] = []
         if search is not None and cursor is None:
             found = await self._exact_matches(search, queue, which)
-        ids, following = await self._task_ids(queue, which, search, limit, cursor)
+        ids, following = await self._task_ids(queue, which, search, limit, cursor, unsearched_queues)
         return Page(tuple(await self._task_rows(list(dict.fromkeys([*found, *ids])))), following)
 
     async def task_in_full(self, task_id: int) -> TaskDetail | None:
@@ -123,25 +124,37 @@ class PostgresTaskLists(DatabaseStore):
         return [row["id"] for row in rows if queue in (None, row["queue"]) and which in (None, _list_of(row))]
 
     async def _task_ids(
-        self, queue: str | None, which: TaskList | None, search: str | None, limit: int, cursor: str | None
+        self,
+        queue: str | None,
+        which: TaskList | None,
+        search: str | None,
+        limit: int,
+        cursor: str | None,
+        unsearched: Sequence[str],
     ) -> tuple[list[int], str | None]:
         if which in (TaskList.QUEUED, TaskList.SCHEDULED, TaskList.ERROR):
-            return await self._waiting_ids(queue, which, search, limit, cursor)
+            return await self._waiting_ids(queue, which, search, limit, cursor, unsearched)
         async with self._database.connection("listing tasks") as connection:
             if which is TaskList.RUNNING:
                 (before,) = read_cursor(cursor, ID) or (None,)
-                rows = await connection.fetch(QUERIES["tasks_running"], queue, search, before, limit)
+                rows = await connection.fetch(QUERIES["tasks_running"], queue, search, before, limit, unsearched)
                 return [row["id"] for row in rows], next_cursor(rows, limit)
             if which is None:
                 after: tuple[Any, ...] = read_cursor(cursor, ID) or (None,)
-                return await _searched(connection, "tasks_newest", queue, search, limit, after)
+                return await _searched(connection, "tasks_newest", queue, search, limit, after, (unsearched,))
             after = read_cursor(cursor, AT_AND_ID) or (None, None)
             is_cancelled = {TaskList.CANCELLED: True, TaskList.FAILED: False}.get(which)
             name = "tasks_complete" if which is TaskList.COMPLETE else "tasks_failed"
-            return await _searched(connection, name, queue, search, limit, after, is_cancelled)
+            return await _searched(connection, name, queue, search, limit, after, (is_cancelled, unsearched))
 
     async def _waiting_ids(
-        self, queue: str | None, which: TaskList, search: str | None, limit: int, cursor: str | None
+        self,
+        queue: str | None,
+        which: TaskList,
+        search: str | None,
+        limit: int,
+        cursor: str | None,
+        unsearched: Sequence[str],
     ) -> tuple[list[int], str | None]:
         after: tuple[Any, ...]
         status: tuple[TaskStatus, ...] = ()
@@ -163,7 +176,10 @@ class PostgresTaskLists(DatabaseStore):
             # One snapshot for both queries: workers claim tasks meanwhile.
             queues = [queue] if queue is not None else (await overview_queues(connection))[0]
             while True:
-                found = await connection.fetch(QUERIES[query], queues, search, limit - len(rows), scan, *after, *status)
+                wanted = limit - len(rows)
+                found = await connection.fetch(
+                    QUERIES[query], queues, search, wanted, scan, *after, *status, unsearched
+                )
                 if search is not None:
                     end = await connection.fetchrow(QUERIES[f"{query}_end"], queues, scan, *after, *status)
                 # The next scan reads rows after `end` again: a queue that was not fully scanned may have earlier ones.
@@ -192,15 +208,15 @@ async def _searched(
     search: str | None,
     limit: int,
     after: tuple[Any, ...],
-    is_cancelled: bool | None = None,
+    more: tuple[Any, ...],
 ) -> tuple[list[int], str | None]:
     """A page of ids. A search scans blocks of rows until the page is full or SEARCH_S has passed.
 
-    `is_cancelled`: of the failed tasks, only the cancelled ones, or only the others.
+    `more`: of lists of finished tasks, whether only cancelled ones or only others are wanted; then the unsearched
+    queues.
     """
-    is_search = queue is not None or search is not None or is_cancelled is not None
+    is_search = queue is not None or search is not None or (len(more) > 1 and more[0] is not None)
     scan = SEARCH_LIMIT if search is not None else SCAN_LIMIT if is_search else limit
-    more = () if query == "tasks_newest" else (is_cancelled,)
     rows: list[Any] = []
     end = None
     until = time.monotonic() + SEARCH_S

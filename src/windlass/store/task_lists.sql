@@ -1,4 +1,5 @@
 -- Named queries of lists of tasks and of failed attempts. Each reads a bounded number of rows.
+-- Searches do not read payloads of the queues in the last parameter.
 -- The planner needs the literal status to use a partial index, so `tasks_{complete|failed}` is one query per status.
 
 -- name: running_tasks_of
@@ -11,7 +12,8 @@ select s.id
 from (select t.* from windlass.tasks t where $5::bigint is null or t.id < $5 order by t.id desc limit $4) as s
 where ($1::text is null or s.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(
-    s.id, s.unique_key, s.error_code, s.error, s.payload, s.attempts, s.ready_at, $2
+    s.id, s.unique_key, s.error_code, s.error,
+    case when s.queue <> all ($6::text[]) then s.payload end, s.attempts, s.ready_at, $2
   ))
 order by s.id desc limit $3;
 
@@ -28,7 +30,8 @@ with running as materialized (
 select a.id from running a
 where ($1::text is null or a.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(
-    a.id, a.unique_key, a.error_code, a.error, a.payload, a.attempts, a.ready_at, $2
+    a.id, a.unique_key, a.error_code, a.error,
+    case when a.queue <> all ($5::text[]) then a.payload end, a.attempts, a.ready_at, $2
   ))
   and ($3::bigint is null or a.id < $3)
 order by a.id desc limit $4;
@@ -46,7 +49,8 @@ from (
 where ($1::text is null or s.queue = $1)
   and ($7::boolean is null or (s.error_code is not distinct from 'CANCELLED') = $7)
   and ($2::text is null or windlass_internal.matches_search(
-    s.id, s.unique_key, s.error_code, s.error, s.payload, s.attempts, s.ready_at, $2
+    s.id, s.unique_key, s.error_code, s.error,
+    case when s.queue <> all ($8::text[]) then s.payload end, s.attempts, s.ready_at, $2
   ))
 order by s.finished_at desc, s.id desc limit $3;
 
@@ -70,7 +74,8 @@ cross join lateral (
     order by t.priority desc, t.id limit $4
   ) as s
   where $2::text is null or windlass_internal.matches_search(
-    s.id, s.unique_key, s.error_code, s.error, s.payload, s.attempts, s.ready_at, $2
+    s.id, s.unique_key, s.error_code, s.error,
+    case when s.queue <> all ($7::text[]) then s.payload end, s.attempts, s.ready_at, $2
   )
   limit $3
 ) as m
@@ -101,7 +106,8 @@ cross join lateral (
     order by t.run_after, t.id limit $4
   ) as s
   where $2::text is null or windlass_internal.matches_search(
-    s.id, s.unique_key, s.error_code, s.error, s.payload, s.attempts, s.ready_at, $2
+    s.id, s.unique_key, s.error_code, s.error,
+    case when s.queue <> all ($8::text[]) then s.payload end, s.attempts, s.ready_at, $2
   )
   limit $3
 ) as m

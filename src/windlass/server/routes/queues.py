@@ -15,6 +15,7 @@ from windlass.server.errors import not_found
 from windlass.server.json_api import VIEWER, CallerScope, api_router, extend, json_response
 from windlass.server.openapi import documented
 from windlass.server.pages import PageViewer, html, page_context
+from windlass.server.payload_previews import without_private_parts
 
 # Tasks and errors on the page of a queue. Its links lead to all of them.
 TASKS_ON_PAGE = 10
@@ -83,8 +84,8 @@ def routes(context: AppContext) -> APIRouter:
             page_context(context, request, seen.at),
             found,
             cards=[fleet_card(each, (), seen.at) for each in seen.fleets if queue in each.fleet.queues],
-            next_tasks=waiting.rows,
-            errors=errors.rows,
+            next_tasks=without_private_parts(context.privacy, waiting.rows),
+            errors=without_private_parts(context.privacy, errors.rows),
             counts=await store.task_error_counts(since_s=ERRORS_S, queue=queue),
         )
         return html(request, shown)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from windlass.dashboard.charts import RANGE_S, ChartRange
 from windlass.dashboard.task_errors import task_errors_page
-from windlass.model.listing import TaskError
+from windlass.model.listing import Page, TaskError
 from windlass.server.context import AppContext
 from windlass.server.json_api import (
     VIEWER,
@@ -23,6 +23,7 @@ from windlass.server.json_api import (
 )
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
+from windlass.server.payload_previews import without_private_parts
 
 # Events are kept for a month by default.
 MAX_SINCE_S = 400 * 86_400.0
@@ -50,7 +51,7 @@ def routes(context: AppContext) -> APIRouter:
         page = await store.task_errors(
             since_s=since_s, queue=queue, worker_id=worker_id, search=search, limit=limit, cursor=cursor
         )
-        return _errors(page_response(page))
+        return _errors(page_response(page, without_private_parts(context.privacy, page.rows)))
 
     @router.get("/errors", include_in_schema=False)
     async def page(
@@ -77,7 +78,7 @@ def routes(context: AppContext) -> APIRouter:
         overview = await context.overview_feed.overview()
         shown = task_errors_page(
             page_context(context, request, await store.now()),
-            found,
+            Page(without_private_parts(context.privacy, found.rows), found.next_cursor),
             counts,
             queues=sorted({*overview.queues, *([queue] if queue else [])}),
             queue=queue or None,

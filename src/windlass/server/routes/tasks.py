@@ -14,7 +14,7 @@ from windlass.model.auth import Role
 from windlass.model.cost import Cost
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.listing import TaskList, TaskRow
+from windlass.model.listing import Page, TaskList, TaskRow
 from windlass.model.task import MAX_TASK_ID, NAME_PATTERN, Task, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import (
     MAX_SELECTED_TASKS,
@@ -50,6 +50,7 @@ from windlass.server.json_api import (
 )
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
+from windlass.server.payload_previews import unsearched_queues, without_private_parts
 
 # Failed tasks per page: fewer, because each is shown with its history.
 FAILED_PAGE_ROWS = 25
@@ -137,8 +138,15 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
 
         A page of a search may be empty and still have a `next_cursor`: it continues with older tasks."""
         queue = filter_in_scope(queue, scope.queues, scope, "queue")
-        page = await store.tasks_page(queue=queue, which=status, search=search, limit=limit, cursor=cursor)
-        return _tasks(page_response(page))
+        page = await store.tasks_page(
+            queue=queue,
+            which=status,
+            search=search,
+            unsearched_queues=unsearched_queues(context.privacy),
+            limit=limit,
+            cursor=cursor,
+        )
+        return _tasks(page_response(page, without_private_parts(context.privacy, page.rows)))
 
     async def explain(task: Task, *, is_redacted: bool) -> list[str]:
         answer = (await context.control.explain(str(task.id))).answer
@@ -263,9 +271,17 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         which = status or which or None
         limit = FAILED_PAGE_ROWS if which is TaskList.FAILED else PAGE_ROWS
         found = await store.tasks_page(
-            queue=queue or None, which=which, search=search or None, limit=limit, cursor=cursor
+            queue=queue or None,
+            which=which,
+            search=search or None,
+            unsearched_queues=unsearched_queues(context.privacy),
+            limit=limit,
+            cursor=cursor,
         )
-        failed = [task.id for task in found.rows] if which is TaskList.FAILED else []
+        found = Page(without_private_parts(context.privacy, found.rows), found.next_cursor)
+        # The events of a task may repeat its payload.
+        is_failed = which is TaskList.FAILED
+        failed = [task.id for task in found.rows if is_failed and not context.privacy.hides(task.queue)]
         overview = await context.overview_feed.overview()
         page = tasks_page(
             page_context(context, request, await store.now()),
