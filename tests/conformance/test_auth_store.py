@@ -131,6 +131,30 @@ async def test_start_failure_of_machine_reaches_next_cycle(store: Stores) -> Non
     assert (event.reason, event.detail) == ("no module app", {"code": "HANDLER_NOT_FOUND"})
 
 
+async def test_boot_steps_prove_progress_until_the_first_heartbeat(store: Stores, clock: Any) -> None:
+    await spawn_worker(store)
+    clock.advance(30)
+    await store.report_boot_step("w0", "creating the Python environment")
+    first = await store.now()
+    clock.advance(20)
+    await store.report_boot_step("w0", "installing windlass")
+    await store.report_boot_step("unknown", "installing windlass")
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    assert observed[1].workers[0].progress_at == await store.now()
+    worker = await store.worker("w0")
+    assert worker is not None
+    assert (worker.boot_step, worker.reachable_at, worker.joined_at) == ("installing windlass", first, None)
+    clock.advance(5)
+    await store.activate("w0", JOIN, TOKEN)
+    await store.heartbeat("w0")
+    await store.report_boot_step("w0", "too late")
+    joined = await store.worker("w0")
+    assert joined is not None
+    assert (joined.boot_step, joined.reachable_at) == ("installing windlass", first)
+    assert joined.joined_at == await store.now()
+
+
 async def test_start_failure_is_ignored_after_heartbeat(store: Stores) -> None:
     await spawn_worker(store)
     await store.heartbeat("w0")

@@ -89,6 +89,31 @@ async def windlass(tmp_path: Path, dsn: str) -> CommandLine:
     return CommandLine(tmp_path, {"DATABASE_URL": dsn})
 
 
+def test_spread_cost_of_tasks_adds_up_to_the_bill(windlass: CommandLine) -> None:
+    done = windlass("cost", "--by", "task", "--spread", "--json")
+    assert (done.code, done.err) == (0, "")
+    report = done.json
+    costs = {cost["key"]: cost["total_micros"] for cost in report["costs"]}
+    assert sum(costs.values()) == report["total"][0]["total_micros"] == 7_200_000
+    # The hour of w0 cost 3.60: 20 min of renders and 9 of mail, and every other minute spread over both.
+    assert (costs["1"], costs["2"], costs["3"]) == (2_482_758, 1_117_242, 3_600_000)
+    refused = windlass("cost", "--spread")
+    assert (refused.code, "--spread needs --by task" in refused.err) == (2, True)
+
+
+def test_workers_show_price_cost_billed_until_and_boot_phases(windlass: CommandLine) -> None:
+    listed = windlass("workers", "list")
+    header, row = listed.out.splitlines()[:2]
+    assert "price/h" in header and "billed until" in header and "cost" in header
+    assert "EUR 3.60" in row and " UTC" in row
+    shown = windlass("workers", "show", "w1")
+    for name in ("price_per_hour", "billed_until", "running_at", "activated_at"):
+        assert name in shown.out
+    (worker,) = windlass("workers", "list", "--json").json
+    assert worker["meter"]["cost_micros"] == 3_600_000
+    assert worker["running_at"] is not None
+
+
 def test_cost_by_day_shows_kinds_of_use_and_a_forecast(windlass: CommandLine) -> None:
     done = windlass("cost")
     assert (done.code, done.err) == (0, "")

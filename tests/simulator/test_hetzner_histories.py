@@ -18,6 +18,7 @@ from support.simulator import invariants
 from support.simulator.cloud import FaultRates
 from support.simulator.invariants import InvariantViolation
 from support.simulator.scenario import FleetScenario, Scenario, fleet_config
+from support.simulator.trace import Trace
 from support.simulator.workers import TaskProfile
 from windlass.policy import billing
 from windlass.policy.stages import draining
@@ -51,6 +52,28 @@ def test_no_leaks_no_excess_servers_and_no_wasted_hours(
     assert tally["guessed"] <= 1 + tally["billed"] // 20, "most ends are reported by the vendor"
     for what, count in tally.items():
         record_property(what, count)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(2220, id="a server vanishes while prices are unknown"),
+        pytest.param(2261, id="a server vanishes before its price is recorded"),
+        pytest.param(50225, id="a worker at the minimum is replaced long after the queue emptied"),
+    ],
+)
+def test_history_that_once_failed_holds(seed: int) -> None:
+    HetznerHistory(hetzner_scenario(seed)).run()
+
+
+@pytest.mark.parametrize("seed", [2260, 2261])
+def test_replay_line_of_a_failed_history_is_a_pytest_command(seed: int) -> None:
+    history = HetznerHistory(hetzner_scenario(seed))
+    history.trace = Trace()
+    report = history.failure_report("something broke")
+    assert report.rstrip().endswith(
+        f"replay: WINDLASS_FIRST_SEED={seed} WINDLASS_SEEDS=1 pytest tests/simulator/test_hetzner_histories.py"
+    )
 
 
 def calm() -> Scenario:

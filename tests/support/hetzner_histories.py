@@ -407,5 +407,6 @@ class HetznerHistory(Simulation):
         return (
             super()
             .failure_report(why)
+            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed} --billed", replay)
             .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed}", replay)
         )

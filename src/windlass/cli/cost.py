@@ -17,10 +17,13 @@ from windlass.cli.times import parse_when
 from windlass.cost.queries import MAX_ROWS, CostReport, build_report
 from windlass.cost.report import By
 from windlass.model.cost import ChargeKind, Cost
+from windlass.model.errors import BadInput
 from windlass.model.money import amount, with_currency
 from windlass.wiring import stores
 
 DEFAULT_ROWS = 50
+# Of the vendors' month of 30 days.
+HOURS_PER_MONTH = 30 * 24
 KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
 
 
@@ -30,6 +33,10 @@ async def cost(
     since: Annotated[
         str, typer.Option(help="Start of the period: 12h or 30d ago, or 2030-01-31T00:00Z.", metavar="TIME")
     ] = "30d",
+    is_spread: Annotated[
+        bool,
+        typer.Option("--spread", help="With --by task: spread boot, idle and tail over the tasks of the billing hour."),
+    ] = False,
     fleet: FleetFilter = None,
     limit: Annotated[
         int, typer.Option(min=1, max=MAX_ROWS, help="Maximum number of rows.", metavar="N")
@@ -42,12 +49,15 @@ async def cost(
 
     The columns say what the time was used for: tasks, boot, idle, and tail (billed after the machine was deleted).
     """
+    if is_spread and by is not By.TASK:
+        raise BadInput("--spread needs --by task: it divides the cost of boot, idle and tail among tasks.")
     when = parse_when(since, "--since")
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
         now = await store.now()
-        report = await build_report(store, by, now - when if isinstance(when, timedelta) else when, now, fleet, limit)
+        begins = now - when if isinstance(when, timedelta) else when
+        report = await build_report(store, by, begins, now, fleet, limit, is_spread=is_spread)
     if as_json:
         print_json(
             {
@@ -55,6 +65,7 @@ async def cost(
                 "since": report.since,
                 "costs": [plain_cost(cost) for cost in report.costs],
                 "total": [plain_cost(cost) for cost in report.total],
+                "volumes": report.volumes,
                 "forecast": [{**asdict(one), "month_micros": one.month_micros} for one in report.forecasts],
             }
         )
@@ -65,6 +76,7 @@ async def cost(
 def _print_report(report: CostReport) -> None:
     if not report.costs:
         print(f"no costs since {report.since:%Y-%m-%d %H:%M} UTC (only machines with a price have costs)")
+        _print_volumes(report)
         return
     kinds = KINDS if any(cost.ahead_micros for cost in report.costs) else KINDS[:-1]
     numbers = (*(str(kind) for kind in kinds), "total", "wasted")
@@ -81,6 +93,18 @@ def _print_report(report: CostReport) -> None:
         else:
             line += ", no billed workers now"
         print(line)
+    _print_volumes(report)
+
+
+def _print_volumes(report: CostReport) -> None:
+    """Volumes belong to no worker, so they are not in the table."""
+    for volume in report.volumes:
+        month = with_currency(volume.price_micros_per_hour * HOURS_PER_MONTH, volume.currency)
+        print(
+            f"volume {volume.volume_id} of fleet {volume.fleet}: {volume.size_gb} GB, "
+            f"{with_currency(volume.amount_micros, volume.currency)} since {report.since:%Y-%m-%d %H:%M} UTC, "
+            f"{month} per month"
+        )
 
 
 def _row(name: str, cost: Cost, kinds: tuple[ChargeKind, ...]) -> tuple[object, ...]:

@@ -116,6 +116,33 @@ def _text(value: object) -> object:
 
 @app.command()
 @command
+async def hosts(
+    fleet: FleetFilter = None, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
+    """Show where rented machines ran, how many were lost there, and how many failed their checks.
+
+    A Runpod fleet can exclude data centers and hosts by runpod.excluded_data_centers and runpod.excluded_hosts.
+    """
+    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+        if fleet is not None:
+            await check_fleet_is_known(store, fleet)
+        found = await store.machine_hosts(fleet)
+    if as_json:
+        print_json([asdict(each) | {"loss_rate": each.loss_rate} for each in found])
+        return
+    rows = [
+        (each.fleet, each.place, each.host, each.machines, each.lost, f"{each.loss_rate:.0%}", each.failed_checks)
+        for each in found
+    ]
+    if rows:
+        numbers = ("machines", "lost", "loss rate", "failed checks")
+        print_table(rows, "fleet", "place", "host", *numbers, right=numbers)
+    else:
+        print("no rented machines")
+
+
+@app.command()
+@command
 async def logs(
     worker: WorkerId,
     lines: Annotated[

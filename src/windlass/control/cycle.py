@@ -165,6 +165,8 @@ class FleetCycle:
         term, seen = observed
         self._clock = (seen.now, loop.time())
         volume, volume_problem = await self._read_volume(seen.planner_state, list_timeout_s)
+        if volume is not None and volume.price_micros_per_hour is not None:
+            await self._store.record_volume(self.name, volume)
         cadence = replace(seen.planner_state.cadence, gaps_s=())
         traits = self._provider.traits
         # A machine may appear this long after its intent: a creation starts while the lease is valid, then runs up to

@@ -45,8 +45,8 @@ from windlass.model.outcome import (
     VolumeGrown,
     VolumeNotGrown,
 )
-from windlass.model.snapshot import Snapshot
-from windlass.ports.provider import Provider, SharesVolume
+from windlass.model.snapshot import Snapshot, WorkerView
+from windlass.ports.provider import KnowsPrices, Provider, SharesVolume
 
 # For adapters without limits of their own.
 CALL_TIMEOUT_S = 60.0
@@ -131,8 +131,7 @@ class ProviderExecutor:
         None: wait for all calls in flight. Preparations are never awaited here.
         """
         machines = {machine.id: machine for machine in snapshot.machines or ()}
-        host_keys = {worker.id: worker.host_key for worker in snapshot.workers}
-        heartbeats = {worker.id: worker.last_heartbeat for worker in snapshot.workers}
+        workers = {worker.id: worker for worker in snapshot.workers}
         deleted = {action.machine_id for action in plan.actions if isinstance(action, Delete | DeleteOrphan)}
         self._refused_deletions = {id_: again for id_, again in self._refused_deletions.items() if id_ in deleted}
         for action in plan.actions:
@@ -140,15 +139,16 @@ class ProviderExecutor:
                 case Delete(worker_id=worker_id, machine_id=machine_id):
                     # Since when complete listings lack the machine. A listing may lag, so a later heartbeat counts.
                     gone_at = plan.planner_state.machines.missing_since.get(worker_id)
+                    worker = workers.get(worker_id)
                     if gone_at is not None:
-                        gone_at = max(gone_at, heartbeats.get(worker_id) or gone_at)
+                        gone_at = max(gone_at, (worker.last_heartbeat if worker is not None else None) or gone_at)
                     if self._may_delete(machine_id):
-                        self._start(machine_id or worker_id, self._delete(action, machines, gone_at))
+                        self._start(machine_id or worker_id, self._delete(action, machines, gone_at, worker))
                 case DeleteOrphan(machine_id=machine_id):
                     if self._may_delete(machine_id):
                         self._start(machine_id, self._delete_orphan(machines[machine_id], action.name, action.reason))
                 case Prepare(worker_id=worker_id, machine_id=machine_id):
-                    call = self._prepare(worker_id, machines[machine_id], host_keys.get(worker_id))
+                    call = self._prepare(worker_id, machines[machine_id], workers[worker_id].host_key)
                     self._start(_PREPARE + worker_id, call, is_awaited=False)
                 case GrowVolume(volume_id=volume_id):
                     self._start(f"volume {volume_id}", self._grow(action))
@@ -224,7 +224,13 @@ class ProviderExecutor:
             log.warning("create machine unclear", worker_id=worker_id, error=problem)
             return CreationUnclear(worker_id, problem)
 
-    async def _delete(self, action: Delete, machines: dict[str, Machine], gone_at: datetime | None) -> Outcome:
+    async def _delete(
+        self,
+        action: Delete,
+        machines: dict[str, Machine],
+        gone_at: datetime | None,
+        worker: WorkerView | None,
+    ) -> Outcome:
         """`gone_at`: since when the machine is missing, for a provider that does not report when it ended."""
         try:
             if action.machine_id is None:
@@ -235,7 +241,31 @@ class ProviderExecutor:
         except _NotDeleted as error:
             return NotDeleted(action.worker_id, str(error))
         ended_at = ended_at or gone_at or self._now()
-        return Deleted(action.worker_id, action.machine_id, action.code, action.reason, ended_at)
+        priced = await self._price(worker) if worker is not None else None
+        unit_s = self._provider.traits.billing_unit_s
+        return Deleted(action.worker_id, action.machine_id, action.code, action.reason, ended_at, priced, unit_s)
+
+    async def _price(self, worker: WorkerView) -> Machine | None:
+        """The price of a machine that was deleted, or vanished, before its price was known. None: still unknown, or
+        the worker has a bill."""
+        is_known = worker.instance_type is not None and worker.place is not None and worker.machine_id is not None
+        if worker.bill is not None or not is_known or not isinstance(self._provider, KnowsPrices):
+            return None
+        gone = Machine(
+            worker.machine_id or "",
+            worker.id,
+            MachineState.EXITED,
+            created_at=worker.machine_created_at,
+            instance_type=worker.instance_type,
+            place=worker.place,
+        )
+        try:
+            async with asyncio.timeout(self._call_timeout_s):
+                priced = await self._provider.price(gone)
+        except Exception as error:
+            log.warning("price machine failed", worker_id=worker.id, error=self._describe(error))
+            return None
+        return priced if priced.price_micros_per_hour is not None else None
 
     async def _delete_orphan(self, machine: Machine, name: str, reason: str) -> Outcome:
         billing_unit_s = self._provider.traits.billing_unit_s

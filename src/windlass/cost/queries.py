@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.cost.ledger import estimate
-from windlass.cost.report import By, Forecast, add_up, forecasts, merged, total
-from windlass.model.cost import BillingAccount, Cost, hour_of, month_of
+from windlass.cost.report import By, Forecast, add_up, forecasts, merged, spread, total
+from windlass.model.cost import BillingAccount, Cost, VolumeCost, hour_of, month_of
 from windlass.ports.costs import CostStore
 
 MAX_ROWS = 100_000
@@ -24,6 +24,7 @@ class CostReport:
     costs: list[Cost]
     total: list[Cost]
     forecasts: list[Forecast]
+    volumes: list[VolumeCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,29 @@ class CostReportInputs:
 
 
 async def build_report(
-    store: CostStore, by: By, since: datetime, now: datetime, fleet: str | None, limit: int
+    store: CostStore,
+    by: By,
+    since: datetime,
+    now: datetime,
+    fleet: str | None,
+    limit: int,
+    *,
+    is_spread: bool = False,
 ) -> CostReport:
-    read = await read_costs(store, {by: limit}, since, now, fleet)
-    return CostReport(by, read.since, read.costs[by], read.total, read.forecasts)
+    """`is_spread`: by task, with boot, idle and tail spread over the tasks of each billing period."""
+    read = await read_costs(store, {by: limit}, since, now, fleet, is_spread=is_spread)
+    volumes = await store.volume_costs(read.since, fleet=fleet)
+    return CostReport(by, read.since, read.costs[by], read.total, read.forecasts, volumes)
 
 
 async def read_costs(
-    store: CostStore, limits: Mapping[By, int], since: datetime, now: datetime, fleet: str | None
+    store: CostStore,
+    limits: Mapping[By, int],
+    since: datetime,
+    now: datetime,
+    fleet: str | None,
+    *,
+    is_spread: bool = False,
 ) -> CostReportInputs:
     """`limits`: the dimensions to group by, with the number of rows for each."""
     # Whole hours: the ledger keeps sums by the hour.
@@ -58,8 +74,14 @@ async def read_costs(
     costs = {}
     for by, limit in limits.items():
         rows = max(limit, ROWS_TO_RANK)
-        settled = everything if by is By.FLEET else await store.costs(by, since, fleet=fleet, limit=rows)
-        found = merged(settled, add_up(open_charges, by, is_estimate=True))
+        unsettled = open_charges
+        if by is By.FLEET:
+            settled = everything
+        elif is_spread and by is By.TASK:
+            settled, unsettled = await store.spread_costs(since, fleet=fleet, limit=rows), spread(open_charges)
+        else:
+            settled = await store.costs(by, since, fleet=fleet, limit=rows)
+        found = merged(settled, add_up(unsettled, by, is_estimate=True))
         found.sort(key=lambda cost: (cost.key or "") if by is By.DAY else cost.total_micros, reverse=True)
         costs[by] = found[:limit]
     return CostReportInputs(

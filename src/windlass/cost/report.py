@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
+from windlass.cost.ledger import apportion
 from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, day_of, next_month
 from windlass.policy.billing import charged, charged_between, cost, unit_end
 
@@ -39,6 +40,30 @@ def add_up(charges: Iterable[Charge], by: By, *, is_estimate: bool = False) -> l
         field = f"{charge.kind}_micros"
         costs[row.key, row.currency] = replace(row, **{field: getattr(row, field) + charge.amount_micros})
     return list(costs.values())
+
+
+def spread(charges: Iterable[Charge]) -> list[Charge]:
+    """Divide boot, idle, tail and ahead of each billing period of a worker among the tasks of that period, by their
+    amounts. The sum does not change. Charges of a period without a task stay as they are."""
+    periods: dict[tuple[str, datetime, str], list[Charge]] = {}
+    for charge in charges:
+        periods.setdefault((charge.worker_id, charge.from_at, charge.currency), []).append(charge)
+    found: list[Charge] = []
+    for period in periods.values():
+        tasks = sorted(
+            (charge for charge in period if charge.kind is ChargeKind.TASK and charge.amount_micros > 0),
+            key=lambda charge: charge.task_id or 0,
+        )
+        for charge in period:
+            if charge.kind is ChargeKind.TASK or not tasks:
+                found.append(charge)
+                continue
+            parts = apportion(charge.amount_micros, [task.amount_micros for task in tasks])
+            found += [
+                replace(charge, task_id=task.task_id, queue=task.queue, amount_micros=part)
+                for task, part in zip(tasks, parts, strict=True)
+            ]
+    return found
 
 
 def merged(*parts: Iterable[Cost]) -> list[Cost]:

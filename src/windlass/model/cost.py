@@ -133,6 +133,18 @@ class Cost:
         return (used - self.task_micros) / used if used else None
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeCost:
+    """What a fleet's shared volume cost since a moment, as far as cycles have seen it, and its price now."""
+
+    volume_id: str
+    fleet: str
+    size_gb: int
+    currency: str
+    amount_micros: int
+    price_micros_per_hour: int
+
+
 # ---------------------------------------------------------------------------------------------- ledger calendar
 
 

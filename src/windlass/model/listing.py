@@ -44,6 +44,24 @@ class WorkerRow(Worker):
     is_slot_failed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """Machines of a fleet in one place, on one physical host where the provider tells it, and how they ended."""
+
+    fleet: str
+    place: str | None
+    host: str | None
+    machines: int
+    # Machines that the provider took away, or that stopped by themselves.
+    lost: int
+    failed_checks: int
+    last_used_at: datetime
+
+    @property
+    def loss_rate(self) -> float:
+        return self.lost / self.machines
+
+
 class TaskList(StrEnum):
     """Tasks of one kind; each list has its own order."""
 

@@ -64,6 +64,9 @@ class Volume:
 
     id: str
     size_gb: int
+    # None: unknown, or it costs nothing.
+    price_micros_per_hour: int | None = None
+    currency: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

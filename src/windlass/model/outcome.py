@@ -69,6 +69,9 @@ class Deleted:
     reason: str
     # When billing of the machine stopped. None: now.
     ended_at: datetime | None = None
+    # The machine with its price, if that became known only when the machine was gone.
+    priced: Machine | None = None
+    billing_unit_s: int = 1
 
 
 @dataclass(frozen=True, slots=True)

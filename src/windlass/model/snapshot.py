@@ -83,6 +83,9 @@ class WorkerView:
     # As last recorded.
     address: str | None = None
     machine_host: str | None = None
+    instance_type: str | None = None
+    place: str | None = None
+    machine_created_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

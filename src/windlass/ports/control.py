@@ -16,6 +16,7 @@ from windlass.model.action import Plan
 from windlass.model.cost import BillingAccount, Settlement
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
+from windlass.model.machine import Volume
 from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import Snapshot
 from windlass.ports.lease import LeaseStore
@@ -37,6 +38,9 @@ class ControlStore(LeaseStore, Protocol):
         self, fleet: str, cycle_id: int, outcomes: Sequence[Outcome], summary: dict[str, Any] | None
     ) -> None:
         """Record outcomes. Needs no lease. `summary` None keeps the stored one: these outcomes came after it."""
+
+    async def record_volume(self, fleet: str, volume: Volume) -> None:
+        """Record the size and price of a fleet's volume, which must have a price. Needs no lease."""
 
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         """Accounts that are due for settlement, longest due first."""

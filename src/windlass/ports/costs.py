@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.cost import BillingAccount, Charge, Cost
+from windlass.model.cost import BillingAccount, Charge, Cost, VolumeCost
 
 
 class CostStore(Protocol):
@@ -12,6 +12,13 @@ class CostStore(Protocol):
 
         Days newest first; everything else most expensive first.
         """
+
+    async def spread_costs(self, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
+        """Settled cost by task, most expensive first. Boot, idle and tail of each billing period of a worker are spread
+        over the tasks of that period, so the sum is the bill. A period without a task has no key."""
+
+    async def volume_costs(self, since: datetime, *, fleet: str | None = None) -> list[VolumeCost]:
+        """What each shared volume cost since then, by fleet and volume."""
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
         """Settled charges of a task, oldest first."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
-from windlass.model.listing import Page
+from windlass.model.listing import HostRecord, Page
 from windlass.model.worker import Worker
 from windlass.ports.clock import DatabaseClock
 
@@ -26,6 +26,9 @@ class FleetQueries(DatabaseClock, Protocol):
     async def worker(self, worker_id: str) -> Worker | None: ...
 
     async def workers(self, *, include_terminated: bool = False) -> list[Worker]: ...
+
+    async def machine_hosts(self, fleet: str | None = None) -> list[HostRecord]:
+        """Places and hosts of rented machines, by fleet, worst first. Machines that retention deleted do not count."""
 
     async def events(
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200

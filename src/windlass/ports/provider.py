@@ -43,6 +43,14 @@ class Provider(Protocol):
 
 
 @runtime_checkable
+class KnowsPrices(Protocol):
+    """A provider whose prices are published, so that a machine that is gone can still be priced."""
+
+    async def price(self, machine: Machine) -> Machine:
+        """The machine, of which type, place and time of creation are known, with its price if that is known now."""
+
+
+@runtime_checkable
 class SharesVolume(Protocol):
     """A provider whose machines can share a volume. A volume never shrinks."""
 

@@ -15,7 +15,7 @@ from windlass.model.action import Plan, actions_to_plain
 from windlass.model.cost import BillingAccount, Settlement
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
-from windlass.model.machine import Machine
+from windlass.model.machine import Machine, Volume
 from windlass.model.outcome import (
     Committed,
     Created,
@@ -44,6 +44,8 @@ from windlass.store.rows import bill_of, node_view, snapshot_adapter
 _PLANNER_STATE = TypeAdapter(PlannerState)
 _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
+# ISO 4217 "no currency": a price in an unknown currency is never added to another.
+NO_CURRENCY = "XXX"
 _STATUSES = {str(status): status for status in WorkerStatus}
 # Stored and passed to SQL as literals, so that renaming a class changes no data.
 _OUTCOME_KINDS: dict[type[Any], str] = {
@@ -144,6 +146,11 @@ class PostgresControlStore(PostgresLeaseStore):
             without_known_secrets(json.dumps(summary)) if summary is not None else None,
         )
 
+    async def record_volume(self, fleet: str, volume: Volume) -> None:
+        price, currency = volume.price_micros_per_hour, volume.currency or NO_CURRENCY
+        function = "windlass_internal.record_volume"
+        await self._database.call("recording a volume", function, fleet, volume.id, volume.size_gb, price, currency)
+
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         return await read_accounts(self._database, fleet, None, limit, is_due=True)
 
@@ -172,7 +179,7 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             bill_of(row),
             *known[25:29],
             node_view(known[29]),
-            *known[30:36],
+            *known[30:39],
         ]
         views.append(WorkerView(*fields))
     return tuple(views)
@@ -199,4 +206,6 @@ def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
     plain: dict[str, Any] = _PLAIN.dump_python(asdict(outcome), mode="json")
     if isinstance(outcome, Created | OrphanDeleted):
         plain["machine"] = _MACHINE.dump_python(outcome.machine, mode="json")
+    if isinstance(outcome, Deleted) and outcome.priced is not None:
+        plain["priced"] = _MACHINE.dump_python(outcome.priced, mode="json")
     return {"kind": _OUTCOME_KINDS[type(outcome)], **plain}

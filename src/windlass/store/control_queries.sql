@@ -145,6 +145,74 @@ where c.from_at >= $2
 group by k.key, c.currency
 order by sum(c.amount_micros) desc, k.key collate "C", c.currency collate "C" limit $4;
 
+-- name: costs_spread
+-- `windlass cost --by task --spread`; charges_from. Boot, idle and tail of each billing period of a worker are divided
+-- among the tasks that ran in it, by their amounts and by largest remainder, so the parts add up to the bill. A period
+-- without a task has no key.
+with charges as (
+  select c.worker_id, c.from_at, c.currency, c.kind, c.task_id, c.amount_micros
+  from windlass.charges c
+  where c.from_at >= $1 and ($2::text is null or c.fleet = $2)
+),
+tasks as (
+  select t.worker_id, t.from_at, t.currency, t.task_id, t.amount_micros,
+    sum(t.amount_micros) over (partition by t.worker_id, t.from_at, t.currency) as of_tasks
+  from charges t where t.kind = 'task' and t.amount_micros > 0
+),
+parts as (
+  select
+    t.task_id, o.currency, o.kind, o.amount_micros as whole,
+    coalesce(div(o.amount_micros::numeric * t.amount_micros, t.of_tasks), o.amount_micros) as part,
+    row_number() over (
+      partition by o.worker_id, o.from_at, o.currency, o.kind
+      order by mod(o.amount_micros::numeric * t.amount_micros, t.of_tasks) desc, t.task_id
+    ) as rank,
+    o.worker_id, o.from_at
+  from charges o
+  left join tasks t on (t.worker_id, t.from_at, t.currency) = (o.worker_id, o.from_at, o.currency)
+  where o.kind <> 'task'
+),
+divided as (
+  select p.task_id, p.currency, p.kind,
+    p.part + case
+      when p.rank <= p.whole - sum(p.part) over (partition by p.worker_id, p.from_at, p.currency, p.kind) then 1
+      else 0
+    end as micros
+  from parts p
+  union all
+  select c.task_id, c.currency, c.kind, c.amount_micros from charges c where c.kind = 'task'
+)
+select
+  d.task_id::text as key, d.currency,
+  coalesce(sum(d.micros) filter (where d.kind = 'task'), 0)::bigint as task_micros,
+  coalesce(sum(d.micros) filter (where d.kind = 'boot'), 0)::bigint as boot_micros,
+  coalesce(sum(d.micros) filter (where d.kind = 'idle'), 0)::bigint as idle_micros,
+  coalesce(sum(d.micros) filter (where d.kind = 'tail'), 0)::bigint as tail_micros
+from divided d
+group by d.task_id, d.currency
+order by sum(d.micros) desc, d.task_id::text collate "C" nulls last, d.currency limit $3;
+
+-- name: volume_costs
+-- `windlass cost`; volume_sizes, which has few rows.
+select
+  v.volume_id, v.fleet, (array_agg(v.size_gb order by v.from_at desc))[1] as size_gb, v.currency,
+  round(sum(v.price_micros_per_hour * extract(epoch from v.until_at - greatest(v.from_at, $1)) / 3600) filter (
+    where v.until_at > $1
+  ))::bigint as amount_micros,
+  (array_agg(v.price_micros_per_hour order by v.from_at desc))[1] as price_micros_per_hour
+from windlass.volume_sizes v
+where $2::text is null or v.fleet = $2
+group by v.volume_id, v.fleet, v.currency
+having max(v.until_at) > $1
+order by v.fleet, v.volume_id limit 1000;
+
+-- name: machine_hosts
+-- `windlass workers hosts`; the view machine_hosts.
+select h.fleet, h.place, h.host, h.machines, h.lost, h.failed_checks, h.last_used_at
+from windlass.machine_hosts h
+where $1::text is null or h.fleet = $1
+order by h.fleet, h.lost + h.failed_checks desc, h.machines desc, h.place, h.host limit 1000;
+
 -- name: charges_of_task
 -- `windlass tasks show`; charges_task.
 select worker_id, fleet, kind, from_at, until_at, amount_micros, currency, task_id, queue

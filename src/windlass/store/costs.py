@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Any
 
-from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, Span, Tariff
+from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, Span, Tariff, VolumeCost
 from windlass.store.database import Database, DatabaseStore
 from windlass.store.queries import read_queries
 from windlass.store.rows import price_parts_of
@@ -18,6 +18,14 @@ class PostgresCostStore(DatabaseStore):
         query = QUERIES["costs_from_spending" if by in ("day", "fleet", "queue") else "costs_from_charges"]
         rows = await self._database.fetch("reading costs", query, by, since, fleet, limit)
         return [Cost(**dict(row)) for row in rows]
+
+    async def spread_costs(self, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
+        rows = await self._database.fetch("reading costs", QUERIES["costs_spread"], since, fleet, limit)
+        return [Cost(**dict(row)) for row in rows]
+
+    async def volume_costs(self, since: datetime, *, fleet: str | None = None) -> list[VolumeCost]:
+        rows = await self._database.fetch("reading costs of volumes", QUERIES["volume_costs"], since, fleet)
+        return [VolumeCost(**dict(row)) for row in rows]
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
         rows = await self._database.fetch("reading a task's cost", QUERIES["charges_of_task"], task_id)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
-from windlass.model.listing import Page
+from windlass.model.listing import HostRecord, Page
 from windlass.model.worker import Worker
 from windlass.ports.fleets import MAX_AHEAD
 from windlass.store.cursors import ID, next_cursor, page_size, read_cursor
@@ -34,6 +34,10 @@ class PostgresFleetQueries(DatabaseStore):
     async def workers(self, *, include_terminated: bool = False) -> list[Worker]:
         rows = await self._database.fetch("listing workers", WORKER_QUERIES["workers"], None, include_terminated)
         return [Worker(**worker_fields(row)) for row in rows]
+
+    async def machine_hosts(self, fleet: str | None = None) -> list[HostRecord]:
+        rows = await self._database.fetch("listing hosts", QUERIES["machine_hosts"], fleet)
+        return [HostRecord(**dict(row)) for row in rows]
 
     async def events(
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200

@@ -23,8 +23,8 @@ from windlass.model.action import (
     Promote,
     RecordPrice,
 )
-from windlass.model.cost import Bill, Span, Spending, Tariff
-from windlass.model.machine import Machine, MachineState, ProviderTraits
+from windlass.model.cost import Bill, Span, Spending, Tariff, VolumeCost
+from windlass.model.machine import Machine, MachineState, ProviderTraits, Volume
 from windlass.model.outcome import (
     Created,
     Deleted,
@@ -123,6 +123,83 @@ async def test_late_price_applies_from_machine_creation(store: ControlStores, cl
     await ann.commit(RecordPrice("w0", "m0", "dearer"))
     (again,) = (await ann.observe()).workers
     assert again.bill == view.bill, "what was agreed stays"
+
+
+async def test_price_that_is_known_after_the_end_is_billed(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await ann.spawn_worker(0)
+    born = clock()
+    unpriced = replace(PRICED, price_micros_per_hour=None, price_parts=(), created_at=born, place="nbg1")
+    await ann.report(Created("w0", replace(unpriced, instance_type="cx23"), billing_unit_s=60))
+    (view,) = (await ann.observe()).workers
+    assert (view.bill, view.machine_created_at, view.instance_type, view.place) == (None, born, "cx23", "nbg1")
+    clock.advance(30)
+    priced = replace(PRICED, created_at=born)
+    await ann.report(Deleted("w0", "m0", "MACHINE_GONE", "gone", clock(), priced, billing_unit_s=60))
+    clock.advance(120)
+    await settle_all(store)
+    assert sum((await reported(store, "worker"))["w0"]) == 60_000
+
+
+async def test_volume_is_billed_at_each_size_that_it_had(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    since = clock() - timedelta(days=1)
+    assert await store.volume_costs(since) == []
+    for size_gb, price in ((100, 9_000), (100, 9_000), (200, 18_000), (200, 18_000)):
+        await store.record_volume("f", Volume("v1", size_gb, price, "USD"))
+        clock.advance(1800)
+    # The last half hour was not seen yet.
+    (cost,) = await store.volume_costs(since, fleet="f")
+    assert cost == VolumeCost("v1", "f", 200, "USD", 9_000 + 9_000, 18_000)
+    assert await store.volume_costs(since, fleet="other") == []
+    (recent,) = await store.volume_costs(clock() - timedelta(seconds=2700))
+    assert recent.amount_micros == 4_500
+
+
+async def test_hosts_count_lost_machines_and_failed_checks(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    ends = ("MACHINE_GONE", "GPU_NOT_DETECTED", "GPU_NOT_DETECTED", "IDLE")
+    for slot, code in enumerate(ends):
+        await ann.observe()
+        await ann.spawn_worker(slot)
+        host = "198.51.100.7" if slot < 3 else "198.51.100.8"
+        machine = Machine(f"m{slot}", f"w{slot}", MachineState.RUNNING, place="EU-RO-1", host=host)
+        await ann.report(Created(f"w{slot}", machine))
+        await ann.observe()
+        await ann.commit(Fail(f"w{slot}", code, "because"))
+    bad, good = await store.machine_hosts("f")
+    assert (bad.place, bad.host, bad.machines, bad.lost, bad.failed_checks) == ("EU-RO-1", "198.51.100.7", 3, 1, 2)
+    assert (good.host, good.machines, good.lost, good.loss_rate) == ("198.51.100.8", 1, 0, 0.0)
+    assert (await ann.observe()).avoided_hosts == ("198.51.100.7",)
+
+
+async def test_spread_costs_of_tasks_add_up_to_the_bill(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    for slot in (0, 1):
+        await hire_priced(ann, clock, slot)
+        await store.register(Registration(f"w{slot}", ("a", "b"), fleet="f"))
+    for seconds in (1000, 1, 1700):
+        await do(store, clock, "w0", seconds, "a")
+        clock.advance(71)
+    # An hour without a task.
+    clock.advance(3600)
+    for slot in (0, 1):
+        await ann.report(Deleted(f"w{slot}", f"m{slot}", "IDLE", "done", clock()))
+    clock.advance(120)
+    while await settle_all(store):
+        pass
+    since = clock() - timedelta(days=1)
+    bill = sum(cost.total_micros for cost in await store.costs("worker", since))
+    spread = await store.spread_costs(since)
+    assert sum(cost.total_micros for cost in spread) == bill
+    tasks = [cost for cost in spread if cost.key is not None]
+    assert len(tasks) == 3
+    assert all(cost.boot_micros + cost.idle_micros + cost.tail_micros > 0 for cost in tasks if cost.task_micros > 1_000)
+    (rest,) = [cost for cost in spread if cost.key is None]
+    assert rest.task_micros == 0 and rest.total_micros < bill
+    assert [cost.total_micros for cost in spread] == sorted((cost.total_micros for cost in spread), reverse=True)
 
 
 async def test_billing_period_is_charged_after_worker_ends(

@@ -106,6 +106,7 @@ def _adopt(tables: Tables, action: Adopt, snapshot: Snapshot) -> None:
             spawned.prepared_at = spawned.prepared_at or now
         if (machine := _listed(snapshot, action.machine_id)) is not None:
             spawned.instance_type, spawned.place = machine.instance_type, machine.place
+            spawned.machine_created_at = machine.created_at
             spawned.address, spawned.machine_host = machine.address, machine.host
             spawned.running_at = now if machine.state is MachineState.RUNNING else None
             if machine.misplaced is not None:

@@ -15,9 +15,10 @@ from support.memory_store.observe import observe
 from support.memory_store.outcomes import record_outcome
 from support.memory_store.tables import TableStore
 from windlass.model.action import Plan
-from windlass.model.cost import BillingAccount, Charge, Cost, Settlement
+from windlass.model.cost import BillingAccount, Charge, Cost, Settlement, VolumeCost
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
+from windlass.model.machine import Volume
 from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import Snapshot
 
@@ -62,6 +63,10 @@ class MemoryControlStore(MemoryLeaseStore):
         changes = {} if summary is None else {"summary": dict(summary)}
         self._tables.cycles.amend(cycle_id, finished_at=self._clock(), **changes)
 
+    async def record_volume(self, fleet: str, volume: Volume) -> None:
+        assert volume.price_micros_per_hour is not None
+        self._tables.ledger.record_volume(fleet, volume, self._clock())
+
     async def accounts_to_settle(self, fleet: str, limit: int) -> list[BillingAccount]:
         due = to_settle(self._workers.rows.values(), fleet, self._clock())
         return [account(worker, self._tasks.run_by(worker.id)) for worker in due[:limit]]
@@ -73,6 +78,12 @@ class MemoryControlStore(MemoryLeaseStore):
 class MemoryCostStore(TableStore):
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
         return self._tables.ledger.costs(by, since, fleet, limit)
+
+    async def volume_costs(self, since: datetime, *, fleet: str | None = None) -> list[VolumeCost]:
+        return self._tables.ledger.volume_costs(since, fleet)
+
+    async def spread_costs(self, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:
+        return self._tables.ledger.spread_costs(since, fleet, limit)
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
         own = [charge for charge in self._tables.ledger.charges if charge.task_id == task_id]

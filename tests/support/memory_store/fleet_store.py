@@ -5,12 +5,13 @@ from itertools import islice
 
 from support.memory_store.constraints import check_limit
 from support.memory_store.fleets import SlotRow
-from support.memory_store.observe import queues_with_tasks
+from support.memory_store.observe import HOST_CHECKS, queues_with_tasks
 from support.memory_store.tables import TableStore
+from support.memory_store.workers import MemoryWorker
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.listing import Page
+from windlass.model.listing import HostRecord, Page
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import MAX_AHEAD
 from windlass.store.cursors import ID, read_cursor, write_cursor
@@ -32,6 +33,27 @@ class MemoryFleetQueries(TableStore):
     async def workers(self, *, include_terminated: bool = False) -> list[Worker]:
         rows = self._workers.rows if include_terminated else self._workers.not_terminated
         return [row.as_worker() for row in sorted(rows.values(), key=lambda row: row.age_order)]
+
+    async def machine_hosts(self, fleet: str | None = None) -> list[HostRecord]:
+        groups: dict[tuple[str, str | None, str | None], list[MemoryWorker]] = {}
+        for row in self._workers.rows.values():
+            spawned = row.spawned
+            is_rented = row.slot is not None and spawned.machine_id is not None and spawned.place is not None
+            if is_rented and fleet in (None, row.fleet):
+                groups.setdefault((row.fleet, spawned.place, spawned.machine_host), []).append(row)
+        found = [
+            HostRecord(
+                *key,
+                machines=len(rows),
+                lost=sum(row.code == "MACHINE_GONE" for row in rows),
+                failed_checks=sum(row.code in HOST_CHECKS for row in rows),
+                last_used_at=max(row.created_at for row in rows),
+            )
+            for key, rows in groups.items()
+        ]
+        return sorted(
+            found, key=lambda each: (each.fleet, -each.lost - each.failed_checks, -each.machines, each.place or "")
+        )
 
     async def events(
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200

@@ -4,11 +4,12 @@ Bills and spans are part of the worker's row and are written by functions here. 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from support.memory_store.tasks import MemoryTask
 from support.memory_store.workers import MemoryWorker
+from windlass.cost.report import spread
 from windlass.model.cost import (
     Bill,
     BillingAccount,
@@ -19,11 +20,12 @@ from windlass.model.cost import (
     Span,
     Spending,
     Tariff,
+    VolumeCost,
     day_of,
     hour_of,
     month_of,
 )
-from windlass.model.machine import Machine
+from windlass.model.machine import Machine, Volume
 from windlass.model.worker import WorkerStatus
 
 MAX_SPANS = 20_000
@@ -36,8 +38,19 @@ NO_CURRENCY = "XXX"
 _Hour = tuple[str, datetime, str, str]
 
 
+@dataclass(slots=True)
+class _VolumeSize:
+    size_gb: int
+    micros_per_hour: int
+    currency: str
+    from_at: datetime
+    until_at: datetime
+
+
 class ChargeLedger:
     def __init__(self) -> None:
+        # By fleet and volume.
+        self._volumes: dict[tuple[str, str], list[_VolumeSize]] = {}
         self.charges: list[Charge] = []
         # Cost by fleet, hour, currency and queue.
         self._spending: dict[_Hour, Cost] = {}
@@ -94,15 +107,39 @@ class ChargeLedger:
                 for charge in self.charges
                 if charge.from_at >= since and fleet in (None, charge.fleet)
             ]
-        sums: dict[tuple[str | None, str], Cost] = {}
-        for key, cost in found:
-            before = sums.get((key, cost.currency), Cost(key, cost.currency))
-            sums[key, cost.currency] = _sum(before, cost)
-        ordered = sorted(sums.values(), key=lambda cost: (cost.key is None, cost.key or "", cost.currency))
-        ordered.sort(key=lambda cost: -cost.total_micros)
+        ordered = _ordered(found)
         if by == "day":
             ordered.sort(key=lambda cost: cost.key or "", reverse=True)
         return ordered[:limit]
+
+    def record_volume(self, fleet: str, volume: Volume, now: datetime) -> None:
+        sizes = self._volumes.setdefault((fleet, volume.id), [])
+        if sizes:
+            sizes[-1].until_at = max(sizes[-1].until_at, now)
+        if not sizes or (sizes[-1].size_gb, sizes[-1].micros_per_hour) != (
+            volume.size_gb,
+            volume.price_micros_per_hour,
+        ):
+            price, currency = volume.price_micros_per_hour or 0, volume.currency or NO_CURRENCY
+            sizes.append(_VolumeSize(volume.size_gb, price, currency, now, now))
+
+    def volume_costs(self, since: datetime, fleet: str | None) -> list[VolumeCost]:
+        found = []
+        for (name, volume_id), sizes in sorted(self._volumes.items()):
+            if fleet in (None, name) and sizes[-1].until_at > since:
+                spans = [(size, size.until_at - max(size.from_at, since)) for size in sizes if size.until_at > since]
+                micros = sum(size.micros_per_hour * span.total_seconds() / 3600 for size, span in spans)
+                last = sizes[-1]
+                found.append(
+                    VolumeCost(volume_id, name, last.size_gb, last.currency, round(micros), last.micros_per_hour)
+                )
+        return found
+
+    def spread_costs(self, since: datetime, fleet: str | None, limit: int) -> list[Cost]:
+        recent = [charge for charge in self.charges if charge.from_at >= since and fleet in (None, charge.fleet)]
+        return _ordered(
+            (_cost_key(charge, "task"), _with(Cost(None, charge.currency), charge)) for charge in spread(recent)
+        )[:limit]
 
     def forget(self, before: datetime, limit: int) -> int:
         """Delete old charges and hourly sums, at most `limit` of each."""
@@ -192,6 +229,16 @@ def _with(cost: Cost, charge: Charge) -> Cost:
 def _sum(one: Cost, other: Cost) -> Cost:
     names = (f"{kind}_micros" for kind in ChargeKind)
     return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
+def _ordered(found: Iterable[tuple[str | None, Cost]]) -> list[Cost]:
+    """Sums by key and currency, most expensive first."""
+    sums: dict[tuple[str | None, str], Cost] = {}
+    for key, cost in found:
+        before = sums.get((key, cost.currency), Cost(key, cost.currency))
+        sums[key, cost.currency] = _sum(before, cost)
+    ordered = sorted(sums.values(), key=lambda cost: (cost.key is None, cost.key or "", cost.currency))
+    return sorted(ordered, key=lambda cost: -cost.total_micros)
 
 
 def _cost_key(charge: Charge, by: str) -> str | None:

@@ -160,6 +160,9 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
         ),
         address=spawned.address,
         machine_host=spawned.machine_host,
+        instance_type=spawned.instance_type,
+        place=spawned.place,
+        machine_created_at=spawned.machine_created_at,
     )
 
 

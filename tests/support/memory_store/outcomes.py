@@ -67,6 +67,7 @@ def _created(tables: Tables, outcome: Created) -> None:
         spawned.machine_id, spawned.creation = machine.id, "created"
         spawned.instance_type, spawned.place = machine.instance_type, machine.place
         spawned.machine_at = spawned.machine_at or now
+        spawned.machine_created_at = machine.created_at
         spawned.address = machine.address or spawned.address
         spawned.machine_host = machine.host or spawned.machine_host
         if machine.state is MachineState.RUNNING:
@@ -90,6 +91,8 @@ def _refused(tables: Tables, fleet: str, outcome: CreationRefused) -> None:
 def _deleted(tables: Tables, fleet: str, outcome: Deleted) -> None:
     worker, now = tables.workers.not_terminated.get(outcome.worker_id), tables.now()
     if worker is not None and worker.spawned.machine_id in (None, outcome.machine_id):
+        if outcome.priced is not None:
+            open_bill(worker, outcome.priced, outcome.billing_unit_s, now)
         close_bill(worker, outcome.ended_at or now, now)
         worker.set_end_reason(outcome.code, outcome.reason)
         tables.terminate(worker)

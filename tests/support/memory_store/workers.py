@@ -53,6 +53,7 @@ class SpawnedWorker:
     vram_lost_at: datetime | None = None
     bill: Bill | None = None
     settle_at: datetime | None = None
+    machine_created_at: datetime | None = None
     address: str | None = None
     machine_host: str | None = None
     running_at: datetime | None = None

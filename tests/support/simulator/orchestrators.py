@@ -21,7 +21,7 @@ from windlass.ports.provider import Provider
 # Returns what an orchestrator uses in place of a store or a provider.
 WrapService = Callable[["SimulatedOrchestrator", Any], Any]
 # The optional volume calls are left out: no simulated fleet has a shared volume.
-_PROVIDER_CALLS = frozenset({"create", "list_machines", "delete", "prepare", "close"})
+_PROVIDER_CALLS = frozenset({"create", "list_machines", "delete", "prepare", "price", "close"})
 
 
 class SimulatedOrchestrator:

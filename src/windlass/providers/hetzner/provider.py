@@ -168,6 +168,10 @@ class HetznerProvider:
     async def list_machines(self) -> tuple[Machine, ...]:
         return await self._servers.machines()
 
+    async def price(self, machine: Machine) -> Machine:
+        prices = await self._account.prices(self._settings.prices, MAX_WAIT_S)
+        return self._servers.with_price(machine, prices, has_ipv4=self._settings.is_ipv4_on)
+
     # ------------------------------------------------------------------------------------------------------ create
 
     async def create(self, request: MachineRequest) -> Machine:

@@ -7,7 +7,7 @@ creations and deletions since: the lists of a busy fleet must not use up the req
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -149,15 +149,11 @@ class ServerList:
         location = str(server.location.name) if server.location is not None else ""
         net = server.public_net
         has_ipv4 = net is not None and net.ipv4 is not None
-        published = prices.price_parts(Choice(server_type, location), has_ipv4=has_ipv4) if prices is not None else ()
-        # An emulator with shorter billing hours charges the hourly price for each of them.
-        hours = HOUR_S // self._settings.billing_hour_s
-        parts = tuple(PricePart(part.price_micros_per_hour * hours, part.price_micros_per_month) for part in published)
         # Prefer the private address: the control plane and its workers communicate over it.
         private = [each.ip for each in server.private_net or ()]
         public = [each.ip for each in (net.ipv4, net.ipv6) if each is not None] if net is not None else []
         state = self._state(server)
-        return Machine(
+        machine = Machine(
             id=str(server.id),
             name=(server.labels or {})[naming.WORKER],
             state=state,
@@ -165,12 +161,22 @@ class ServerList:
             address=next(map(str, [*private, *public]), None),
             instance_type=server_type,
             place=location,
-            price_micros_per_hour=sum(part.price_micros_per_hour for part in parts) if parts else None,
-            price_parts=parts,
-            currency=prices.currency if prices is not None and parts else None,
             note=f"the server is {server.status}" if state is MachineState.EXITED else None,
             is_locked=bool(server.protection and server.protection["delete"]),
         )
+        return self.with_price(machine, prices, has_ipv4=has_ipv4)
+
+    def with_price(self, machine: Machine, prices: PriceList | None, *, has_ipv4: bool) -> Machine:
+        """The published price of its type and place, and of its IPv4 address. Unchanged while prices are unknown."""
+        choice = Choice(machine.instance_type or "", machine.place or "")
+        published = prices.price_parts(choice, has_ipv4=has_ipv4) if prices is not None else ()
+        if prices is None or not published:
+            return machine
+        # An emulator with shorter billing hours charges the hourly price for each of them.
+        hours = HOUR_S // self._settings.billing_hour_s
+        parts = tuple(PricePart(part.price_micros_per_hour * hours, part.price_micros_per_month) for part in published)
+        per_hour = sum(part.price_micros_per_hour for part in parts)
+        return replace(machine, price_micros_per_hour=per_hour, price_parts=parts, currency=prices.currency)
 
     def _state(self, server: BoundServer) -> MachineState:
         state = _STATES.get(str(server.status), MachineState.BOOTING)

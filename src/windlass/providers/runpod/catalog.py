@@ -12,6 +12,8 @@ CURRENCY = "USD"
 # Published price of a pod's disks while it exists: 0.10 USD per GB and month of 30 days.
 DISK_MICROS_PER_GB_MONTH = 100_000
 _HOURS_PER_MONTH = 30 * 24
+# Published prices of network volumes per GB and month.
+_VOLUME_MICROS, _LARGE_VOLUME_MICROS, _LARGE_VOLUME_GB = 70_000, 50_000, 1_000
 # Runpod's own size of a container disk if neither the settings nor a template name one.
 DEFAULT_DISK_GB = 50
 
@@ -72,6 +74,15 @@ def read_price(dollars: object) -> int | None:
 def disk_price(size_gb: int) -> int:
     """Micros per hour of a pod's disks, rounded half up. The price that the API reports for a pod leaves them out."""
     return (2 * size_gb * DISK_MICROS_PER_GB_MONTH + _HOURS_PER_MONTH) // (2 * _HOURS_PER_MONTH)
+
+
+def volume_price(size_gb: int, *, is_fast: bool) -> int:
+    """Micros per hour of a network volume, rounded half up: 0.07 USD per GB and month, 0.05 beyond the first TB, and
+    twice that for the fast kind."""
+    first_gb = min(size_gb, _LARGE_VOLUME_GB)
+    monthly = first_gb * _VOLUME_MICROS + (size_gb - first_gb) * _LARGE_VOLUME_MICROS
+    monthly *= 2 if is_fast else 1
+    return (2 * monthly + _HOURS_PER_MONTH) // (2 * _HOURS_PER_MONTH)
 
 
 def disk_gb_of(pod: Mapping[str, Any]) -> int:

@@ -42,7 +42,7 @@ from windlass.model.runpod import GpuChoice, RunpodSettings
 from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Json, RunpodAccount
-from windlass.providers.runpod.catalog import CapacityKey, Offers, order_choices
+from windlass.providers.runpod.catalog import CURRENCY, CapacityKey, Offers, order_choices, volume_price
 from windlass.providers.runpod.errors import TOKEN_HINT
 from windlass.providers.runpod.pod_list import EXITED, LIST_REUSE_S, PodList
 from windlass.providers.runpod.provisioning import Preparer
@@ -366,6 +366,8 @@ def _clamp_to_second(time: datetime, second: datetime | None) -> datetime:
 
 def _read_volume(response: Json, doing: str) -> Volume:
     try:
-        return Volume(str(response["id"]), int(response["size"]))
+        size_gb = int(response["size"])
+        price = volume_price(size_gb, is_fast=response.get("type") == "HIGH_PERFORMANCE")
+        return Volume(str(response["id"]), size_gb, price, CURRENCY)
     except (KeyError, TypeError, ValueError):
         raise Unavailable(f"{doing}: unreadable response") from None

@@ -132,6 +132,8 @@ create table windlass.workers (
   -- Outcome of the call that creates the machine. Null: no answer yet.
   creation text check (creation in ('created', 'ambiguous', 'refused')),
   machine_id text,
+  -- When the provider created the machine, by its own clock: the start of its bill.
+  machine_created_at timestamptz,
   -- When the machine became known to us. A machine list requested earlier says nothing about it.
   machine_at timestamptz,
   instance_type text,

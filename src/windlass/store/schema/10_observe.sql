@@ -57,6 +57,9 @@ create function windlass_internal.observe(
   progress_at timestamptz,
   address text,
   machine_host text,
+  instance_type text,
+  place text,
+  machine_created_at timestamptz,
   task_id bigint,
   task_started_at timestamptz,
   task_timeout_s double precision
@@ -202,7 +205,7 @@ begin
       w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
       w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
       w.provider, w.running_at, greatest(w.boot_step_at, w.reachable_at, w.joined_at, w.preparing_at, w.prepared_at),
-      w.address, w.machine_host, t.id, t.started_at, t.timeout_s::double precision
+      w.address, w.machine_host, w.instance_type, w.place, w.machine_created_at, t.id, t.started_at, t.timeout_s::double precision
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
     where w.fleet = p_fleet and w.status <> 'terminated'

@@ -195,6 +195,7 @@ begin
           p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
+            machine_created_at = (v_machine ->> 'created_at')::timestamptz,
             prepared_at = case when (v_action ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now)
               else prepared_at end,
             instance_type = v_machine ->> 'instance_type', place = v_machine ->> 'place',
@@ -294,7 +295,8 @@ $$;
 -- undo the outcomes.
 --   {"kind": "created", "worker_id", "machine": {...} in the form of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
---   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at"}
+--   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at", "priced": {...} or null,
+--    "billing_unit_s"}
 --   {"kind": "not_deleted", "worker_id", "reason"}
 --   {"kind": "orphan_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
 --   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
@@ -319,6 +321,7 @@ begin
       when 'created' then
         update windlass.workers
         set machine_id = v_outcome -> 'machine' ->> 'id', machine_at = coalesce(machine_at, v_now),
+            machine_created_at = (v_outcome -> 'machine' ->> 'created_at')::timestamptz,
             creation = 'created',
             prepared_at = case when (v_outcome ->> 'is_prepared')::boolean then coalesce(prepared_at, v_now)
               else prepared_at end,
@@ -354,6 +357,11 @@ begin
             v_outcome ->> 'worker_id', null, jsonb_build_object('code', v_outcome ->> 'code'));
         end if;
       when 'deleted' then
+        -- The price may have become known after the machine was gone. Without effect if the bill exists.
+        if v_outcome -> 'priced' ->> 'id' is not null then
+          perform windlass_internal.open_bill(
+            v_outcome ->> 'worker_id', v_outcome -> 'priced', (v_outcome ->> 'billing_unit_s')::integer);
+        end if;
         update windlass.workers
         set status = 'terminated', terminated_at = v_now,
             -- Both ends of the bill are times of the provider's clock.

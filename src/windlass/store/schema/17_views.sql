@@ -127,6 +127,22 @@ cross join lateral (
 where p.seconds is not null
 group by f.name, p.phase;
 
+-- Per fleet, place and physical host, where the provider tells it: machines, those that were lost (taken away by the
+-- provider, or stopped), and those that failed checks which depend on the host.
+create view windlass.machine_hosts as
+select
+  w.fleet, w.place,
+  w.machine_host as host,
+  count(*) as machines,
+  count(*) filter (where w.code = 'MACHINE_GONE') as lost,
+  count(*) filter (
+    where w.code in ('GPU_NOT_DETECTED', 'STORAGE_NOT_MOUNTED', 'DISK_FULL', 'SSH_UNREACHABLE')
+  ) as failed_checks,
+  max(w.created_at) as last_used_at
+from windlass.workers w
+where w.slot is not null and w.machine_id is not null and w.place is not null
+group by w.fleet, w.place, w.machine_host;
+
 -- Per worker: results and duration of its attempts, and its uptime. Failed attempts are counted from events, because a
 -- task's row keeps only its last worker.
 create view windlass.worker_performance as
