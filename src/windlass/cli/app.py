@@ -67,6 +67,12 @@ COMMANDS = {
     "Decisions and cost": (
         CommandEntry("explain", "explain", "explain", "Explain the state of a task, a worker or a fleet."),
         CommandEntry("replay", "explain", "replay", "Repeat the decision of a stored cycle, with other settings."),
+        CommandEntry(
+            "simulate",
+            "simulate",
+            "simulate",
+            "Simulate a scaling policy on a trace of tasks: cost, waits and machines.",
+        ),
         CommandEntry("cost", "cost", "cost", "Show the cost of machines by day, fleet, queue, worker or task."),
     ),
     "Set-up": (

@@ -12,7 +12,7 @@ from windlass.config_loader import load_config
 from windlass.control.explain import explain as explain_name
 from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
-from windlass.model.fleet import with_changes
+from windlass.model.fleet_changes import with_changes
 from windlass.policy.plan import plan
 from windlass.wiring import stores
 

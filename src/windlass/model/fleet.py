@@ -5,12 +5,11 @@ variables that set a value of the only fleet, or of `default`. The descriptions 
 """
 
 import re
-from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.comma_separated import TextList
@@ -60,7 +59,7 @@ class FleetConfig(BaseModel):
         None, "`ray`: Ray places tasks on the fleet's machines. Unset: workers claim tasks themselves."
     )
     queues: TextList = _setting(("default",), "Queues that the fleet's workers serve.", min_length=1)
-    policy: Literal["threshold", "buffered", "clear-time"] = _setting(
+    policy: Literal["adaptive", "threshold", "buffered", "clear-time"] = _setting(
         "buffered", "Scaling policy: how many workers are wanted."
     )
 
@@ -121,6 +120,15 @@ class FleetConfig(BaseModel):
         le=1,
     )
     clear_time_s: float = _setting(300.0, "clear-time: spawn no worker if the queue clears within this time.", gt=0)
+    wait_goal_s: float | None = _setting(
+        None, "adaptive: the longest wait that tasks should see. Unset: one boot time and 10 s.", gt=0
+    )
+    price_of_waiting: float | None = _setting(
+        None,
+        "adaptive: what a second of waiting is worth, in seconds of one machine. Unset: only the goal counts.",
+        ge=0,
+        le=1_000_000,
+    )
 
     # --- budgets, in the currency of the machines
     budget_per_hour: Decimal | None = _setting(None, "Budget per clock hour (UTC).", gt=0)
@@ -405,21 +413,3 @@ class FleetConfig(BaseModel):
         if self.promotion_threshold_s is not None:
             return self.promotion_threshold_s
         return max(60.0, 3 * self.poll_interval_s)
-
-
-def with_changes(settings: FleetConfig, changes: Sequence[str]) -> FleetConfig:
-    """The settings with changes, each as name=value. BadInput if a name or value is invalid."""
-    if not changes:
-        return settings
-    given: dict[str, Any] = {}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals or name not in FleetConfig.model_fields:
-            raise BadInput(f"{change[:100]!r} is not a fleet setting: write name=value, for example max_workers=3.")
-        given[name] = value
-    try:
-        return FleetConfig.model_validate(settings.model_dump() | given)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"])) or "the settings"
-        raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ').rstrip('.')}.") from None

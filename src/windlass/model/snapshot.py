@@ -10,6 +10,7 @@ absence of a machine.
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from windlass.model.adaptive import AdaptiveMemory
 from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
@@ -135,6 +136,14 @@ class QueueView:
     oldest_queued_age_s: float | None = None
     # Median of recently completed tasks. None: there are none.
     duration_p50_s: float | None = None
+    # A sorted sample of the durations of recently completed tasks, and their mean.
+    durations_s: tuple[float, ...] = ()
+    duration_mean_s: float | None = None
+    # Tasks that were added since the plan that stored `newest_task_id`, and the id of the newest task of all.
+    arrived: int = 0
+    newest_task_id: int | None = None
+    # Sorted boot times of the fleet's recent workers.
+    boots_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +216,10 @@ class ScalingState:
     spawned_at: datetime | None = None
     # Start of the unbroken time with more workers than needed.
     over_capacity_since: datetime | None = None
+    # The newest task that the last plan knew: later ones have arrived since.
+    newest_task_id: int | None = None
+    # None: another policy decides.
+    adaptive: AdaptiveMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,15 +136,15 @@ class TerminationWindow:
 
 def is_worth_waiting(unit_s: int, cycle_s: float) -> bool:
     """Idle workers are kept for the rest of their unit. Not if units are short or draining takes longer than one."""
-    return unit_s >= LONG_UNIT_S and _lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES) < unit_s
+    return unit_s >= LONG_UNIT_S and lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES) < unit_s
 
 
 def next_window(unit_s: int, since: datetime, now: datetime, cycle_s: float) -> TerminationWindow:
     """The window that is open, or opens next."""
     boundary = unit_end(unit_s, since, now)
-    if now > boundary - timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_CLOSES_CYCLES)):
+    if now > boundary - timedelta(seconds=lead_s(unit_s, cycle_s, WINDOW_CLOSES_CYCLES)):
         boundary += timedelta(seconds=unit_s)
-    return TerminationWindow(boundary - timedelta(seconds=_lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES)), boundary)
+    return TerminationWindow(boundary - timedelta(seconds=lead_s(unit_s, cycle_s, WINDOW_OPENS_CYCLES)), boundary)
 
 
 def stagger_windows(
@@ -165,5 +165,5 @@ def stagger_windows(
     return found[::-1]
 
 
-def _lead_s(unit_s: int, cycle_s: float, cycles: int) -> float:
+def lead_s(unit_s: int, cycle_s: float, cycles: int) -> float:
     return cycles * cycle_s + min(DELETE_CALL_S, unit_s / _CALL_SHARE)

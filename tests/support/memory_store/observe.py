@@ -3,8 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
-from itertools import islice
+from itertools import islice, takewhile
 
 from support.memory_store.events import EventLog
 from support.memory_store.fleets import FleetRow
@@ -36,6 +37,7 @@ from windlass.model.worker import LIVE, WorkerKind, WorkerStatus
 MAX_LAUNCHES = 1000
 MAX_BOOTS = 50
 MAX_DURATIONS = 500
+MAX_SAMPLE = 200
 MAX_ANSWERS = 50
 MAX_STREAKS = 50
 MAX_COMPLETED_COMPARED = 500
@@ -59,7 +61,18 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
     return Snapshot(
         now=now,
         fleet=fleet.name,
-        queue=_queues(tasks, tables.workers, config.queues, now),
+        queue=replace(
+            _queues(tasks, tables.workers, config.queues, now),
+            arrived=_arrived(tasks, config.queues, fleet.planner_state.scaling.newest_task_id),
+            newest_task_id=max(tasks.rows, default=None),
+            boots_s=tuple(
+                sorted(
+                    round((w.activated_at - w.created_at).total_seconds(), 3)
+                    for w in spawned[-MAX_BOOTS:]
+                    if w.activated_at
+                )
+            ),
+        ),
         workers=tuple(_view(w, tasks.run_by(w.id)) for w in workers if w.status is not WorkerStatus.TERMINATED),
         slots=_slots(fleet, now - interval(config.restart_window_s)),
         launches=_launches(spawned, now - interval(config.failure_window_s), now),
@@ -91,14 +104,23 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
     since += [row.could_be_claimed_since() for row in held]
     newest = islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_ROWS_SCANNED)
     recent = islice((row for row in newest if row.queue in names), MAX_DURATIONS)
+    durations = [(r.finished_at - r.started_at).total_seconds() for r in recent if r.finished_at and r.started_at]
+    sample = durations[:MAX_SAMPLE]
     return QueueView(
         queued=len(held) + sum(row.is_ready() or (row.run_after is not None and row.run_after <= now) for row in rows),
         running=len(running) - len(held),
         oldest_queued_age_s=(now - min(since)).total_seconds() if since else None,
-        duration_p50_s=_median(
-            (row.finished_at - row.started_at).total_seconds() for row in recent if row.finished_at and row.started_at
-        ),
+        duration_p50_s=_median(durations),
+        durations_s=tuple(sorted(round(duration, 3) for duration in sample)),
+        duration_mean_s=sum(sample) / len(sample) if sample else None,
     )
+
+
+def _arrived(tasks: TaskTable, names: Sequence[str], newest_id: int | None) -> int:
+    if newest_id is None:
+        return 0
+    later = takewhile(lambda id_: id_ > newest_id, reversed(tasks.rows))
+    return sum(tasks.rows[id_].queue in names for id_ in later)
 
 
 def queues_with_tasks(tables: Tables, names: Sequence[str]) -> set[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import ceil
 
+from windlass.model.adaptive import AdaptiveMemory
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView
 from windlass.policy.derive import WorkerState
@@ -22,6 +23,12 @@ class Demand:
     fleet: FleetConfig
     # Worker id to the end of its billing period, where periods are long.
     billed_until: Mapping[str, datetime] = field(default_factory=dict)
+    now: datetime = _NEVER
+    # Length of a billing period, and how long before its end an idle worker may drain.
+    billing_unit_s: int = 1
+    window_s: float = 0.0
+    # What the policy kept from the last cycle.
+    memory: AdaptiveMemory | None = None
 
     @property
     def capacity(self) -> int:
@@ -79,6 +86,10 @@ class ScalingDecision:
     spare: tuple[WorkerState, ...] = ()
     # There are more workers than needed, even if none may drain yet.
     is_over_capacity: bool = False
+    # The spare workers were idle for the policy's own timeouts: idle_timeout_s and the grace periods do not apply.
+    is_timed: bool = False
+    # What the policy keeps for the next cycle.
+    memory: AdaptiveMemory | None = None
 
 
 Policy = Callable[[Demand], ScalingDecision]

@@ -77,7 +77,14 @@ def _drainable_spare(
     # A person requested workers: an idle worker that drains now would be spawned again at once.
     if context.snapshot.requested > 0 and spawnable_slots(context, staying) > 0:
         return []
-    if since is None or context.age_s(since) < fleet.scale_down_grace_s or context.snapshot.is_paused:
+    if since is None or context.snapshot.is_paused:
+        return []
+    if proposal.is_timed:
+        # The policy decided which workers were idle for long enough, and when their billing period ends.
+        started = [state for state in staying if not state.is_booting]
+        due = [state for state in proposal.spare if _is_window_open(context, windows.get(state.worker.id))]
+        return due[: max(0, len(started) - fleet.min_workers)]
+    if context.age_s(since) < fleet.scale_down_grace_s:
         return []
     # A starting worker was needed a moment ago, and demand may come back before it is ready: keep the others meanwhile.
     # Not where billing periods are long: a window lasts a few cycles, a boot lasts longer, and waiting costs a period.
@@ -89,11 +96,15 @@ def _drainable_spare(
     for state in proposal.spare:
         idle_s, window = state.idle_s or 0.0, windows.get(state.worker.id)
         # Within a window one idle cycle is enough; a moment between two tasks is not.
-        is_due = window is None or context.now >= window.opens
+        is_due = _is_window_open(context, window)
         limit_s = fleet.idle_timeout_s if window is None else min(fleet.idle_timeout_s, fleet.poll_interval_s)
         if is_due and idle_s >= limit_s:
             found.append(state)
     return found[: max(0, len(started) - fleet.min_workers)]
+
+
+def _is_window_open(context: PlanningContext, window: TerminationWindow | None) -> bool:
+    return window is None or context.now >= window.opens
 
 
 def _idle_drain(

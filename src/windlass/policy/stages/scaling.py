@@ -46,7 +46,8 @@ def scale(context: PlanningContext) -> list[Action]:
     proposal = POLICIES[context.fleet.policy](demand)
     is_over = proposal.is_over_capacity or len(staying) > context.fleet.max_workers
     over_since = (context.planner_state.scaling.over_capacity_since or context.now) if is_over else None
-    context.remember_in("scaling", over_capacity_since=over_since)
+    newest = context.snapshot.queue.newest_task_id
+    context.remember_in("scaling", over_capacity_since=over_since, adaptive=proposal.memory, newest_task_id=newest)
     if context.snapshot.is_shutting_down:
         return [*alerts, *drain_all(context, staying)]
     changes = spawn_workers(context, demand, staying, proposal)
@@ -86,6 +87,10 @@ def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[
         booting=tuple(state for state in counted if state.is_booting),
         fleet=context.fleet,
         billed_until={worker_id: window.boundary for worker_id, window in windows.items()},
+        now=context.now,
+        billing_unit_s=context.snapshot.traits.billing_unit_s if windows else 1,
+        window_s=max(((w.boundary - w.opens).total_seconds() for w in windows.values()), default=0.0),
+        memory=context.planner_state.scaling.adaptive,
     )
 
 

@@ -20,7 +20,7 @@ from windlass.dashboard.cycles import (
 from windlass.model.action import actions_to_plain
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.errors import BadInput
-from windlass.model.fleet import with_changes
+from windlass.model.fleet_changes import with_changes
 from windlass.model.overview import FleetOverview
 from windlass.policy.plan import plan
 from windlass.ports.queries import QueryStore

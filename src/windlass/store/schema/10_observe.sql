@@ -98,7 +98,8 @@ begin
         'reset_at', f.reset_at,
         'restarted_at', f.restarted_at,
         'planner_state', f.planner_state,
-        'queue', windlass_internal.observe_queues(p_queues, v_now),
+        'queue', windlass_internal.observe_queues(
+          p_queues, v_now, p_fleet, (f.planner_state -> 'scaling' ->> 'newest_task_id')::bigint),
         'refusal', windlass_internal.last_refusal(p_fleet),
         'slots', coalesce((
           select json_agg(json_build_object(
@@ -235,28 +236,31 @@ as $$
 $$;
 
 -- Queued and running tasks of a fleet's queues. Due tasks count as queued; so do tasks that a dispatcher has claimed
--- and not placed yet.
-create function windlass_internal.observe_queues(p_queues text[], p_now timestamptz) returns json
+-- and not placed yet. p_newest_task_id: the newest task that the last plan knew; later ones have arrived since.
+create function windlass_internal.observe_queues(
+  p_queues text[], p_now timestamptz, p_fleet text, p_newest_task_id bigint
+) returns json
 language sql stable
 as $$
   select json_build_object(
     'queued', ready.count + due.count + claimed.held,
     'running', claimed.running,
     'oldest_queued_age_s', extract(epoch from p_now - least(oldest.ready_at, claimed.oldest_held)),
-    'duration_p50_s', (
-      select percentile_cont(0.5) within group (order by extract(epoch from d.finished_at - d.started_at))
+    'duration_p50_s', completed.p50_s,
+    'durations_s', completed.durations_s,
+    'duration_mean_s', completed.mean_s,
+    'arrived', arrivals.count,
+    'newest_task_id', arrivals.newest_id,
+    'boots_s', array(
+      -- Sorted boot times of the last 50 workers. Index workers_managed.
+      select round(extract(epoch from b.activated_at - b.created_at), 3)
       from (
-        -- The newest 500 of these queues among the newest 20,000 of all: index tasks_complete. The inner limit bounds
-        -- the cost of a rarely used queue next to a busy one.
-        select n.started_at, n.finished_at
-        from (
-          select t.queue, t.started_at, t.finished_at from windlass.tasks t
-          where t.status = 'complete'
-          order by t.finished_at desc limit 20000
-        ) as n
-        where n.queue = any (p_queues)
-        order by n.finished_at desc limit 500
-      ) as d
+        select w.activated_at, w.created_at from windlass.workers w
+        where w.fleet = p_fleet and w.slot is not null
+        order by w.created_at desc, w.id collate "C" desc limit 50
+      ) as b
+      where b.activated_at is not null
+      order by 1
     )
   )
   from (
@@ -276,6 +280,41 @@ as $$
     left join windlass.workers w on w.id = t.worker_id
     where t.status = 'running' and t.queue = any (p_queues)
   ) as claimed
+  cross join lateral (
+    -- The primary key serves both. Bounded: beyond 100,000 tasks in one cycle the exact number means nothing.
+    select
+      (
+        select count(*) from (
+          select t.queue from windlass.tasks t
+          where t.id > coalesce(p_newest_task_id, 9223372036854775807)
+          order by t.id limit 100000
+        ) as n
+        where n.queue = any (p_queues)
+      ) as count,
+      (select max(t.id) from windlass.tasks t) as newest_id
+  ) as arrivals
+  cross join lateral (
+    -- The newest 500 of these queues among the newest 20,000 of all: index tasks_complete. The inner limit bounds the
+    -- cost of a rarely used queue next to a busy one. The sample has the newest 200.
+    select
+      percentile_cont(0.5) within group (order by r.duration_s) as p50_s,
+      avg(r.duration_s) filter (where r.number <= 200) as mean_s,
+      coalesce(
+        array_agg(round(r.duration_s::numeric, 3) order by r.duration_s) filter (where r.number <= 200), '{}'
+      ) as durations_s
+    from (
+      select
+        extract(epoch from n.finished_at - n.started_at)::double precision as duration_s,
+        row_number() over (order by n.finished_at desc) as number
+      from (
+        select t.queue, t.started_at, t.finished_at from windlass.tasks t
+        where t.status = 'complete'
+        order by t.finished_at desc limit 20000
+      ) as n
+      where n.queue = any (p_queues)
+      order by n.finished_at desc limit 500
+    ) as r
+  ) as completed
   left join lateral (
     -- The oldest of the first 100 of each queue: one index probe per queue. The first alone may have been requeued a
     -- moment ago.

@@ -1,0 +1,80 @@
+"""How many workers `adaptive` spawns: those without which a task would miss its goal.
+
+The queue is played forward, oldest task first, over the slots that become free: of idle workers now, of running tasks
+when BELIEVED_SHARE of comparable tasks have ended, of starting workers when they are ready. A task that would start
+after its goal, and later than a worker that is spawned now could start it, needs another worker.
+
+The work is bounded: at most MAX_PLAYED groups of tasks are played, however many are queued.
+"""
+
+from heapq import heapify, heapreplace
+from math import ceil
+
+from windlass.model.adaptive import AdaptiveMemory
+from windlass.policy.scale.adaptive_load import FleetLoad
+
+# Completions are believed at this quantile. The median would miss a p95 goal when durations vary.
+BELIEVED_SHARE = 0.9
+MAX_PLAYED = 2_000
+# A starting worker that is late is expected this much later than now, in boot times.
+LATE_BOOT_SHARE = 0.1
+# Before the first task is complete the number of workers grows at most by this factor per cycle.
+RAMP_FACTOR = 2
+
+
+def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_slack_s: float) -> int:
+    """Workers to spawn now.
+
+    `late_slack_s`: how much later than the first possible moment a task may start that misses its goal anyway.
+    """
+    # One more than allowed, so that the decision can say that max_workers is too low.
+    limit = load.max_workers - load.workers + 1
+    if not load.durations_s:
+        starting = len(load.starting_ages_s)
+        # A doubling ramp: without a known duration every queued task may be short or long.
+        allowed = max(1, RAMP_FACTOR * (load.busy + starting)) if load.workers else 1
+        limit = min(limit, allowed - starting)
+    if limit <= 0:
+        return 0
+    now, boot_s, slots, duration_s = load.now, load.boot_s, load.slots, load.duration_s
+    free_at = [now] * (len(load.idle) * slots + max(0, load.busy * slots - len(load.running_ages_s)))
+    free_at += [now + load.remaining_s(age_s, BELIEVED_SHARE) for age_s in load.running_ages_s]
+    for age_s in load.starting_ages_s:
+        ready_at = now + (boot_s - age_s if age_s < boot_s else LATE_BOOT_SHARE * boot_s)
+        free_at += [ready_at] * slots
+    heapify(free_at)
+
+    new_at, spawned = now + boot_s, 0
+    # Large queues are played in groups: each group is started by one slot and takes as long as its tasks together.
+    group = max(1, ceil(load.queued / MAX_PLAYED))
+    for arrived_at, count in _queued_arrivals(load, memory):
+        due_at = arrived_at + goal_s
+        # A task that misses its goal anyway is not worth a worker of its own.
+        latest = new_at + late_slack_s if due_at < new_at else max(due_at, new_at)
+        for _ in range(ceil(count / group)):
+            if free_at and free_at[0] <= latest:
+                heapreplace(free_at, free_at[0] + duration_s * group)
+            elif spawned >= limit:
+                return spawned
+            else:
+                spawned += 1
+                free_at += [new_at] * slots
+                heapify(free_at)
+                heapreplace(free_at, free_at[0] + duration_s * group)
+    return spawned
+
+
+def _queued_arrivals(load: FleetLoad, memory: AdaptiveMemory) -> list[tuple[float, int]]:
+    """When the queued tasks arrived, oldest first. Workers claim in order, so they are the newest arrivals."""
+    left, found = load.queued, list[tuple[float, int]]()
+    for record in reversed(memory.arrivals):
+        if left <= 0:
+            break
+        count = min(left, record.tasks)
+        found.append((record.at, count))
+        left -= count
+    if left > 0:
+        # Retries, and tasks that arrived before the memory begins.
+        age_s = load.oldest_queued_age_s or 0.0
+        found.append((load.now - age_s, left))
+    return found[::-1]

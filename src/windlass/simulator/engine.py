@@ -1,0 +1,308 @@
+"""The simulated world of one fleet: tasks arrive, machines boot, workers claim in order, the provider bills.
+
+Time is in seconds from the first task. A controller is called at its interval and spawns or deletes machines; between
+its calls only workers act: a free worker claims the oldest queued task at once. A busy machine is deleted only by a
+crash. The run ends with the last task, and machines that exist then are billed until that moment.
+
+Waits are exact. Everything random (boot times, crashes, refusals) comes from one seeded generator.
+"""
+
+import heapq
+import math
+import random
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from windlass.simulator.trace import Trace
+
+HOUR_S = 3600.0
+# Cycles without any change before a run counts as stuck: at 10 s about four months.
+MAX_IDLE_CYCLES = 1_000_000
+_END, _READY, _CRASH = 0, 1, 2
+
+
+class ClaimOrder(StrEnum):
+    """Which free worker claims a task."""
+
+    RECENT = "recent"  # the most recently used
+    BILLED = "billed"  # the one with most billed time left
+    OLDEST = "oldest"  # the one that was idle longest
+    RANDOM = "random"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a simulated provider and its workers do."""
+
+    slots: int = 1
+    boot_s: float = 120.0
+    # Spread of boot times: sigma of a lognormal distribution whose mean is boot_s. 0: every boot takes boot_s.
+    boot_sigma: float = 0.0
+    # 1: billed by the second. 3600: by the started hour.
+    billing_unit_s: int = 1
+    claim_order: ClaimOrder = ClaimOrder.RECENT
+    # Crashes per hour of a ready machine. Its tasks are queued again, at their old position.
+    crashes_per_hour: float = 0.0
+    # Share of create calls that the provider refuses.
+    refused_share: float = 0.0
+    seed: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedMachine:
+    number: int
+    requested_at: float
+    boot_s: float
+    ready_at: float | None = None
+    # Tasks that run: index to start time.
+    running: dict[int, float] = field(default_factory=dict)
+    idle_since: float = 0.0
+    first_claimed_at: float | None = None
+    is_draining: bool = False
+    draining_since: float = 0.0
+
+    def billed_until(self, now: float, unit_s: int) -> float:
+        units = math.floor((now - self.requested_at) / unit_s) + 1
+        return self.requested_at + units * unit_s
+
+
+class Controller(Protocol):
+    """Decides what to spawn and delete. `act` returns when it wants to be called again.
+
+    Sooner than the interval: a follow-up at that moment. Later: a promise that no call before it would change anything
+    unless a task arrives or ends or a machine becomes ready. The next regular call then comes at the interval.
+    """
+
+    interval_s: float
+
+    def act(self, fleet: "SimulatedFleet", now: float) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSample:
+    """The fleet at one moment, for charts."""
+
+    at: float
+    queued: int
+    ready: int
+    busy: int
+    booting: int
+    billed_s: float
+
+
+class SimulatedFleet:
+    """The machines and the queue. Controllers read it, and change it only by spawn, drain and delete."""
+
+    def __init__(self, trace: Trace, world: World, *, sample_every_s: float | None = None) -> None:
+        self.trace = trace
+        self.world = world
+        self.now = 0.0
+        self.queue: deque[int] = deque()
+        # By number, in order of creation.
+        self.machines: dict[int, SimulatedMachine] = {}
+        self.booting: dict[int, SimulatedMachine] = {}
+        # Free workers. With one slot they are all idle, the most recently used last.
+        self.free: dict[int, SimulatedMachine] = {}
+        self.started = 0
+        self.peak = 0
+        self.refused = 0
+        self.crashed = 0
+        self.waits: list[float] = [0.0] * len(trace.arrivals)
+        # Completed since a controller last took them: (index, start, end). Boots: seconds.
+        self.completed: list[tuple[int, float, float]] = []
+        self.boots: list[float] = []
+        self.arrived = 0
+        # The number of changes that a controller can see. It stays the same while nothing happens.
+        self.changes = 0
+        self.deleted_billed_s = 0.0
+        self.done = 0
+        self.samples: list[FleetSample] = []
+        self._sample_every_s = sample_every_s
+        self._next_sample_at = 0.0
+        self._events: list[tuple[float, int, int, int]] = []
+        self._random = random.Random(world.seed)  # noqa: S311
+        self._is_single = world.slots == 1 and world.claim_order is ClaimOrder.RECENT
+        self._restarts: dict[int, int] = {}
+
+    # ---------------------------------------------------------------------------------------- what controllers do
+
+    def spawn(self, count: int) -> int:
+        """Request machines. Returns how many the provider accepted."""
+        accepted = 0
+        for _ in range(count):
+            if self.world.refused_share and self._random.random() < self.world.refused_share:
+                self.refused += 1
+                continue
+            boot_s = self._boot_time_s()
+            machine = SimulatedMachine(self.started, self.now, boot_s)
+            self.started += 1
+            self.machines[machine.number] = machine
+            self.booting[machine.number] = machine
+            heapq.heappush(self._events, (self.now + boot_s, _READY, machine.number, 0))
+            accepted += 1
+        self.peak = max(self.peak, len(self.machines))
+        return accepted
+
+    def drain(self, machine: SimulatedMachine) -> None:
+        """The worker claims no more tasks."""
+        machine.is_draining = True
+        machine.draining_since = self.now
+        self.free.pop(machine.number, None)
+
+    def delete(self, machine: SimulatedMachine) -> None:
+        if machine.running:
+            raise ValueError("a busy machine is not deleted")
+        self._remove(machine)
+
+    # ------------------------------------------------------------------------------------------------------- time
+
+    def run(self, controller: Controller) -> None:
+        arrivals, interval = self.trace.arrivals, controller.interval_s
+        count = len(arrivals)
+        cycle_at, calm = 0.0, 0
+        while self.done < count:
+            self._advance(cycle_at)
+            if self.done >= count:
+                break
+            self.now = cycle_at
+            before = self.changes
+            wanted_at = controller.act(self, cycle_at)
+            calm = calm + 1 if self.changes == before and not self._events else 0
+            if calm > MAX_IDLE_CYCLES:
+                raise RuntimeError("the policy spawns no worker for the queued tasks")
+            # Skipped cycles would see what this one saw: the next that matters follows an event or the wanted time.
+            due = min(wanted_at, self._next_event_at())
+            if due <= cycle_at + interval:
+                cycle_at = wanted_at if cycle_at < wanted_at < cycle_at + interval else cycle_at + interval
+            else:
+                cycle_at += interval * max(1, math.ceil((due - cycle_at) / interval - 1e-9))
+        if self._sample_every_s is not None:
+            self._sample(self.now)
+        for machine in list(self.machines.values()):
+            self._remove(machine)
+
+    def _next_event_at(self) -> float:
+        event = self._events[0][0] if self._events else math.inf
+        arrivals = self.trace.arrivals
+        return min(event, arrivals[self.arrived]) if self.arrived < len(arrivals) else event
+
+    def _advance(self, until: float) -> None:
+        """Everything that happens up to this moment, in order. At the same moment tasks end before others arrive."""
+        arrivals, events, queue = self.trace.arrivals, self._events, self.queue
+        count = len(arrivals)
+        while True:
+            event_at = events[0][0] if events else math.inf
+            arrival_at = arrivals[self.arrived] if self.arrived < count else math.inf
+            at = min(event_at, arrival_at)
+            if at > until or self.done >= count:
+                return
+            if self._sample_every_s is not None and at >= self._next_sample_at:
+                self._sample(at)
+            self.now = at
+            self.changes += 1
+            if arrival_at < event_at:
+                queue.append(self.arrived)
+                self.arrived += 1
+            else:
+                self._happen(heapq.heappop(events))
+            if queue and self.free:
+                self._claim()
+
+    def _happen(self, event: tuple[float, int, int, int]) -> None:
+        at, kind, number, detail = event
+        machine = self.machines.get(number)
+        if machine is None:
+            return
+        if kind == _END:
+            index, restarts = divmod(detail, 256)
+            started = machine.running.get(index)
+            if started is None or restarts != self._restarts.get(index, 0):
+                return
+            del machine.running[index]
+            self.done += 1
+            self.completed.append((index, started, at))
+            if not machine.running:
+                machine.idle_since = at
+            if not machine.is_draining:
+                # Moves it to the end: the most recently used.
+                self.free.pop(number, None)
+                self.free[number] = machine
+        elif kind == _READY:
+            machine.ready_at = machine.idle_since = at
+            self.boots.append(at - machine.requested_at)
+            self.booting.pop(number, None)
+            if not machine.is_draining:
+                self.free[number] = machine
+            if self.world.crashes_per_hour:
+                lives_s = self._random.expovariate(self.world.crashes_per_hour / HOUR_S)
+                heapq.heappush(self._events, (at + lives_s, _CRASH, number, 0))
+        else:
+            self.crashed += 1
+            for index in machine.running:
+                self._restarts[index] = self._restarts.get(index, 0) + 1
+            lost = sorted(machine.running)
+            machine.running.clear()
+            waiting = list(self.queue)
+            for index in lost:
+                insort(waiting, index)
+            self.queue = deque(waiting)
+            self._remove(machine)
+
+    def _claim(self) -> None:
+        queue, free, trace, now = self.queue, self.free, self.trace, self.now
+        while queue and free:
+            if self._is_single:
+                number, machine = free.popitem()
+            else:
+                machine = self._preferred()
+                number = machine.number
+                if len(machine.running) + 1 >= self.world.slots:
+                    del free[number]
+            index = queue.popleft()
+            machine.running[index] = now
+            if machine.first_claimed_at is None:
+                machine.first_claimed_at = now
+            self.waits[index] = now - trace.arrivals[index]
+            detail = index * 256 + (self._restarts.get(index, 0) if self._restarts else 0)
+            heapq.heappush(self._events, (now + trace.durations[index], _END, number, detail))
+
+    def _preferred(self) -> SimulatedMachine:
+        """The free worker that claims next. A partly busy one comes first: it cannot be deleted anyway."""
+        order, now, unit_s = self.world.claim_order, self.now, self.world.billing_unit_s
+        candidates = list(self.free.values())
+        if order is ClaimOrder.RANDOM:
+            return candidates[self._random.randrange(len(candidates))]
+        if order is ClaimOrder.OLDEST:
+            return candidates[0]
+        if order is ClaimOrder.BILLED:
+            return max(candidates, key=lambda m: (bool(m.running), m.billed_until(now, unit_s), -m.number))
+        busy = [machine for machine in candidates if machine.running]
+        return busy[-1] if busy else candidates[-1]
+
+    def _remove(self, machine: SimulatedMachine) -> None:
+        self.machines.pop(machine.number, None)
+        self.booting.pop(machine.number, None)
+        self.free.pop(machine.number, None)
+        self.deleted_billed_s += self._billed_s(machine, self.now)
+
+    def _billed_s(self, machine: SimulatedMachine, until: float) -> float:
+        lived_s, unit_s = until - machine.requested_at, self.world.billing_unit_s
+        if unit_s == 1:
+            return lived_s
+        return unit_s * max(1, math.ceil(lived_s / unit_s - 1e-9))
+
+    def _boot_time_s(self) -> float:
+        sigma, mean_s = self.world.boot_sigma, self.world.boot_s
+        return mean_s * math.exp(sigma * self._random.gauss(0.0, 1.0) - sigma * sigma / 2) if sigma else mean_s
+
+    def _sample(self, at: float) -> None:
+        billed_s = self.deleted_billed_s + sum(self._billed_s(machine, at) for machine in self.machines.values())
+        ready = [machine for machine in self.machines.values() if machine.ready_at is not None]
+        busy = sum(bool(machine.running) for machine in ready)
+        booting = len(self.machines) - len(ready)
+        self.samples.append(FleetSample(at, len(self.queue), len(ready), busy, booting, billed_s))
+        step_s = self._sample_every_s or 1.0
+        self._next_sample_at = (math.floor(at / step_s) + 1) * step_s

@@ -1,0 +1,201 @@
+"""The what-if simulator: traces, the simulated world, baselines, and the reference values of the shared traces."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.simulator.engine import ClaimOrder, SimulatedFleet, World
+from windlass.simulator.measures import measure, quantile
+from windlass.simulator.optimum import optimal_billed_s
+from windlass.simulator.report import html_report
+from windlass.simulator.runs import RunRequest, peak_concurrency, run_policy
+from windlass.simulator.trace import GENERATORS, GeneratorSettings, Trace, generate, read_trace
+
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
+NAMES = ("genai_image_a", "llm_code", "gpu_jobs_a", "grid_spikes_a", "hpc_mixed")
+WORLDS = {"R": World(), "H": World(slots=2, boot_s=90.0, billing_unit_s=3600)}
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}")
+
+# Billed machine hours and p95 wait by an independent simulator; the tolerance in percent of the hours.
+REFERENCE = [
+    ("R", "reactive", 0.1, [(338.0, 125), (77.9, 121), (2707.5, 129), (1498.7, 128), (1184.7, 128)]),
+    ("R", "delayed-off", 0.1, [(259.2, 104), (50.5, 114), (2756.9, 129), (1543.5, 128), (1211.6, 128)]),
+    ("R", "runpod-queue-delay", 0.4, [(333.9, 127), (77.1, 124), (2709.4, 129), (1499.4, 129), (1184.6, 129)]),
+    ("R", "keda", 2.0, [(349.2, 46), (70.3, 42), (4116.8, 1), (2037.8, 194), (1616.0, 130)]),
+    ("R", "ray", 0.1, [(417.6, 29), (102.7, 91), (2863.9, 124), (1623.9, 183), (1354.5, 123)]),
+    ("R", "seed000", 0.1, [(178.4, 149), (65.9, 161), (2615.5, 12189), (1451.2, 9240), (1054.1, 2018)]),
+    ("R", "seed003", 3.0, [(300.4, 132), (71.8, 132), (2728.2, 149), (1517.9, 168), (1200.3, 148)]),
+]
+
+
+def run(trace: Trace, policy: str, world: World | None = None, **settings: object) -> "object":
+    world = world or World()
+    most = max(1, -(-peak_concurrency(trace) // world.slots))
+    values = {"max_workers": most, "concurrency": world.slots, "spawn_timeout_s": 3600.0} | settings
+    config = FleetConfig(policy=policy if policy in ("adaptive", "threshold") else "buffered", **values)
+    return run_policy(RunRequest(policy, config, world), trace)
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("setting", "hours"),
+    [("R", (256.4, 50.1, 2697.3, 1494.8, 1143.5)), ("H", (301.0, 77.0, 1622.0, 926.0, 996.0))],
+)
+def test_clairvoyant_bound_equals_the_published_values(setting: str, hours: tuple[float, ...]) -> None:
+    world = WORLDS[setting]
+    for name, expected in zip(NAMES, hours, strict=True):
+        trace = read_trace(TRACES / f"{name}.csv.gz")
+        found = optimal_billed_s(trace, world.slots, world.boot_s, world.billing_unit_s) / 3600
+        assert round(found, 1) == expected, name
+
+
+@needs_traces
+@pytest.mark.parametrize(("setting", "policy", "percent", "expected"), REFERENCE, ids=lambda value: str(value)[:20])
+def test_baseline_equals_an_independent_simulator(
+    setting: str, policy: str, percent: float, expected: list[tuple[float, float]]
+) -> None:
+    for name, (hours, p95_s) in zip(NAMES, expected, strict=True):
+        result = run(read_trace(TRACES / f"{name}.csv.gz"), policy, WORLDS[setting])
+        assert result.machine_seconds_billed / 3600 == pytest.approx(hours, rel=percent / 100, abs=0.06), name
+        assert result.wait_p95_s == pytest.approx(p95_s, abs=4), name
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("setting", "price", "cost", "joint"),
+    [("R", None, 0.72, None), ("H", None, 0.72, None), ("R", 1.0, None, 1.14), ("H", 1.0, None, 0.95)],
+)
+def test_adaptive_holds_its_goals_on_the_shared_traces(
+    setting: str, price: float | None, cost: float | None, joint: float | None
+) -> None:
+    world, costs, joints = WORLDS[setting], 1.0, 1.0
+    for name in NAMES:
+        trace = read_trace(TRACES / f"{name}.csv.gz")
+        result = run(trace, "adaptive", world, price_of_waiting=price, max_workers=1000)
+        assert result.wait_p95_s <= world.boot_s + 10.0, name
+        costs, joints = costs * result.cost_ratio, joints * result.joint_ratio
+    if cost is not None:
+        assert costs ** (1 / len(NAMES)) <= cost
+    if joint is not None:
+        assert joints ** (1 / len(NAMES)) <= joint
+
+
+def test_trace_is_sorted_and_begins_at_zero(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv.gz"
+    with gzip.open(path, "wt", newline="") as file:
+        csv.writer(file).writerows([("arrival_s", "duration_s", "queue"), (20, 3, "b"), (10, 2, "a")])
+    trace = read_trace(path)
+    assert (trace.arrivals, trace.durations, trace.queues) == ((0.0, 10.0), (2.0, 3.0), ("a", "b"))
+    assert trace.of_queues(["b"]).arrivals == (10.0,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("at,for\n1,2\n", "has the header"),
+        ("arrival_s,duration_s\n1,x\n", "line 2"),
+        ("arrival_s,duration_s\n1\n", "line 2"),
+        ("arrival_s,duration_s\n1,-2\n", "impossible time"),
+        ("arrival_s,duration_s\nnan,2\n", "impossible time"),
+        ("arrival_s,duration_s\n", "no tasks"),
+    ],
+)
+def test_invalid_trace_names_what_is_wrong(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=words):
+        read_trace(path)
+
+
+def test_missing_trace_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot read trace"):
+        read_trace(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generator_repeats_itself_with_the_same_seed(kind: str) -> None:
+    settings = GeneratorSettings(tasks=500, days=1.0, seed=7)
+    trace = generate(kind, settings)
+    assert trace == generate(kind, settings)
+    assert trace != generate(kind, GeneratorSettings(tasks=500, days=1.0, seed=8))
+    assert len(trace.arrivals) == 500
+    assert list(trace.arrivals) == sorted(trace.arrivals)
+
+
+def test_unknown_generator_and_policy_are_bad_input() -> None:
+    with pytest.raises(BadInput, match="generator"):
+        generate("sine", GeneratorSettings())
+    with pytest.raises(BadInput, match="policy"):
+        run(Trace("t", (0.0,), (1.0,)), "magic")
+
+
+def test_same_seed_gives_the_same_bytes() -> None:
+    trace = generate("bursts", GeneratorSettings(tasks=300, days=0.5))
+    world = World(boot_sigma=0.5, crashes_per_hour=0.5, refused_share=0.1, seed=3)
+    first, second = (run(trace, "adaptive", world, max_workers=50).to_plain() for _ in range(2))
+    assert json.dumps(first) == json.dumps(second)
+
+
+def test_first_task_waits_for_the_boot() -> None:
+    result = run(Trace("t", (0.0,), (30.0,)), "reactive")
+    assert (result.wait_p50_s, result.machine_seconds_billed, result.machines_started) == (120.0, 150.0, 1)
+
+
+def test_hourly_bill_counts_started_hours() -> None:
+    world = World(boot_s=60.0, billing_unit_s=3600)
+    assert run(Trace("t", (0.0,), (30.0,)), "reactive", world).machine_seconds_billed == 3600
+    assert run(Trace("t", (0.0,), (3541.0,)), "reactive", world).machine_seconds_billed == 7200
+
+
+def test_crashed_machine_returns_its_task_to_the_queue() -> None:
+    trace = Trace("t", (0.0,), (600.0,))
+    result = run(trace, "reactive", World(crashes_per_hour=20.0, seed=2))
+    assert result.crashed > 0
+    assert result.machines_started == result.crashed + 1
+
+
+def test_most_recently_used_worker_claims_first() -> None:
+    trace = Trace("t", (0.0, 0.0, 400.0), (10.0, 50.0, 5.0))
+    fleet = SimulatedFleet(trace, World(claim_order=ClaimOrder.RECENT))
+
+    class Two:
+        interval_s = 10.0
+
+        def act(self, fleet: SimulatedFleet, now: float) -> float:
+            if not fleet.machines:
+                fleet.spawn(2)
+            if now >= 390:
+                used = {m.number: m.idle_since for m in fleet.machines.values() if not m.running}
+                seen.append(used)
+            return now
+
+    seen: list[dict[int, float]] = []
+    fleet.run(Two())
+    # The machine that became idle at 170 took the task at 400; the other has been idle since 130.
+    assert seen[-1] == {0: 130.0, 1: 170.0} or seen[0] == {0: 130.0, 1: 170.0}
+    assert measure(fleet, "two", 1.0).wait_total_s == 240.0
+
+
+def test_quantile_interpolates() -> None:
+    assert quantile([0.0, 10.0], 0.5) == 5.0
+    assert quantile([], 0.5) == 0.0
+
+
+def test_report_has_charts_and_no_external_resource() -> None:
+    trace = generate("poisson", GeneratorSettings(tasks=50, days=0.1))
+    config = FleetConfig(policy="adaptive", max_workers=20)
+    results = [
+        run_policy(RunRequest(name, config, World(), has_charts=True), trace)
+        for name in ("adaptive", "reactive", "optimum")
+    ]
+    text = html_report("What if <a>", ["a note"], results)
+    assert text.count("<svg") == 5
+    assert "<script" not in text
+    assert "What if &lt;a&gt;" in text
+    assert 'src="' not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
