@@ -50,6 +50,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "windlass explain gpus-0-2c551d8930      # why was this worker terminated?",
     ),
     "replay": ("windlass replay 42 --set max_workers=8", "windlass replay 42 --with new.toml"),
+    "simulate": (
+        "windlass simulate --trace week.csv --policy adaptive --policy keda --billing hour",
+        "windlass simulate --generate bursts --boot 60 --set price_of_waiting=1 --report what-if.html",
+    ),
     "cost": ("windlass cost --by queue --since 30d", "windlass cost --by task --fleet gpus --json"),
     "doctor": ("windlass doctor", "windlass doctor --config /etc/windlass.toml"),
     "config": ("windlass config show", "windlass config show --json"),

@@ -75,10 +75,7 @@ async def simulate(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a scaling policy on a trace of tasks: cost, waits and machines.
-
-    For example: windlass simulate --trace week.csv --policy adaptive --policy keda --billing hour
-    """
+    """Simulate a scaling policy on a trace of tasks: cost, waits and machines."""
     if billing not in BILLING_UNITS:
         raise BadInput(f"--billing is {billing!r}: write second or hour.")
     if (trace is None) == (generator is None):

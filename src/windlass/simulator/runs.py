@@ -52,8 +52,8 @@ def run_policy(request: RunRequest, trace: Trace, on_cycle: Callable[[float], No
 def _controller(request: RunRequest, on_cycle: Callable[[float], None] | None) -> tuple[Controller, ClaimOrder]:
     config, world = request.config, request.world
     if request.policy in WINDLASS_POLICIES:
-        # Claims as the product makes them: policy/claim_rank.py.
-        order = ClaimOrder.BILLED if world.billing_unit_s > 1 else ClaimOrder.RECENT
+        # Claims as the product makes them: worker/claim_race.py.
+        order = ClaimOrder.RECENT
         if request.policy == "adaptive" and not request.is_full:
             return AdaptiveController(config, on_cycle), order
         return PlanController(config, on_cycle), order

@@ -7,6 +7,7 @@ the concurrency limit allows, whatever had to be repeated.
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Protocol
@@ -18,6 +19,7 @@ from windlass.model.task import Claim
 from windlass.ports.transport import WorkerTransport
 from windlass.worker.adaptive_batch import AdaptiveBatch
 from windlass.worker.attempts import Attempts
+from windlass.worker.claim_race import ClaimRace
 from windlass.worker.delivery import Delivery
 
 # An idle worker polls this often even when no notification comes.
@@ -78,6 +80,7 @@ class Claiming:
         self._watcher: asyncio.Task[None] | None = None
         # Consecutive polls for a task that is due by our clock but not by the database's.
         self._early_polls = 0
+        self._race = ClaimRace()
 
     @property
     def should_claim(self) -> bool:
@@ -121,6 +124,8 @@ class Claiming:
             # A full answer means that there may be more. A missing answer means nothing.
             if claims is None or 0 < limit == len(claims):
                 self._may_find_work = True
+        if limit:
+            self._race.claimed(len(claims or ()), is_busy=self._attempts.count > 0)
         if claims is not None and self._batch.size == limit == len(claims):
             self._batch.grow()
         return claims
@@ -136,7 +141,12 @@ class Claiming:
 
     async def _wait_for_work(self) -> None:
         try:
-            await self._transport.wait_for_work(self._queues, await self._poll_delay_s())
+            timeout_s, started = await self._poll_delay_s(), time.monotonic()
+            await self._transport.wait_for_work(self._queues, timeout_s)
+            if time.monotonic() - started < timeout_s:
+                self._race.notified()
+                if self._race.delay_s > 0:
+                    await asyncio.sleep(self._race.delay_s)
         except (
             Exception
         ) as error:  # any error ends in a claim, which reports it; without one the worker would stay idle

@@ -197,6 +197,29 @@ async def test_median_of_even_count_is_mean_of_middle_values(
     assert (await ann.observe()).queue.duration_p50_s == 3.25
 
 
+async def test_snapshot_has_a_sample_of_durations_and_new_tasks(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a",), fleet="g"))
+    first = (await ann.observe()).queue
+    assert (first.durations_s, first.duration_mean_s, first.arrived) == ((), None, 0)
+    for duration_s in (1.0, 9.0, 2.0):
+        await store.enqueue(NewTask("a"))
+        (claim,) = await store.claim("hand", ("a",), 1)
+        clock.advance(duration_s)
+        await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], (), 0)
+    snapshot = await ann.observe()
+    assert (snapshot.queue.durations_s, snapshot.queue.duration_mean_s) == ((1.0, 2.0, 9.0), 4.0)
+    # Tasks count as arrived once a plan has stored which ones were known.
+    assert (snapshot.queue.arrived, snapshot.queue.newest_task_id) == (0, claim.task_id)
+    known = ScalingState(newest_task_id=snapshot.queue.newest_task_id)
+    await ann.commit(planner_state=PlannerState(scaling=known))
+    await store.enqueue(NewTask("elsewhere"))
+    assert (await ann.observe()).queue.arrived == 0
+    await store.enqueue(NewTask("a"))
+    assert (await ann.observe()).queue.arrived == 1
+
+
 async def test_busy_queue_does_not_hide_durations_of_another(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
