@@ -43,7 +43,7 @@ bench-api: setup
 
 # About 25 minutes. Each part runs, also if an earlier one missed its goal.
 bench-http: setup
-	@status=0; for part in http_load heartbeats hostile_clients kill_processes; do \
+	@status=0; for part in http_load http_clients heartbeats hostile_clients kill_processes; do \
 	  $(BIN)/python -m bench.$$part || status=1; \
 	done; exit $$status
 

@@ -43,6 +43,16 @@ def _ratio_cell(samples: Samples, mine: str, name: str) -> str:
     return f"**{middle:.2f}** ({lowest:.2f} to {highest:.2f})"
 
 
+def report_goals(goals: Mapping[str, bool]) -> bool:
+    """Print whether each goal is met. Returns whether all are."""
+    print()
+    for goal, is_met in goals.items():
+        print(f"{'met   ' if is_met else 'MISSED'} {goal}")
+    is_good = all(goals.values())
+    print(f"\ngoals: {'met' if is_good else 'missed'}")
+    return is_good
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]

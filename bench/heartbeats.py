@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from bench.bench_server import connected, open_bench_server
-from bench.figures import percentile, table
+from bench.figures import percentile, report_goals, table
 from bench.http_load import FIRST_CALL, NEXT_CALL
 from bench.installation import FILL_TASKS, Installation, Usage, api_token, installation, worker_token
 from bench.raw_http import CLAIM, HOST, RawConnection, get_request, open_raw, post_prefix, post_request, with_body
@@ -278,9 +278,13 @@ def report(
     for failure, count in statistics_of(beats.failures + tasks.failures):
         print(f"{count} times: {failure}", file=sys.stderr)
     is_cheap = cores <= GOAL_CORES * max(1.0, per_s / GOAL_CORES_AT_PER_S)
-    is_good = not beats.failures and is_fresh and ratio <= GOAL_CYCLE_RATIO and is_cheap
-    print(f"\ngoals: {'met' if is_good else 'missed'}")
-    return is_good
+    return report_goals(
+        {
+            "no heartbeat is missed": not beats.failures and is_fresh,
+            f"cycles under load take at most {GOAL_CYCLE_RATIO} times as long": ratio <= GOAL_CYCLE_RATIO,
+            f"{GOAL_CORES_AT_PER_S:g} heartbeats per second take at most {GOAL_CORES} of one core": is_cheap,
+        }
+    )
 
 
 def statistics_of(failures: list[str]) -> list[tuple[str, int]]:

@@ -1,27 +1,30 @@
 """Workers over HTTP: what the worker's client costs, and how one worker compares with a database connection.
 
-`python -m bench.http_clients`: first eight real HttpTransports in this process finish one task and claim the next, as
+    python -m bench.http_clients
+    python -m bench.http_clients --part worker --rounds 3
+
+First eight real HttpTransports in this process finish one task and claim the next, as
 fast as they can. Then one `windlass worker --inline` over HTTP and one on a database connection run in turns, one
-window each per round, as in `bench.throughput`. The control plane is `bench.transports` in another process.
+window each per round, as in `bench.throughput`. The control plane is that of `bench.transports`, in another process.
+Goals: the clients make 1,800 calls per second together, and a worker over HTTP reaches 0.4 of the rate of a worker on a
+database connection. Exits with 1 if a goal is missed.
 """
 
 import argparse
 import asyncio
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
 
 from bench.bench_server import BenchServer, open_bench_server
-from bench.figures import ratio
+from bench.figures import ratio, report_goals
 from bench.shared_counters import SharedCounters
-from bench.transports import QUEUE, join_workers
+from bench.transports import QUEUE, join_workers, server_process
 from bench.worker_processes import WorkerProcesses, worker_processes
 from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.task import Finished, NewTask
@@ -37,6 +40,8 @@ SETTLE_S = 0.2
 # Upper bound of a worker's rate: its queue must not run empty.
 MAX_PER_S = 3_000
 TRANSPORTS = ("database", "http")
+GOAL_CALLS_PER_S = 1_800
+GOAL_RATIO = 0.4
 
 
 async def fill(dsn: str, queue: str, count: int) -> None:
@@ -44,28 +49,17 @@ async def fill(dsn: str, queue: str, count: int) -> None:
         await PostgresTaskStore(database).enqueue_many(NewTask(queue) for _ in range(count))
 
 
-@asynccontextmanager
-async def control_plane(dsn: str) -> AsyncIterator[tuple[str, psutil.Process]]:
-    server = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "bench.transports", dsn], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert server.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(await asyncio.to_thread(server.stdout.readline))}", psutil.Process(server.pid)
-    finally:
-        server.terminate()
-        server.wait(10)
-
-
 def cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
-async def measure_clients(dsn: str, calls: int) -> None:
+async def measure_clients(dsn: str, calls: int) -> dict[str, bool]:
     tokens = await join_workers(dsn, CLIENTS)
     await fill(dsn, QUEUE, calls)
-    async with control_plane(dsn) as (url, server), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        process, port = stack.enter_context(server_process(dsn))
+        url, server = f"http://127.0.0.1:{port}", psutil.Process(process.pid)
         transports = {}
         for name, token in tokens.items():
             transport = HttpTransport(WorkerCredentials(name, url, token), False)
@@ -90,9 +84,11 @@ async def measure_clients(dsn: str, calls: int) -> None:
             f"client {(time.process_time() - own_s) / made * 1e6:.0f} us, "
             f"server {(cpu_s(server) - server_s) / made * 1e6:.0f} us"
         )
+    goal = f"{CLIENTS} clients make {GOAL_CALLS_PER_S:,} calls per second together"
+    return {goal: made / took_s >= GOAL_CALLS_PER_S}
 
 
-async def measure_workers(server: BenchServer, dsn: str, rounds: int, window_s: float) -> None:
+async def measure_workers(server: BenchServer, dsn: str, rounds: int, window_s: float) -> dict[str, bool]:
     for queue in TRANSPORTS:
         await fill(dsn, queue, int(MAX_PER_S * (rounds + 1) * (window_s + SETTLE_S)))
     token = new_token(API_PREFIX, random.SystemRandom())
@@ -102,7 +98,9 @@ async def measure_workers(server: BenchServer, dsn: str, rounds: int, window_s: 
         await PostgresAuthStore(database).create_token("bench", Role.WORKER, hash_of(token))
     program = str(Path(sys.executable).with_name("windlass"))
     common = [program, "worker", "--handler", "bench.handlers:noop_inline", "--inline"]
-    async with control_plane(dsn) as (url, _), AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
+        _, port = stack.enter_context(server_process(dsn))
+        url = f"http://127.0.0.1:{port}"
         commands = {
             "database": [*common, "--queue", "database"],
             "http": [*common, "--queue", "http", "--url", url, "--token-file", str(token_file)],
@@ -135,9 +133,10 @@ async def measure_workers(server: BenchServer, dsn: str, rounds: int, window_s: 
             print(f"one worker over {name:>8}: {rate:6,.0f} tasks per second, {cost_us:.0f} us of its CPU per task")
         middle, lowest, highest = ratio(rates, "http", "database")
         print(f"http to database: {middle:.2f} ({lowest:.2f} to {highest:.2f})")
+    return {f"one worker over HTTP reaches {GOAL_RATIO} of one on a database connection": middle >= GOAL_RATIO}
 
 
-async def main() -> None:
+async def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["clients", "worker"])
     parser.add_argument("--calls", type=int, default=10_000)
@@ -147,11 +146,13 @@ async def main() -> None:
     with open_bench_server() as server:
         dsn = server.dsn_of("postgres")
         await migrate(dsn)
+        goals: dict[str, bool] = {}
         if options.part != "worker":
-            await measure_clients(dsn, options.calls)
+            goals |= await measure_clients(dsn, options.calls)
         if options.part != "clients":
-            await measure_workers(server, dsn, options.rounds, options.window_s)
+            goals |= await measure_workers(server, dsn, options.rounds, options.window_s)
+    return report_goals(goals)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(0 if asyncio.run(main()) else 1)

@@ -6,7 +6,8 @@
 Each connection is a spawned worker that finishes its task and claims the next as fast as it gets replies. Requests are
 prepared bytes. Installations with different numbers of server processes run at the same time, each on a database of its
 own; in each round each of them alone gets load. CPU time is that of the server processes and PostgreSQL. Goals: 2,000
-calls per second at no more than 300 microseconds of server CPU per call with one process, and no less with two.
+calls per second at no more than 300 microseconds of server CPU per call with one process, and no less with two. Exits
+with 1 if a goal is missed.
 """
 
 import argparse
@@ -23,13 +24,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from bench.bench_server import connected, open_bench_server
-from bench.figures import percentile, table
+from bench.figures import percentile, report_goals, table
 from bench.installation import QUEUE, Installation, installation, worker_token
 from bench.raw_http import CLAIM, HOST, post_prefix, split_reply, with_body
 from windlass.ports import http
 
 # Upper bound of the rate, used to fill the queue: it must not run empty.
 MAX_CALLS_PER_S = 6_000
+GOAL_CALLS_PER_S = 2_000
+GOAL_SERVER_US = 300
+# Of two processes to one. Rates of two windows differ by this much without a cause.
+GOAL_RATIO = 0.95
 WARM_UP_S = 1.0
 # A call without a response for this long ends the measurement.
 CALL_TIMEOUT_S = 20.0
@@ -157,7 +162,7 @@ async def check_finished(running: Installation, calls: int) -> None:
         raise RuntimeError(f"{calls:,} calls were answered, but the database contains {counts}")
 
 
-async def run(arguments: argparse.Namespace) -> None:
+async def run(arguments: argparse.Namespace) -> bool:
     tasks = int(MAX_CALLS_PER_S * (arguments.seconds * arguments.rounds + WARM_UP_S * 2))
     windows: dict[int, list[Window]] = {count: [] for count in arguments.processes}
     with open_bench_server() as server:
@@ -178,10 +183,10 @@ async def run(arguments: argparse.Namespace) -> None:
             for count, running in installations.items():
                 await check_finished(running, sum(window.calls for window in windows[count]))
                 print(f"{count} configured: {await running.roles()}", file=sys.stderr)
-    report(windows, arguments)
+    return report(windows, arguments)
 
 
-def report(windows: dict[int, list[Window]], arguments: argparse.Namespace) -> None:
+def report(windows: dict[int, list[Window]], arguments: argparse.Namespace) -> bool:
     print(
         f"finish-and-claim over HTTP, {arguments.connections} workers, {arguments.rounds} rounds of "
         f"{arguments.seconds:g} s, {os.cpu_count()} cores; median (lowest to highest)\n"
@@ -210,9 +215,20 @@ def report(windows: dict[int, list[Window]], arguments: argparse.Namespace) -> N
         "p99 ms",
     ]
     print(table(head, rows))
+    goals = {}
+    if 1 in windows:
+        one = windows[1]
+        goals[f"one process: {GOAL_CALLS_PER_S:,} calls per second"] = (
+            statistics.median(window.rate for window in one) >= GOAL_CALLS_PER_S
+        )
+        goals[f"one process: at most {GOAL_SERVER_US} us of server CPU per call"] = (
+            statistics.median(1e6 * window.server_cpu_s / window.calls for window in one) <= GOAL_SERVER_US
+        )
     if 1 in windows and 2 in windows:
         ratios = [two.rate / one.rate for one, two in zip(windows[1], windows[2], strict=True)]
         print(f"\ntwo to one: **{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})")
+        goals["two processes: as many calls per second as one"] = statistics.median(ratios) >= GOAL_RATIO
+    return report_goals(goals)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -226,7 +242,7 @@ def main() -> None:
     parser.add_argument("--generators", type=int, default=1, help="processes that generate load")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of one window")
     parser.add_argument("--rounds", type=int, default=5)
-    asyncio.run(run(parser.parse_args()))
+    sys.exit(0 if asyncio.run(run(parser.parse_args())) else 1)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers
 from windlass.server.errors import ApiError, ErrorPage, defect, error_response, not_found, to_api_error
 from windlass.server.identity_cache import CallerIdentity
 from windlass.server.rate_limit import BYTES_PER_REQUEST, MAX_REFUSALS_PER_S, LeakyBuckets, RequestRateLimiter
-from windlass.server.request_body import BodyReader, BufferedBytes
+from windlass.server.request_body import BodyReader, BufferedBytes, WorkerBodies
 from windlass.server.route_table import Access, RouteEntry, RouteTable
 
 # After a refusal the rest of a body is dropped within these limits. Closing a connection with unread data would reset
@@ -88,6 +88,7 @@ class AdmissionMiddleware:
         self.error_page = error_page
         self.access_log = access_log or AccessLog()
         self.buffered = BufferedBytes()
+        self.worker_bodies = WorkerBodies()
         self.routes = routes
         self.authenticator = authenticator
         self._requests = RequestRateLimiter("request", rate_limit, clock)
@@ -172,7 +173,10 @@ class _ConnectionFailed(Exception):
 class _RequestContext:
     """One request and its response."""
 
-    __slots__ = ("_body", "_headers", "_identity", "_middleware", "_scope", "_send_to_client", "_status")
+    __slots__ = (
+        *("_body", "_counted_worker", "_headers", "_identity", "_middleware", "_scope", "_send_to_client"),
+        "_status",
+    )
 
     def __init__(self, middleware: AdmissionMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
         self._middleware = middleware
@@ -183,6 +187,8 @@ class _RequestContext:
         self._identity = ANONYMOUS
         # None until the response has started.
         self._status: int | None = None
+        # The worker whose large body is counted.
+        self._counted_worker: str | None = None
 
     async def run(self) -> None:
         started = time.monotonic()
@@ -190,6 +196,8 @@ class _RequestContext:
             route, self._identity = await self._middleware.admit(self._scope, self._headers, self._body)
             self._set_state(route)
             if self._scope["method"] not in SAFE_METHODS:
+                if self._body.is_large:
+                    self._count_large_body()
                 await self._body.read()
             with acting_as(self._actor()):
                 await (route.handler or self._middleware.app)(self._scope, self._body.receive, self._send)
@@ -199,8 +207,16 @@ class _RequestContext:
             await self._respond_to(error)
         finally:
             self._body.release()
+            if self._counted_worker is not None:
+                self._middleware.worker_bodies.end(self._counted_worker)
             duration_s = time.monotonic() - started
             self._middleware.access_log.record(self._scope, self._status or 0, self._identity.name, duration_s)
+
+    def _count_large_body(self) -> None:
+        caller = self._identity.caller
+        if isinstance(caller, WorkerCaller):
+            self._middleware.worker_bodies.begin(caller.worker_id)
+            self._counted_worker = caller.worker_id
 
     def _actor(self) -> str | None:
         """Named in the events that this request causes. Workers have events of their own."""

@@ -7,7 +7,9 @@ are still read.
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from starlette.types import Message, Receive
@@ -20,11 +22,15 @@ from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 # Time for a body, plus the time that the bytes received so far take at MIN_BODY_BYTES_PER_S.
 BODY_TIMEOUT_S = 60.0
 MAX_BUFFERED_BYTES = 256 << 20
+# Large bodies of one worker at the same time: a batch of results, and a heartbeat with many claims.
+MAX_LARGE_PER_WORKER = 2
 # Decompressed at once: the limits are judged after each piece.
 _INFLATED_BYTES = 256 * 1024
 _GZIP_WBITS = 31
 
 Value = TypeVar("Value")
+# One thread for all large bodies: decoding holds the interpreter lock, and several threads would starve the event loop.
+_decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
 
 
 class BufferedBytes:
@@ -41,6 +47,25 @@ class BufferedBytes:
 
     def give_back(self, size_bytes: int) -> None:
         self.used -= size_bytes
+
+
+class WorkerBodies:
+    """Counts the large bodies that each worker sends at the same time."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, worker_id: str) -> None:
+        """Raises ApiError if the worker sends too many. Otherwise `end` must follow."""
+        if self._counts[worker_id] >= MAX_LARGE_PER_WORKER:
+            message = f"a worker sends at most {MAX_LARGE_PER_WORKER} large requests at the same time"
+            raise ApiError(429, http.TOO_MANY, message, retry_after_s=1)
+        self._counts[worker_id] += 1
+
+    def end(self, worker_id: str) -> None:
+        self._counts[worker_id] -= 1
+        if not self._counts[worker_id]:
+            del self._counts[worker_id]
 
 
 class BodyReader:
@@ -167,7 +192,9 @@ class BodyReader:
 
 async def decode_body(decode: Callable[[bytes], Value], content: bytes) -> Value:
     """Decode in a thread what would occupy the event loop for long."""
-    return decode(content) if len(content) <= MAX_SMALL_BODY_BYTES else await asyncio.to_thread(decode, content)
+    if len(content) <= MAX_SMALL_BODY_BYTES:
+        return decode(content)
+    return await asyncio.get_running_loop().run_in_executor(_decoding, decode, content)
 
 
 def inflate(compressed: bytes, max_bytes: int) -> bytes:

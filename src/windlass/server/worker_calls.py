@@ -22,6 +22,7 @@ from windlass.server.context import WorkerApiContext
 from windlass.server.errors import ApiError, forbidden
 from windlass.server.heartbeat_groups import HeartbeatGroups
 from windlass.server.request_body import decode_body
+from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 
 # Queue names in an error message. A valid one has at most 63 characters.
 MAX_SHOWN_QUEUES = 5
@@ -32,6 +33,18 @@ _encode = msgspec.json.Encoder().encode
 _decode_claim = msgspec.json.Decoder(http.ClaimCall).decode
 _decode_finish = msgspec.json.Decoder(http.FinishCall).decode
 _decode_heartbeat = msgspec.json.Decoder(http.HeartbeatCall).decode
+
+
+class _FinishItems(msgspec.Struct):
+    finished: list[msgspec.Raw] = []
+
+
+class _HeartbeatItems(msgspec.Struct):
+    claims: list[msgspec.Raw] = []
+
+
+_split_finish = msgspec.json.Decoder(_FinishItems).decode
+_split_heartbeat = msgspec.json.Decoder(_HeartbeatItems).decode
 
 
 def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
@@ -45,17 +58,15 @@ def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
         return await store.claim(worker.worker_id, call.queues, min(call.limit, http.MAX_CLAIMS))
 
     async def finish(worker: WorkerCaller, body: bytes) -> ClaimResult:
-        call = await decode_body(_decode_finish, body)
+        call = await decode_body(_finish_call, body)
         check_queues(worker, call.queues)
-        _check_count("results", call.finished, http.MAX_FINISHED)
         if len(body) > max_payload_bytes:  # otherwise no result is larger either
             _check_results(call, max_payload_bytes)
         limit = min(call.limit, http.MAX_CLAIMS)
         return await store.finish_and_claim(worker.worker_id, call.finished, call.queues, limit)
 
     async def heartbeat(worker: WorkerCaller, body: bytes) -> HeartbeatReply:
-        call = await decode_body(_decode_heartbeat, body)
-        _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
+        call = await decode_body(_heartbeat_call, body)
         if len(body) > http.MAX_VITALS_BYTES:  # otherwise they are not larger either
             _check_vitals(call.vitals)
         return await groups.heartbeat(HeartbeatReport(worker.worker_id, call.claims, call.vitals))
@@ -97,6 +108,26 @@ def _shown(queues: Sequence[str]) -> str:
 def check_queue_count(queues: Sequence[str]) -> None:
     if len(queues) > http.MAX_QUEUES:
         raise BadInput(f"a call names at most {http.MAX_QUEUES:,} queues, not {len(queues):,}.")
+
+
+# Items of a large body are counted before they are decoded. For 30,000 that takes 1 ms instead of 35, in which no other
+# thread runs.
+
+
+def _finish_call(body: bytes) -> http.FinishCall:
+    if len(body) > MAX_SMALL_BODY_BYTES:
+        _check_count("results", _split_finish(body).finished, http.MAX_FINISHED)
+    call = _decode_finish(body)
+    _check_count("results", call.finished, http.MAX_FINISHED)
+    return call
+
+
+def _heartbeat_call(body: bytes) -> http.HeartbeatCall:
+    if len(body) > MAX_SMALL_BODY_BYTES:
+        _check_count("claims", _split_heartbeat(body).claims, http.MAX_HELD_CLAIMS)
+    call = _decode_heartbeat(body)
+    _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
+    return call
 
 
 def _check_count(what: str, items: Sequence[Any], limit: int) -> None:
