@@ -255,4 +255,5 @@ if __name__ == "__main__":
     parser.add_argument("--heartbeats-s", type=float, default=HEARTBEATS_S)
     parser.add_argument("--only-server", action="store_true", help="only byte-level clients")
     given = parser.parse_args()
-    uvloop.run(serve(given.serve) if given.serve else main(given))
+    # Workers run on the loop of the standard library.
+    uvloop.run(serve(given.serve)) if given.serve else asyncio.run(main(given))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from windlass.model.auth import Caller
 
-IDENTITY_TTL_S = 60.0
+# Workers send a heartbeat every 20 s or so: with a shorter time, many of them would be looked up again.
+IDENTITY_TTL_S = 300.0
 # More than the workers and users of one server. Beyond it the oldest entries are removed.
 MAX_CACHED_IDENTITIES = 50_000
 
