@@ -167,9 +167,13 @@ async def test_h4_made_up_claims_write_one_event_per_call(plane: ControlPlane) -
     assert (status, problem["code"]) == (400, "BAD_INPUT")
     calls = [plane.call("/internal/worker/finish", TOKENS["w1"], made_up(MAX_RESULTS)) for _ in range(10)]
     replies = await asyncio.gather(*calls)
-    assert [(status, len(reply["lost"])) for status, reply in replies] == [(200, MAX_RESULTS)] * 10
-    assert await plane.sql("select count(*) from windlass.events where code = 'LATE_RESULT'") == 10
-    assert await plane.sql("select late_results from windlass.workers where id = 'w1'") == 10 * MAX_RESULTS
+    # A worker sends at most two large bodies at the same time.
+    assert {status for status, _ in replies} <= {200, 429}
+    accepted = [reply["lost"] for status, reply in replies if status == 200]
+    assert {len(lost) for lost in accepted} == {MAX_RESULTS}
+    assert await plane.sql("select count(*) from windlass.events where code = 'LATE_RESULT'") == len(accepted)
+    late_results = await plane.sql("select late_results from windlass.workers where id = 'w1'")
+    assert late_results == len(accepted) * MAX_RESULTS
 
 
 async def test_h4_heartbeat_names_a_bounded_number_of_claims(plane: ControlPlane) -> None:
