@@ -595,3 +595,24 @@ def test_root_gets_error_if_server_user_cannot_enter_data_directory(data_dir: Pa
     with pytest.raises(ConfigError, match=r"cannot enter.*name a data directory every user may enter"):
         EmbeddedPostgres(data_dir).open()
     assert data_dir.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize(
+    ("uid", "mode", "sentence"),
+    [
+        pytest.param(65534, 0o755, "belongs to user nobody, who controls its database", id="of another user"),
+        pytest.param(65534, 0o777, "belongs to user nobody", id="of another user, open to all"),
+        pytest.param(0, 0o777, "other users can write to the data directory", id="open to all"),
+    ],
+)
+def test_data_directory_that_others_control_is_refused(data_dir: Path, uid: int, mode: int, sentence: str) -> None:
+    data_dir.mkdir()
+    (data_dir / "run").mkdir()
+    os.chown(data_dir, uid, uid)
+    data_dir.chmod(mode)
+    server = EmbeddedPostgres(data_dir)
+    for use in (server.open, server.check_place, server.is_running):
+        with pytest.raises(ConfigError, match=sentence):
+            use()
+    assert {path.name for path in data_dir.iterdir()} == {"run"}

@@ -1,7 +1,7 @@
 """Payload privacy: hides parts of payloads and results where people read them (`redact` of a fleet).
 
-json_path.py describes the paths. A text that was found at a path is also hidden in errors and events of the same task. What
-is stored, and what handlers and owners of tasks read, stays as it is.
+json_path.py describes the paths. A text that was found at a path is also hidden in errors and events of the same task.
+What is stored, and what handlers and owners of tasks read, stays as it is.
 """
 
 import json

@@ -34,6 +34,7 @@ from windlass.store.connect import (
 from windlass.store.listener import Listener
 from windlass.store.migrate import applied_migrations, check_contract, check_schema_version
 from windlass.store.pool import ConnectionPool
+from windlass.store.refused_values import explain_refused_value
 
 # Bulk statements take time per row and get a longer limit.
 BULK_TIMEOUT_S = 600.0
@@ -145,14 +146,16 @@ class Database:
             asyncpg.IntegrityConstraintViolationError,
             asyncpg.ProgramLimitExceededError,
         ) as error:
-            raise BadInput(f"{doing}: {words(error).rstrip('.')}.") from None
+            raise explain_refused_value(doing, error) from None
         except asyncpg.ObjectNotInPrerequisiteStateError:
             raise  # a lost lease; the calling store raises LeaseLost
         except asyncpg.PostgresError as error:
             raise refused(doing, self._dsn, error) from None
-        except (OverflowError, UnicodeEncodeError) as error:
+        except OverflowError:
             # COPY encodes its rows on the client, which raises Python's own errors.
-            raise BadInput(f"{doing}: a value cannot be stored ({error}).") from None
+            raise BadInput(f"{doing}: a number or time is out of range.") from None
+        except UnicodeEncodeError:
+            raise BadInput(f"{doing}: a text has half of a surrogate pair, which cannot be stored.") from None
 
     async def fetch(self, doing: str, query: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
         async with self.connection(doing) as connection:

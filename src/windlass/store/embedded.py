@@ -36,6 +36,7 @@ import platformdirs
 import psutil
 
 from windlass.model.errors import ConfigError, DatabaseUnavailable, WindlassError
+from windlass.store.data_directory import check_data_dir, check_owner, make_data_dir
 from windlass.store.postgres_programs import (
     SERVER_USER,
     Installation,
@@ -58,8 +59,6 @@ POLL_S = 0.02
 LOG_LIMIT_BYTES = 8 * 1024 * 1024  # checked at each start; one older log is kept, so at most twice this
 SOCKET_PATH_LIMIT_BYTES = 103  # macOS; Linux has 107
 
-# May exist in a data directory before its database: logs of workers with another database, and a volume's own folder.
-MAY_EXIST = {"logs", "lost+found"}
 
 INITDB_OPTIONS = (
     "--username=windlass",
@@ -130,7 +129,7 @@ class EmbeddedPostgres:
         program may start the server.
         """
         with _explained(self.data_dir):
-            _make_data_dir(self.data_dir)
+            make_data_dir(self.data_dir)
             with self._starting_or_stopping():
                 in_use = _open_lock(self.data_dir / "in-use.lock") if self._in_use is None else self._in_use
                 try:
@@ -145,7 +144,7 @@ class EmbeddedPostgres:
     def check_place(self) -> None:
         """Raise ConfigError if open() would refuse the directory. Creates nothing, not even the directory."""
         with _explained(self.data_dir):
-            _check_is_ours(self.data_dir)
+            check_data_dir(self.data_dir)
             self._check_version()
             account = server_account(self._cluster)
             existing = next(folder for folder in (self.data_dir, *self.data_dir.parents) if folder.exists())
@@ -155,6 +154,7 @@ class EmbeddedPostgres:
     def is_running(self) -> bool:
         """Whether a server runs here now, also if another program opened it."""
         with _explained(self.data_dir):
+            check_owner(self.data_dir)
             return self._status() == "ready"
 
     def close(self) -> None:
@@ -345,33 +345,6 @@ def _closed_to_server(data_dir: Path) -> ConfigError:
         f"PostgreSQL refuses to run as root, and the user it runs as instead ({SERVER_USER}) cannot enter "
         f"{data_dir}: name a data directory every user may enter, such as {default_data_dir()}."
     )
-
-
-def _check_is_ours(data_dir: Path) -> None:
-    if data_dir.exists() and not data_dir.is_dir():
-        raise ConfigError(f"the data directory {data_dir} is a file: name a directory.")
-    if foreign := _foreign(data_dir):
-        raise ConfigError(
-            f"{data_dir} has other files ({foreign}) and no database of Windlass: name an empty or new directory, "
-            f"such as {data_dir / 'windlass'}."
-        )
-
-
-def _make_data_dir(data_dir: Path) -> None:
-    _check_is_ours(data_dir)
-    with suppress(FileExistsError):
-        data_dir.mkdir(parents=True)
-        # For root: the server's user must be able to enter. Everything inside is closed to other users.
-        data_dir.chmod(0o711 if os.geteuid() == 0 else 0o700)
-
-
-def _foreign(data_dir: Path) -> str | None:
-    """A file which shows that the directory is used for something else; None if it is ours or empty."""
-    names = {path.name for path in data_dir.iterdir()} if data_dir.is_dir() else set()
-    # start.lock is the first file that open() creates.
-    if names & {"start.lock", "postgres"}:
-        return None
-    return min(names - MAY_EXIST, default=None)
 
 
 def _socket_dir(data_dir: Path, mark: str) -> Path:
