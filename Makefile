@@ -62,8 +62,11 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) .
 	@touch $(RUNTIME)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+# First every package with its hash, then the project: pip cannot check hashes and install an editable project at once.
+$(STAMP): pyproject.toml constraints.txt constraints-hashed.txt | $(BIN)/python
 	@echo "installing windlass, Ray and the tools of the tests into $(VENV) (one to three minutes, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	  --requirement constraints-hashed.txt
 	@$(INSTALL) ".[dev]"
 	@touch $(RUNTIME) $(STAMP)
 

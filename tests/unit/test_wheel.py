@@ -6,10 +6,11 @@ import io
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import windlass
-from windlass.server.wheel import Wheel, build_wheel
+from windlass.server.wheel import Wheel, build_wheel, pin_requirements
 
 
 def wheel() -> Wheel:
@@ -68,3 +69,28 @@ def test_wheel_installs_with_pip_and_runs(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.stdout.startswith(str(target))
+
+
+def test_machines_install_exactly_the_versions_of_the_control_plane() -> None:
+    text = "Metadata-Version: 2.4\nName: windlass\nRequires-Dist: fastapi>=0.115\n"
+    text += 'Requires-Dist: ray>=2 ; extra == "ray"\n\nDescription\n'
+    pinned = pin_requirements(text).partition("\n\n")
+    lines = [line.removeprefix("Requires-Dist: ") for line in pinned[0].splitlines() if line.startswith("Requires")]
+    assert f"fastapi=={metadata.version('fastapi')}" in lines
+    # An indirect requirement.
+    assert f"starlette=={metadata.version('starlette')}" in lines
+    assert 'ray>=2 ; extra == "ray"' in lines
+    assert all("==" in line for line in lines if "extra" not in line)
+    assert len({line.partition("==")[0] for line in lines}) == len(lines)
+    assert pinned[2] == "Description\n"
+
+
+def test_wheel_of_this_program_names_exact_versions() -> None:
+    wheel = build_wheel()
+    assert wheel is not None
+    with zipfile.ZipFile(io.BytesIO(wheel.content)) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
+        head = archive.read(name).decode().partition("\n\n")[0]
+    core = [line for line in head.splitlines() if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+    assert len(core) > 20
+    assert all("==" in line for line in core)

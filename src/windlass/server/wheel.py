@@ -1,7 +1,8 @@
 """Builds a wheel of the running program, so that a worker always runs the version of its control plane.
 
-It is built from the installed files with the standard library; an editable install is enough. The same files give the
-same bytes. Dependencies are named in the metadata and come from a package index.
+It is built from the installed files; an editable install is enough. The same files give the same bytes. Dependencies
+come from a package index, in exactly the versions that this process runs with, also the indirect ones: a machine that
+boots later does not install a newer release. Extras keep the ranges of the project.
 """
 
 import base64
@@ -13,6 +14,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+# Far more than a program has.
+MAX_REQUIREMENTS = 1_000
 # The earliest time that a zip file can hold. The build time would make every wheel different.
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 _READABLE = 0o644 << 16
@@ -38,7 +44,7 @@ def build_wheel() -> Wheel | None:
         return None
     info = f"windlass-{distribution.version}.dist-info"
     files = dict(_package_files())
-    files[f"{info}/METADATA"] = metadata_text.encode()
+    files[f"{info}/METADATA"] = pin_requirements(metadata_text).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: windlass\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     entry_points = distribution.read_text("entry_points.txt")
     if entry_points is not None:
@@ -47,6 +53,67 @@ def build_wheel() -> Wheel | None:
     content = _zip(files)
     filename = f"windlass-{distribution.version}-py3-none-any.whl"
     return Wheel(filename, distribution.version, hashlib.sha256(content).hexdigest(), content)
+
+
+def pin_requirements(metadata_text: str) -> str:
+    """The metadata of a package, with exact versions of everything that it needs and that is installed here."""
+    head, separator, description = metadata_text.partition("\n\n")
+    pinned: dict[str, Requirement] = {}
+    for found in _needed(head):
+        name = canonicalize_name(found.name)
+        # With extras, if any requirement has them.
+        if name not in pinned or found.extras:
+            pinned[name] = found
+    lines = []
+    for line in head.splitlines():
+        requirement = _requirement_of(line)
+        if requirement is None or not _is_core(requirement):
+            lines.append(line)
+    lines += [f"Requires-Dist: {_exact(requirement)}" for _, requirement in sorted(pinned.items())]
+    return "\n".join(lines) + separator + description
+
+
+def _requirement_of(line: str) -> Requirement | None:
+    name, _, value = line.partition(": ")
+    return Requirement(value) if name == "Requires-Dist" else None
+
+
+def _is_core(requirement: Requirement) -> bool:
+    """Whether it is needed without any extra."""
+    return requirement.marker is None or "extra" not in str(requirement.marker)
+
+
+def _needed(head: str) -> Iterator[Requirement]:
+    """Requirements of the package and, in turn, of those that are installed here; each name once."""
+    waiting = [found for line in head.splitlines() if (found := _requirement_of(line)) is not None and _is_core(found)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting and len(seen) < MAX_REQUIREMENTS:
+        requirement = waiting.pop()
+        key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        yield requirement
+        try:
+            needs = metadata.requires(requirement.name) or []
+        except metadata.PackageNotFoundError:
+            continue  # its marker excludes this platform
+        extras = requirement.extras or {""}
+        waiting += [
+            each
+            for each in map(Requirement, needs)
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+        ]
+
+
+def _exact(requirement: Requirement) -> str:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return str(requirement)
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    marker = f" ; {requirement.marker}" if requirement.marker is not None and _is_core(requirement) else ""
+    return f"{requirement.name}{extras}=={version}{marker}"
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:

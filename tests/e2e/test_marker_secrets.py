@@ -1,0 +1,264 @@
+"""A different secret in every setting, payload and fleet environment, and where none of them may be found.
+
+`windlass up` runs a local fleet, a Hetzner fleet and a Runpod fleet against the emulators. Its handler prints its key
+and quotes it, and the private part of its payload, in an error. Then logs, events, cycles, all other tables, the API,
+the dashboard, metrics, user data, pod environments and command lines are searched, plain and encoded.
+"""
+
+import asyncio
+import base64
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import psutil
+import pytest
+
+from support.command_line import CommandLine
+from windlass.model.auth import Role
+from windlass.server.routes.login import create_login_link
+from windlass.store.connect import connected
+from windlass_emulators.hetzner import HetznerEmulator
+from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.runpod import RunpodEmulator
+from windlass_emulators.runpod.settings import RunpodEmulatorSettings
+from windlass_emulators.serve import serving
+
+TIMEOUT_S = 100.0
+PAGES = ("/", "/workers", "/tasks", "/tasks?which=failed", "/cycles", "/cost", "/audit", "/access", "/metrics")
+APP = """
+import os
+def work(task):
+    print("starting with", os.environ["NEAR_KEY"], flush=True)
+    print(os.environ["NEAR_KEY"].encode().hex(), flush=True)
+    raise ValueError("401 for key " + os.environ["NEAR_KEY"] + " while drawing " + task.payload["prompt"])
+"""
+
+
+@dataclass
+class Markers:
+    """One value per place. Each begins like a word of its own, so that a finding says where it came from."""
+
+    values: dict[str, str] = field(default_factory=dict)
+
+    def new(self, place: str) -> str:
+        return self.values.setdefault(place, f"{place}Marker0123456789abcdefXYZ")
+
+    def found_in(self, text: str) -> set[str]:
+        lower = text.lower()
+        return {
+            place
+            for place, value in self.values.items()
+            if value in text
+            or quote(value, safe="") in text
+            or value.encode().hex() in lower
+            or base64.b64encode(value.encode()).decode()[:24] in text
+        }
+
+
+@dataclass
+class Installation:
+    windlass: CommandLine
+    dsn: str
+    port: int
+    markers: Markers
+    hetzner: HetznerEmulator
+    runpod: RunpodEmulator
+    log: Path
+
+
+@pytest.fixture
+def installation(tmp_path: Path, dsn: str) -> Iterator[Installation]:
+    marks = Markers()
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)  # noqa: E731
+    hetzner = HetznerEmulator(
+        now, HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, token=marks.new("hetznerKey"))
+    )
+    runpod = RunpodEmulator(now, RunpodEmulatorSettings(key=marks.new("runpodKey")))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tmp_path / "app.py").write_text(APP)
+    with ExitStack() as stack:
+        hetzner_url, runpod_url = stack.enter_context(serving(hetzner)), stack.enter_context(serving(runpod))
+        (tmp_path / "windlass.toml").write_text(
+            f"""
+data_dir = "state"
+hetzner_endpoint = "{hetzner_url}/v1"
+runpod_endpoint = "{runpod_url}/v2"
+supabase_service_role_key = "{marks.new("supabaseKey")}"
+[api]
+port = {port}
+[logs]
+in_database = true
+[alerts]
+webhook_url = "http://127.0.0.1:1/hook/{marks.new("webhook")}"
+slack_url = "http://127.0.0.1:1/slack/{marks.new("slack")}"
+email_to = ["ops@example.com"]
+smtp_url = "smtp://user:{marks.new("mailPassword")}@127.0.0.1:1"
+[fleets.near]
+queues = ["near"]
+handler = "app:work"
+chdir = "{tmp_path}"
+min_workers = 1
+max_workers = 1
+poll_interval_s = 0.3
+heartbeat_interval_s = 0.5
+redact = ["$.prompt"]
+env = {{NEAR_KEY = "{marks.new("nearEnv")}", PLAIN_NAME = "{marks.new("plainlyNamedEnv")}"}}
+[fleets.far]
+provider = "hetzner"
+queues = ["far"]
+handler = "app:work"
+max_workers = 1
+poll_interval_s = 0.5
+env = {{FAR_TOKEN = "{marks.new("farEnv")}"}}
+[fleets.far.bootstrap]
+requirements = ["--extra-index-url https://user:not-a-setting@pypi.example/simple"]
+[fleets.pods]
+provider = "runpod"
+queues = ["pods"]
+handler = "app:work"
+max_workers = 1
+poll_interval_s = 0.5
+auto_start_worker = false
+env = {{POD_SECRET = "{marks.new("podFleetEnv")}"}}
+[fleets.pods.runpod]
+image = "any"
+"""
+        )
+        # The password is not asked for on this socket, but it is a secret of the settings.
+        secret_dsn = dsn.replace("postgresql://windlass@", f"postgresql://windlass:{marks.new('databasePassword')}@")
+        assert secret_dsn != dsn
+        windlass = CommandLine(
+            tmp_path,
+            {
+                "DATABASE_URL": secret_dsn,
+                "HCLOUD_TOKEN": marks.values["hetznerKey"],
+                "RUNPOD_API_KEY": marks.values["runpodKey"],
+                "MARKED_PROCESS": "yes",
+            },
+        )
+        log = tmp_path / "up.log"
+        with log.open("w") as output:
+            up = windlass.start("up", stdout=output, stderr=output, start_new_session=True)
+        try:
+            yield Installation(windlass, dsn, port, marks, hetzner, runpod, log)
+        finally:
+            up.terminate()
+            up.wait(60)
+
+
+async def until(condition: Callable[[], Any], what: str, log: Path) -> Any:
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            found = await condition()
+            if found:
+                return found
+            await asyncio.sleep(0.2)
+    raise AssertionError(f"{what}\n{log.read_text()[-2_000:]}")
+
+
+async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: Installation) -> None:
+    it, marks = installation, installation.markers
+    prompt = marks.new("privatePrompt")
+    async with connected(it.dsn, "reading tables") as connection:
+        enqueue = "select windlass.enqueue($1, $2::text::jsonb, p_max_attempts => 1)"
+        for queue in ("near", "far", "pods"):
+            await connection.fetchval(enqueue, queue, json.dumps({"prompt": prompt}))
+
+        async def is_done() -> bool:
+            failed = await connection.fetchval("select count(*) from windlass.tasks where error is not null")
+            return bool(failed and it.hetzner.project.servers and it.runpod.account.pods)
+
+        await until(is_done, "a failed task, a server and a pod", it.log)
+        command_lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if _is_marked(process)]
+        error = await connection.fetchval("select error from windlass.tasks where error is not null")
+        assert "ValueError: 401 for key ******** while drawing ********" in error
+        pages = await _read_pages(it)
+        tables = {
+            name: await connection.fetchval(f"select coalesce(string_agg(t::text, ' '), '') from windlass.{name} t")  # noqa: S608
+            for (name,) in await connection.fetch(
+                "select relname from pg_class where relnamespace = 'windlass'::regnamespace and relkind = 'r'"
+            )
+        }
+        # Payloads are data. They are stored as they were given.
+        tables["tasks"] = await connection.fetchval(
+            "select string_agg((to_jsonb(t) - 'payload')::text, ' ') from windlass.tasks t"
+        )
+    assert len(command_lines) >= 2
+    user_data = " ".join(server.user_data for server in it.hetzner.project.servers.values())
+    assert "wlj_" in user_data
+    places = {
+        "the log of up": it.log.read_text(),
+        "command lines": " ".join(command_lines),
+        "user data": user_data,
+        "pod environments": " ".join(repr(pod) for pod in it.runpod.account.pods.values()),
+        "output of the worker": it.windlass("workers", "logs", _worker(tables["workers"])).out,
+        "windlass config show": it.windlass("config", "show").out,
+        "windlass status": it.windlass("status").out,
+        "windlass audit": it.windlass("audit").out,
+        **{f"table {name}": text for name, text in tables.items()},
+        **pages,
+    }
+    for name in ("events", "cycles", "logs", "workers", "fleets"):
+        assert places[f"table {name}"], name
+    assert {place: found for place, text in places.items() if (found := marks.found_in(text))} == {}
+
+
+def _is_marked(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("MARKED_PROCESS") == "yes"
+    except psutil.Error:
+        return False
+
+
+def _worker(text: str) -> str:
+    found = re.search(r"near-0-[0-9a-z]+", text)
+    assert found is not None
+    return found[0]
+
+
+async def _read_pages(it: Installation) -> dict[str, str]:
+    """Every page and every GET of the API as an administrator, and the task as a viewer."""
+    from support.stores import PostgresStores
+
+    url = f"http://127.0.0.1:{it.port}"
+    found: dict[str, str] = {}
+    async with PostgresStores(it.dsn) as store, httpx.AsyncClient(base_url=url, timeout=60) as browser:
+        (await browser.get(await create_login_link(store, url, Role.ADMIN))).raise_for_status()
+        for path in PAGES:
+            found[path] = (await browser.get(path)).raise_for_status().text
+        description = (await browser.get("/api/v1/openapi.json")).json()
+        task_ids = [task.id for task in await store.tasks()]
+        workers = [worker.id for worker in await store.workers(include_terminated=True)]
+        cycle_ids = [cycle.id for name in ("near", "far", "pods") for cycle in await store.cycles(name, 3)]
+        values = {"fleet": ["near", "far", "pods"], "worker_id": workers, "cycle_id": cycle_ids, "task_id": task_ids}
+        for path, methods in description["paths"].items():
+            names = re.findall(r"\{(\w+)\}", path)
+            if "get" not in methods or path.endswith("/stream") or path.startswith("/internal/"):
+                continue
+            if path == "/api/v1/tasks/{task_id}":
+                continue  # payloads are data for administrators; viewers are checked below
+            for value in values.get(names[0], []) if names else [""]:
+                filled = re.sub(r"\{\w+\}", quote(str(value)), path)
+                found[filled] = (await browser.get(filled)).text
+        for path in (*(f"/tasks/{id_}" for id_ in task_ids), *(f"/workers/{id_}" for id_ in workers)):
+            found[path] = (await browser.get(path)).raise_for_status().text
+        for cycle_id in cycle_ids:
+            found[f"/cycles/{cycle_id}"] = (await browser.get(f"/cycles/{cycle_id}")).text
+    async with PostgresStores(it.dsn) as store, httpx.AsyncClient(base_url=url, timeout=60) as viewer:
+        (await viewer.get(await create_login_link(store, url, Role.VIEWER))).raise_for_status()
+        near = [task.id for task in await store.tasks(queue="near")]
+        for task_id in near:
+            found[f"task {task_id} as a viewer"] = (
+                (await viewer.get(f"/api/v1/tasks/{task_id}")).raise_for_status().text
+            )
+    return found
