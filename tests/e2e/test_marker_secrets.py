@@ -156,14 +156,10 @@ image = "any"
             up.wait(60)
 
 
-async def until(condition: Callable[[], Any], what: str, log: Path) -> Any:
+async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            found = await condition()
-            if found:
-                return found
+        while not await condition():
             await asyncio.sleep(0.2)
-    raise AssertionError(f"{what}\n{log.read_text()[-2_000:]}")
 
 
 async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: Installation) -> None:
@@ -171,14 +167,14 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
     prompt = marks.new("privatePrompt")
     async with connected(it.dsn, "reading tables") as connection:
         enqueue = "select windlass.enqueue($1, $2::text::jsonb, p_max_attempts => 1)"
-        for queue in ("near", "far", "pods"):
-            await connection.fetchval(enqueue, queue, json.dumps({"prompt": prompt}))
+        for queue, payload in (("near", {"prompt": prompt}), ("far", None), ("pods", None)):
+            await connection.fetchval(enqueue, queue, json.dumps(payload))
 
         async def is_done() -> bool:
             failed = await connection.fetchval("select count(*) from windlass.tasks where error is not null")
             return bool(failed and it.hetzner.project.servers and it.runpod.account.pods)
 
-        await until(is_done, "a failed task, a server and a pod", it.log)
+        await until(is_done)
         command_lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if _is_marked(process)]
         error = await connection.fetchval("select error from windlass.tasks where error is not null")
         assert "ValueError: 401 for key ******** while drawing ********" in error
