@@ -85,8 +85,8 @@ class WorkerApiContext:
     worker_defaults: WorkerConfig
     max_payload_bytes: int
     version: str
-    # Requests per second of one token, session or address, and of one worker. A worker with tasks that take no time makes
-    # up to 1,500 calls per second, and a server process answers some 5,000.
+    # Requests per second of one token, session or address, and of one worker. A worker with tasks that take no time
+    # makes up to 1,500 calls per second, and a server process answers some 5,000.
     rate_limit: float = 500.0
     worker_rate_limit: float = 2_000.0
     # None if this program was not installed as a package.
