@@ -8,7 +8,7 @@ from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
-from windlass.server.context import LoopHealth
+from windlass.server.context import ControlHealth
 
 
 class StaticControlPlane:
@@ -21,13 +21,13 @@ class StaticControlPlane:
     def fleet_config(self, _name: str) -> FleetConfig | None:
         return self._fleet
 
-    def loop_health(self) -> Mapping[str, LoopHealth]:
+    async def health(self) -> ControlHealth:
+        return ControlHealth(has_leader=False, fleets={})
+
+    async def last_actions(self) -> Mapping[str, Mapping[str, int]]:
         return {}
 
-    def last_actions(self) -> Mapping[str, Mapping[str, int]]:
-        return {}
-
-    def ray_head(self) -> RayHead | None:
+    async def ray_head(self) -> RayHead | None:
         return None
 
     async def run_cycle(self) -> list[dict[str, Any]]:

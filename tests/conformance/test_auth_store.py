@@ -18,13 +18,11 @@ from windlass.model.actor import acting_as
 from windlass.model.auth import (
     API_PREFIX,
     JOIN_PREFIX,
-    SERVER_TTL_S,
     SESSION_ROLES,
     WORKER_PREFIX,
     Activation,
     JoinCaller,
     Role,
-    ServerAddress,
     Session,
     TokenCaller,
     TokenScope,
@@ -411,23 +409,6 @@ async def test_sessions_and_unused_links_are_listed_and_revoked(store: Stores, c
     assert not await store.revoke_session(link.id)
     assert await store.session(SESSION) is None
     assert not await store.open_session(OTHER_JOIN, OTHER_SESSION, 60)
-
-
-async def test_server_address_is_listed_while_it_is_renewed(store: Stores, clock: Any) -> None:
-    here, there = ServerAddress("http://127.0.0.1:8080", "here"), ServerAddress("http://127.0.0.1:8080", "there")
-    assert await store.servers() == []
-    await store.record_server(here)
-    clock.advance(SERVER_TTL_S / 2)
-    await store.record_server(there)
-    assert await store.servers() == [there, here]
-    clock.advance(SERVER_TTL_S / 4)
-    await store.record_server(here)
-    assert await store.servers() == [here, there]
-    clock.advance(SERVER_TTL_S * 3 / 4)
-    assert await store.servers() == [here]
-    await store.remove_server(here)
-    await store.remove_server(here)
-    assert await store.servers() == []
 
 
 async def test_revoking_last_token_does_not_forget_that_one_existed(store: Stores) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import uvicorn
@@ -22,9 +23,9 @@ from starlette.routing import Route
 from support.command_line import CommandLine
 from support.stores import PostgresStores
 from support.worker_harness import until
-from windlass.model.auth import ServerAddress
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
+from windlass.model.process import ProcessKind, ProcessRecord
 from windlass.model.task import new_task
 from windlass.server.auth import session_cookie
 from windlass.server.routes.login import create_login_link
@@ -212,7 +213,11 @@ async def _check_link_errors(windlass: CommandLine, store: PostgresStores) -> No
         "windlass: no running `windlass up --port` was found: start one, or give --url http://127.0.0.1:8080, or set "
         "api.port or api.url.\n"
     )
-    await store.record_server(ServerAddress("http://127.0.0.1:8080", "elsewhere"))
+
+    async def record_server(url: str) -> None:
+        await store.record_process(ProcessRecord(uuid4(), ProcessKind.SERVER, 0, "elsewhere", 1, "1.0", url))
+
+    await record_server("http://127.0.0.1:8080")
     refused = await asyncio.to_thread(windlass, "tokens", "link")
     assert (refused.code, refused.out) == (2, "")
     assert (
@@ -221,5 +226,5 @@ async def _check_link_errors(windlass: CommandLine, store: PostgresStores) -> No
     )
     given = await asyncio.to_thread(windlass, "tokens", "link", "--url", "http://127.0.0.1:1")
     assert given.out.startswith("http://127.0.0.1:1/login?key=wll_")
-    await store.record_server(ServerAddress("http://10.0.0.2:8080", "elsewhere"))
+    await record_server("http://10.0.0.2:8080")
     assert (await asyncio.to_thread(windlass, "tokens", "link")).out.startswith("http://10.0.0.2:8080/login?key=wll_")

@@ -141,6 +141,15 @@ class ControlPlaneHost:
             found: httpx.Response = await until(answer, f"{path} answers {status}\n{self.log()}")
             return found
 
+    async def until_controlled(self) -> Any:
+        """The readiness once the cycles of all fleets run."""
+
+        async def readiness() -> Any:
+            found = (await self.until_answers("/readyz", 200)).json()
+            return found if found["has_control_loop"] else None
+
+        return await until(readiness, f"the control loop runs\n{self.log()}")
+
     async def until_no_workers(self) -> list[Worker]:
         async def terminated() -> list[Worker] | None:
             return None if await self.store.workers() else await self.store.workers(include_terminated=True)
@@ -212,8 +221,9 @@ async def test_remote_worker_delivers_its_result_after_an_outage(site: ControlPl
 async def test_health_readiness_and_cycle_on_request(site: ControlPlaneHost) -> None:
     up = site.up()
     assert (await site.until_answers("/healthz", 200)).json()["status"] == "ok"
-    ready = (await site.until_answers("/readyz", 200)).json()
-    assert (ready["has_database"], ready["is_leader"], list(ready["fleets"])) == (True, True, ["far"])
+    await site.until_answers("/readyz", 200)
+    ready = await site.until_controlled()
+    assert (ready["has_database"], ready["has_leader"], list(ready["fleets"])) == (True, True, ["far"])
     operator = site.windlass("tokens", "create", "cron", "--role", "operator").out.strip()
     viewer = site.windlass("tokens", "create", "dashboard", "--role", "viewer", "--json").json["token"]
     async with httpx.AsyncClient(base_url=site.url, trust_env=False, timeout=PATIENCE_S) as client:

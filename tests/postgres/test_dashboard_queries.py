@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -11,11 +12,11 @@ import pytest
 from support.stores import PostgresStores
 from windlass.control.unconfigured_fleets import CARETAKER
 from windlass.cost.report import read_meter
-from windlass.model.auth import ServerAddress
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput
 from windlass.model.listing import Page, TaskList
 from windlass.model.overview import MAX_QUEUES
+from windlass.model.process import ProcessKind, ProcessRecord
 from windlass.model.task import Finished, Task, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.store import dashboard_queries as reading
@@ -274,7 +275,7 @@ async def test_long_history_uses_averages_and_newest_samples(store: Store, sql: 
     assert "Seq Scan on samples" not in plan, plan
 
 
-async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: Any) -> None:
+async def test_retention_of_samples_and_processes(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     await store.take_samples(await store.overview())
     # Enough fleets to write more samples in five minutes than one batch deletes.
@@ -286,12 +287,16 @@ async def test_retention_of_samples_and_servers(store: Store, sql: Any, clock: A
         "insert into windlass.sessions (hash, is_link, role, expires_at)"
         " values ('\\x01', false, 'viewer', windlass.now() + '1 hour')"
     )
-    await store.record_server(ServerAddress("http://127.0.0.1:8080", "gone"))
+    gone, here = (
+        ProcessRecord(uuid4(), ProcessKind.SERVER, 0, host, 1, "1.0", url="http://127.0.0.1:8080")
+        for host in ("gone", "here")
+    )
+    await store.record_process(gone)
     clock.advance(Retention().samples_s + 1)
-    await store.record_server(ServerAddress("http://127.0.0.1:8080", "here"))
+    await store.record_process(here)
     assert await store.purge_dashboard_rows() == 2_503
     assert await sql.fetchval("select count(*) from windlass.samples") == 0
-    assert await sql.fetchval("select host from windlass.http_servers") == "here"
+    assert await sql.fetchval("select host from windlass.processes") == "here"
     await sql.execute(
         "insert into windlass.sample_averages (fleet, at, queued, running, spawning, active, terminating, error,"
         " completed_per_minute) select 'f', windlass.now() + n * interval '1 day', 0, 0, 0, 0, 0, 0, 0"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from support.api_fixture import ApiFixture
+from windlass.model.counters import CounterBuffer
 from windlass.model.task import Finished, new_task
 from windlass.store.connect import connected
 
@@ -65,7 +66,9 @@ async def test_metrics_of_free_slots_and_queue_clear_time(api: ApiFixture, clock
 
 
 async def test_counters_start_at_zero(api: ApiFixture) -> None:
-    api.metrics.start_at_zero(["gpus"], ["slack"])
+    counters = CounterBuffer()
+    counters.start_at_zero(["gpus"], ["slack"])
+    await api.store.add_counters(counters.take())
     text = (await api.localhost.get("/metrics")).text
     for line in (
         'windlass_provider_calls_total{call="create",fleet="gpus",outcome="error"} 0.0',

@@ -1,8 +1,6 @@
-"""Reload of a running `windlass up`: all of the new configuration is applied, or nothing."""
+"""Reload of a running control loop: all of the new configuration is applied, or nothing."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +14,8 @@ from windlass.config_loader import Loaded
 from windlass.model.config import AlertsConfig, Config, WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.wiring import up as wiring_up
-from windlass.wiring.up import run_up
+from windlass.wiring.process_link import ProcessLink, StartOrder
+from windlass.wiring.up import ControlOptions, prepare_schema, run_control
 
 LIMIT_S = 30.0
 FLEET = FleetConfig(provider="local", exec="true", queues=("nothing-comes",), poll_interval_s=0.2)
@@ -30,6 +29,7 @@ class RunningUp:
         self.defect: Exception | None = None
         self.lines: list[Any] = []
         self.has_begun = asyncio.Event()
+        self.link = ProcessLink()
 
     def load(self) -> Loaded:
         defect, self.defect = self.defect, None
@@ -44,7 +44,7 @@ class RunningUp:
         """Reload, and return the next log line of this event."""
         self.config = self.config.model_copy(update=changes)
         before = len(self.logged(event))
-        os.kill(os.getpid(), signal.SIGHUP)
+        self.link.reload_requested.set()
         await until(lambda: len(self.logged(event)) > before, f"{event}: {self.lines}")
         return self.logged(event)[-1]
 
@@ -66,24 +66,20 @@ async def up(dsn: str, tmp_path: Path) -> AsyncIterator[RunningUp]:
         yield it
 
 
-async def ignore_dashboard(_url: str, _create_link: Any) -> None: ...
-
-
 @asynccontextmanager
 async def running(config: Config) -> AsyncIterator[RunningUp]:
     """Runs `up` in this process and stops it at the end."""
     it = RunningUp(config)
     with capture_logs() as it.lines:
-        task = asyncio.create_task(
-            run_up(
-                it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0", on_dashboard=ignore_dashboard
-            )
-        )
+        assert config.database_url is not None
+        await prepare_schema(config.database_url.get_secret_value())
+        options = ControlOptions(it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0")
+        task = asyncio.create_task(run_control(it.link, StartOrder(config), options=options))
         try:
             async with asyncio.timeout(LIMIT_S):
                 await it.has_begun.wait()
             yield it
-            os.kill(os.getpid(), signal.SIGTERM)
+            it.link.stop()
             async with asyncio.timeout(LIMIT_S):
                 await task
         finally:

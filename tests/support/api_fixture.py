@@ -15,6 +15,7 @@ from windlass.control.explain import explain
 from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
+from windlass.model.counters import CounterBuffer
 from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
@@ -71,19 +72,20 @@ class InstantProvider:
 class CyclingControlPlane(FakeControlPlane):
     """Runs real cycles of the fleet `gpus`, and explains from the store."""
 
-    def __init__(self, store: PostgresStores, feed: OverviewFeed, metrics: Metrics) -> None:
+    def __init__(self, store: PostgresStores, feed: OverviewFeed) -> None:
         super().__init__({"gpus": FLEET})
-        self.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)
+        self.loops["gpus"] = LoopHealth(last_cycle_age_s=1.0, is_running=True)
         self._store = store
         self._feed = feed
-        self._metrics = metrics
+        self.counters = CounterBuffer()
         provider = InstantProvider(ProviderTraits())
         self._cycle = FleetCycle("gpus", FLEET, store, provider, Candidate("leader", 3600.0), Random(4))  # noqa: S311
 
     async def run_cycle(self) -> list[dict[str, Any]]:
         summary = await self._cycle.run()
         self.actions["gpus"] = summary.actions or {}
-        self._metrics.record_cycle(summary)
+        self.counters.add_cycle(summary)
+        await self._store.add_counters(self.counters.take())
         self._feed.mark_changed()
         return [summary.to_plain()]
 
@@ -96,8 +98,7 @@ class ApiFixture:
         self.dsn = dsn
         self.store = store
         self.feed = OverviewFeed(store, lambda: frozenset({"gpus"}))
-        self.metrics = Metrics(self.feed, store)
-        self.control = CyclingControlPlane(store, self.feed, self.metrics)
+        self.control = CyclingControlPlane(store, self.feed)
         self.long_poll_hub = LongPollHub(worker_store.wait_for_work)
         self.app = make_app(
             AppContext(
@@ -110,7 +111,7 @@ class ApiFixture:
                 version="1.0",
                 store=store,
                 overview_feed=self.feed,
-                metrics=self.metrics,
+                metrics=Metrics(self.feed, store),
                 **{"is_open_to_localhost": True, **settings},
             )
         )

@@ -75,7 +75,7 @@ class InMemoryControlPlane:
         self.store = FailingStore(clock, None, Random(1))  # noqa: S311
         self.long_poll_hub = LongPollHub(self.store.wait_for_work)
         self.control = FakeControlPlane({"gpus": FLEET})
-        self.control.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=1.0, limit_s=60.0)
+        self.control.loops["gpus"] = LoopHealth(last_cycle_age_s=1.0, is_running=True)
         self.control.cycle_summaries = [{"fleet": "gpus", "decision": "nothing to do"}]
         context = WorkerApiContext(
             worker_store=self.store,

@@ -7,7 +7,7 @@ from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
-from windlass.server.context import LoopHealth
+from windlass.server.context import ControlHealth, LoopHealth
 
 
 class FakeControlPlane:
@@ -17,7 +17,8 @@ class FakeControlPlane:
         self.fleets: dict[str, FleetConfig] = dict(fleets or {})
         # Settings of every other fleet.
         self.default_fleet: FleetConfig | None = None
-        self.health: dict[str, LoopHealth] = {}
+        self.has_leader = True
+        self.loops: dict[str, LoopHealth] = {}
         self.actions: dict[str, Mapping[str, int]] = {}
         self.cycle_summaries: list[dict[str, Any]] | None = None
         self.cycles_requested = 0
@@ -25,13 +26,13 @@ class FakeControlPlane:
     def fleet_config(self, name: str) -> FleetConfig | None:
         return self.fleets.get(name, self.default_fleet)
 
-    def loop_health(self) -> Mapping[str, LoopHealth]:
-        return self.health
+    async def health(self) -> ControlHealth:
+        return ControlHealth(self.has_leader, self.loops)
 
-    def last_actions(self) -> Mapping[str, Mapping[str, int]]:
+    async def last_actions(self) -> Mapping[str, Mapping[str, int]]:
         return self.actions
 
-    def ray_head(self) -> RayHead | None:
+    async def ray_head(self) -> RayHead | None:
         return None
 
     async def run_cycle(self) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.database import Database
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.log_sink import PostgresLogStore
+from windlass.store.processes import PostgresProcessStore
 from windlass.store.ray import PostgresRayStore
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.transport import PostgresMaintenance, PostgresTransport
@@ -29,6 +30,7 @@ class PostgresStores(
     PostgresAlertStore,
     PostgresRayStore,
     PostgresLogStore,
+    PostgresProcessStore,
 ):
     def __init__(self, dsn: str, **options: Any) -> None:
         """`options` are those of Database."""

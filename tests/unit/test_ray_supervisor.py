@@ -148,7 +148,7 @@ async def test_failed_reload_starts_no_dispatcher_and_releases_the_head() -> Non
             with pytest.raises(ConfigError, match="another `windlass up` .* uses a Ray head"):
                 await supervisor.run_own_head_elsewhere()
             raise WindlassError("reload failed")
-    assert (supervisor.address, supervisor.head()) == (None, None)
+    assert (supervisor.address, supervisor.head_address()) == (None, None)
     assert not supervisor.programs.programs
     await supervisor.run_own_head_elsewhere()
 

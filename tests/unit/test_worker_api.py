@@ -436,13 +436,27 @@ async def test_ready_while_database_answers_and_loop_runs(plane: InMemoryControl
     assert response.json() == {
         "is_ready": True,
         "has_database": True,
-        "is_leader": True,
-        "fleets": {"gpus": {"is_leader": True, "last_cycle_age_s": 1.0}},
+        "has_leader": True,
+        "has_control_loop": True,
+        "fleets": {"gpus": {"is_running": True, "last_cycle_age_s": 1.0}},
     }
-    # A standby is ready too.
-    plane.control.health["gpus"] = LoopHealth(is_leader=False, last_cycle_age_s=60.0, limit_s=60.0)
+
+
+@pytest.mark.parametrize(
+    "loops",
+    [
+        pytest.param({}, id="no fleet"),
+        pytest.param({"gpus": LoopHealth(last_cycle_age_s=600.0, is_running=False)}, id="loop stuck"),
+        pytest.param({"gpus": LoopHealth(last_cycle_age_s=None, is_running=False)}, id="no cycle yet"),
+    ],
+)
+async def test_server_without_control_loop_is_ready(plane: InMemoryControlPlane, loops: dict[str, LoopHealth]) -> None:
+    # Workers claim and finish tasks without it, so a load balancer must not take the server away from them.
+    plane.control.loops, plane.control.has_leader = loops, False
     response = await plane.client.get("/readyz")
-    assert (response.status_code, response.json()["is_leader"]) == (200, False)
+    found = response.json()
+    assert (response.status_code, found["is_ready"]) == (200, True)
+    assert (found["has_control_loop"], found["has_leader"]) == (False, False)
 
 
 async def test_concurrent_probes_ask_the_database_once(
@@ -461,14 +475,8 @@ async def test_concurrent_probes_ask_the_database_once(
     assert queries == 1
 
 
-@pytest.mark.parametrize("what", ["database unavailable", "loop stuck", "no cycle yet"])
-async def test_not_ready(plane: InMemoryControlPlane, what: str) -> None:
-    if what == "database unavailable":
-        plane.store.error = DatabaseUnavailable(DATABASE_URL)
-    elif what == "loop stuck":
-        plane.control.health["gpus"] = LoopHealth(is_leader=True, last_cycle_age_s=60.1, limit_s=60.0)
-    else:
-        plane.control.health.clear()
+async def test_not_ready_without_database(plane: InMemoryControlPlane) -> None:
+    plane.store.error = DatabaseUnavailable(DATABASE_URL)
     response = await plane.client.get("/readyz")
     assert (response.status_code, response.json()["is_ready"]) == (503, False)
     assert SECRET not in response.text

@@ -47,6 +47,7 @@ COMMANDS = {
     "Run": (
         CommandEntry("up", "up", "up", "Run the fleets in windlass.toml: spawn, supervise and terminate workers."),
         CommandEntry("reload", "reload", "reload", "Make the running `windlass up` read its configuration again."),
+        CommandEntry("serve", "up", "serve", "Run HTTP servers alone, for a control loop that runs elsewhere."),
         CommandEntry("worker", "worker", "worker", "Claim tasks and run a handler for each."),
         CommandEntry("cycle", "up", "cycle", "Run one control cycle of every fleet and print a summary as JSON."),
         CommandEntry("demo", "demo", "demo", "Show autoscaling and crash recovery on this host, in under a minute."),

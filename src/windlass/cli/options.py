@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pwd
-import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
@@ -17,6 +16,7 @@ from windlass.cli.errors import EXIT_BROKEN_PIPE, EXIT_TERMINATED
 from windlass.config_loader import Loaded, load_config
 from windlass.model.actor import acting_as
 from windlass.model.errors import BadInput
+from windlass.wiring.signals import run_until_terminated
 
 ConfigFile = Annotated[
     Path | None,
@@ -39,8 +39,13 @@ def load(config_file: Path | None, data_dir: Path | None, *, has_fleets: bool = 
     return load_config(config_file, {"data_dir": data_dir, **overrides}, has_fleets=has_fleets)
 
 
-def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> Callable[Parameters, int]:
-    """Run an async function as a command. It returns the exit code, None for 0. `main` reports what it raises."""
+def command(
+    function: Callable[Parameters, Coroutine[Any, Any, int | None] | int | None],
+) -> Callable[Parameters, int]:
+    """Run a function as a command, with an event loop if it is async.
+
+    It returns the exit code, None for 0. `main` reports what it raises.
+    """
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
@@ -48,7 +53,7 @@ def command(function: Callable[Parameters, Coroutine[Any, Any, int | None]]) -> 
             for word in value if isinstance(value, list) else [value]:
                 _check_encoding(word)
         try:
-            code = asyncio.run(_run_until_terminated(function(*args, **kwargs))) or 0
+            code = _run(function, *args, **kwargs) or 0
             if sys.stdout is not None:
                 sys.stdout.flush()
         except asyncio.CancelledError:
@@ -86,6 +91,15 @@ def os_actor() -> str:
     return f"user:{os_user()}"
 
 
+def _run(
+    function: Callable[Parameters, Coroutine[Any, Any, int | None] | int | None],
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> int | None:
+    result = function(*args, **kwargs)
+    return asyncio.run(run_until_terminated(result)) if isinstance(result, Coroutine) else result
+
+
 def _check_encoding(word: Any) -> None:
     """Raise BadInput for text that the database cannot store. Paths are bytes, and need no encoding."""
     if isinstance(word, str):
@@ -95,11 +109,3 @@ def _check_encoding(word: Any) -> None:
             raise BadInput(
                 f"{os.fsencode(word)!r} on the command line is not valid UTF-8. Use a UTF-8 terminal."
             ) from None
-
-
-async def _run_until_terminated(coroutine: Coroutine[Any, Any, int | None]) -> int | None:
-    """SIGTERM cancels a command as Ctrl-C does, so that it can clean up, for example stop an embedded server."""
-    task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await coroutine

@@ -1,4 +1,4 @@
-"""`windlass up` and `windlass cycle`: the control loop as a daemon, or one cycle of it."""
+"""`windlass up`, `windlass serve` and `windlass cycle`: the control loop and the servers, or one cycle."""
 
 import os
 import shlex
@@ -18,8 +18,9 @@ from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
 from windlass.model.errors import BadInput, ConfigError
+from windlass.wiring.processes import ServeOptions, run_serve, run_up
 from windlass.wiring.providers import startup_problem
-from windlass.wiring.up import NO_FLEET, run_cycles, run_up
+from windlass.wiring.up import NO_FLEET, ControlOptions, run_cycles
 from windlass.worker.handler_user import runs_handlers_as_root
 
 Queues = Annotated[
@@ -54,8 +55,11 @@ Port = Annotated[
 ]
 
 
+NoServe = Annotated[bool, typer.Option("--no-serve", help="Run the control loop alone, even if a port is configured.")]
+
+
 @command
-async def up(
+def up(
     queue: Queues = None,
     handler: Handler = None,
     exec_: Exec = None,
@@ -66,17 +70,19 @@ async def up(
     max_: Max = None,
     host: Host = None,
     port: Port = None,
+    no_serve: NoServe = False,
     leave_workers: Annotated[
         bool, typer.Option("--leave-workers", help="Keep the workers running when it stops.")
     ] = False,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
-) -> None:
+) -> int:
     """Run the fleets in windlass.toml: spawn, supervise and terminate workers.
 
     The options from --queue to --max configure the fleet `default`. They add this fleet, or override its settings in
-    the file. Ctrl-C drains the workers, then stops; see --leave-workers.
+    the file. With a port, the same program also runs HTTP servers; see --no-serve and `windlass serve`. Ctrl-C drains
+    the workers, then stops; see --leave-workers.
     """
     configure_logs(log_format)
 
@@ -109,14 +115,43 @@ async def up(
 
     options = {"--config": config, "--data-dir": data_dir}
     cycle_log = CycleLog("".join(f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value))
-    await run_up(
-        load_now,
-        cycle_log.write,
-        keeps_workers=leave_workers,
-        version=__version__,
+    control = ControlOptions(
+        load_now, cycle_log.write, keeps_workers=leave_workers, version=__version__, tap=add_tap, on_start=log_start
+    )
+    return run_up(control, serve_options(), has_servers=not no_serve)
+
+
+@command
+def serve(
+    host: Host = None,
+    port: Port = None,
+    log_format: LogFormat = "auto",
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> int:
+    """Run HTTP servers alone, for a control loop that runs elsewhere.
+
+    Any number of hosts may run it, behind a load balancer. Each needs the database and the same windlass.toml as
+    `windlass up`. Ctrl-C finishes the running requests, then stops.
+    """
+    configure_logs(log_format)
+
+    def load_now() -> Loaded:
+        chosen: dict[str, Any] = {"api.host": host, "api.port": port}
+        loaded = load(config, data_dir, **chosen)
+        hide(secrets_of(loaded.config))
+        log_settings(loaded)
+        return loaded
+
+    return run_serve(load_now, serve_options())
+
+
+def serve_options() -> ServeOptions:
+    return ServeOptions(
+        __version__,
         on_dashboard=_print_dashboard,
+        on_config=lambda config: hide(secrets_of(config)),
         tap=add_tap,
-        on_start=log_start,
     )
 
 

@@ -135,20 +135,8 @@ def session_id(session_hash: bytes) -> str:
     return session_hash.hex()[:12]
 
 
-# A running HTTP server records its address repeatedly. A record older than this is ignored.
-SERVER_TTL_S = 20.0
-
-
 # Servers share the rates of heavy callers about once a second. Older rates are ignored.
 RATE_TTL_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """Address of a running HTTP server. `host`: the host it runs on, to which a loopback URL refers."""
-
-    url: str
-    host: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,10 @@ class WorkerConfig(_Section):
         return self
 
 
+# More processes than this would use up the connections of the database.
+MAX_SERVER_PROCESSES = 64
+
+
 class ControlConfig(_Section):
     """The control loop of `windlass up`."""
 
@@ -90,7 +94,7 @@ class ControlConfig(_Section):
 
 
 class ApiConfig(_Section):
-    """The HTTP server of `windlass up`: dashboard, API and remote workers."""
+    """The HTTP servers of `windlass up` and `windlass serve`: dashboard, API and remote workers."""
 
     host: str = Field(
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for all interfaces."
@@ -118,6 +122,15 @@ class ApiConfig(_Section):
     login_link: bool = Field(
         default=True,
         description="Print a login link for an operator when `up` starts in a terminal.",
+    )
+    processes: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_SERVER_PROCESSES,
+        description="Server processes on this host. Default: one for every two cores, at least one.",
+    )
+    max_memory_mb: int = Field(
+        default=1_024, ge=256, description="A server process that uses more memory is replaced without an outage."
     )
     rate_limit: float = Field(
         default=500.0, gt=0, description="Requests per second for one token, session or address. Workers have no limit."

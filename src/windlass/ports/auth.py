@@ -1,4 +1,4 @@
-"""Callers of the HTTP server: tokens, sessions, and where servers run.
+"""Callers of the HTTP server: tokens and sessions.
 
 The contract:
 - Only hashes of tokens are stored. The raw token is known to its holder and, briefly, to the process that makes or
@@ -27,7 +27,6 @@ from windlass.model.auth import (
     ApiToken,
     Caller,
     Role,
-    ServerAddress,
     Session,
     TokenCaller,
     TokenScope,
@@ -115,11 +114,3 @@ class AuthStore(Protocol):
 
     async def revoke_session(self, session_id: str) -> bool:
         """End a session or a link by its id. False if there is none."""
-
-    async def record_server(self, server: ServerAddress) -> None:
-        """Record that a server runs there now."""
-
-    async def servers(self) -> list[ServerAddress]:
-        """Servers recorded within SERVER_TTL_S, newest first."""
-
-    async def remove_server(self, server: ServerAddress) -> None: ...

@@ -43,18 +43,22 @@ class HeadAddress:
     env: dict[str, str] = field(repr=False)
 
 
+def head_credentials() -> dict[str, str]:
+    """Variables for a head, its nodes and drivers. The token is that of the environment, or a new one."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_TIMEOUT_S),
+    }
+
+
 @asynccontextmanager
 async def run_head(host: str | None = None) -> AsyncIterator[HeadAddress]:
     """Keep a head running inside the context. Raises WindlassError if it does not start.
 
     Sets the head's credentials in the environment of this process, for probes and child processes.
     """
-    env = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT_TIMEOUT_S),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+    env = {**head_credentials(), "RAY_USAGE_STATS_ENABLED": "0"}
     head = HeadAddress(f"{host or _own_ip()}:{_free_port()}", env)
     os.environ.update(env)
     with ray_temp_dir() as temp_dir:

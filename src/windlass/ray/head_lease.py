@@ -32,15 +32,20 @@ log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def hold_head_lease(
-    leases: LeaseStore, *, is_shared: bool, lease_s: float = LEASE_S, owner: "asyncio.Task[Any] | None" = None
+    leases: LeaseStore,
+    *,
+    is_shared: bool,
+    lease_s: float = LEASE_S,
+    owner: "asyncio.Task[Any] | None" = None,
+    holder: str | None = None,
 ) -> AsyncIterator[None]:
     """Hold the lease inside the context: shared for an external head, exclusively for a head of our own.
 
     Raises ConfigError if another orchestrator holds the lease for longer than MAX_WAIT_LEASES. If the lease is lost
     later, or can no longer be renewed, `owner` (default: the current task) is cancelled and WindlassError raised. A
-    shared lease is not released at the end, because others may hold it too.
+    shared lease is not released at the end, because others may hold it too. `holder`: the name of this process.
     """
-    candidate = Candidate(_SHARED_HOLDER if is_shared else holder_of_this_process(), lease_s, HEAD_LEASE)
+    candidate = Candidate(_SHARED_HOLDER if is_shared else holder or holder_of_this_process(), lease_s, HEAD_LEASE)
     term = await _acquire(leases, candidate, is_shared=is_shared)
     owner = owner or asyncio.current_task()
     if owner is None:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from windlass.model.counters import HTTP_REFUSALS
 from windlass.server.access_log import AccessLog
 from windlass.server.auth import ACCESS_OF, CSRF_HEADER, Authenticator, caller_scope
 from windlass.server.context import AppContext, WorkerApiContext
@@ -87,7 +88,7 @@ def make_app(context: WorkerApiContext) -> Application:
         authenticator,
         rate_limit=context.rate_limit,
         worker_rate_limit=context.worker_rate_limit,
-        access_log=AccessLog(),
+        access_log=AccessLog(lambda status: context.counters.add(HTTP_REFUSALS, (str(status),))),
         error_page=error_page,
     )
     sharing = RateSharing(context.auth_store, admission.buckets)

@@ -85,6 +85,8 @@ class ConnectionTracker:
         self.timeouts = timeouts or Timeouts()
         self._limit = limit
         self._limit_per_address = max(1, int(limit * SHARE_PER_ADDRESS))
+        # Responses since the start, for metrics.
+        self.responses = 0
         self._all: dict[LimitedConnection, str] = {}
         self._per_address: Counter[str] = Counter()
         self._without_request: dict[LimitedConnection, None] = {}
@@ -270,6 +272,7 @@ class LimitedConnection(asyncio.Protocol):
 
     def on_response_complete(self) -> None:
         self._answered += 1
+        self._tracker.responses += 1
         if self._begun == self._answered == self._received and not self._transport.is_closing():
             # The usual case, in short: uvicorn's own timeout runs until the next request.
             self._tracker.set_has_request(self, False)

@@ -1,7 +1,7 @@
 """The objects that request handlers use: one context per application.
 
 WorkerApiContext is enough for the worker protocol and the health routes. AppContext adds what the JSON API and the
-dashboard need. `ControlPlane` is the only tie to the process that runs the control loop.
+dashboard need. `ControlPlane` is the only tie to the control loop, which runs in another process.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from windlass.model.config import WorkerConfig
+from windlass.model.counters import CounterBuffer
 from windlass.model.cycle import Explanation
 from windlass.model.fleet import FleetConfig
 from windlass.model.payload_privacy import PayloadPrivacy
@@ -17,6 +18,7 @@ from windlass.model.work_order import RayHead
 from windlass.ports.auth import AuthStore
 from windlass.ports.costs import CostStore
 from windlass.ports.fleets import FleetQueries, Operations
+from windlass.ports.processes import ProcessStore
 from windlass.ports.queries import QueryStore
 from windlass.ports.tasks import TaskStore
 from windlass.ports.transport import HeartbeatStore, WorkerTransport
@@ -29,16 +31,24 @@ from windlass.server.wheel import Wheel
 
 @dataclass(frozen=True, slots=True)
 class LoopHealth:
-    """State of a fleet's control loop in this process."""
+    """State of the control loop of a fleet, wherever it runs."""
 
-    is_leader: bool
-    last_cycle_age_s: float
-    # With an older last cycle the loop counts as stuck.
-    limit_s: float
+    # None: no cycle yet.
+    last_cycle_age_s: float | None
+    # Whether the next cycle is not overdue.
+    is_running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ControlHealth:
+    """`has_leader`: a control process holds the leader lease. `fleets`: by name, those configured here."""
+
+    has_leader: bool
+    fleets: Mapping[str, LoopHealth]
 
     @property
     def is_running(self) -> bool:
-        return self.last_cycle_age_s <= self.limit_s
+        return bool(self.fleets) and all(loop.is_running for loop in self.fleets.values())
 
 
 class WorkerStore(WorkerTransport, HeartbeatStore, Protocol):
@@ -47,23 +57,25 @@ class WorkerStore(WorkerTransport, HeartbeatStore, Protocol):
     async def now(self) -> datetime: ...
 
 
-class AppStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, Protocol):
+class AppStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, ProcessStore, Protocol):
     """The store methods behind the JSON API and the dashboard."""
 
 
 class ControlPlane(Protocol):
-    """What the server needs from the process that runs the control loop."""
+    """The control loop as a server sees it. It may run in another process or on another host, and may be stalled.
+
+    Raises DatabaseUnavailable where it reads the database.
+    """
 
     def fleet_config(self, name: str) -> FleetConfig | None:
-        """Current settings of a fleet, reloads included. None if this process does not run the fleet."""
+        """Current settings of a fleet, reloads included. None if the fleet is not configured here."""
 
-    def loop_health(self) -> Mapping[str, LoopHealth]:
-        """By fleet. Fleets without a cycle since the start are left out."""
+    async def health(self) -> ControlHealth: ...
 
-    def last_actions(self) -> Mapping[str, Mapping[str, int]]:
+    async def last_actions(self) -> Mapping[str, Mapping[str, int]]:
         """Action counts of the last cycle, by fleet."""
 
-    def ray_head(self) -> RayHead | None:
+    async def ray_head(self) -> RayHead | None:
         """The Ray head that machines of Ray fleets join."""
 
     async def run_cycle(self) -> list[dict[str, Any]]:
@@ -89,6 +101,8 @@ class WorkerApiContext:
     # makes up to 1,500 calls per second, and a server process answers some 5,000.
     rate_limit: float = 500.0
     worker_rate_limit: float = 2_000.0
+    worker_rate_limit: float = 1_000.0
+    counters: CounterBuffer = field(default_factory=CounterBuffer)
     # None if this program was not installed as a package.
     wheel: Wheel | None = None
 

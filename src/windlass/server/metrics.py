@@ -1,130 +1,52 @@
-"""Prometheus metrics: gauges that are loaded with each scrape, and counters of this process.
+"""Prometheus metrics, all from the database: every server of an installation reports the same values.
 
-Labels are fleets, queues, statuses and codes, so the number of series does not grow with workers or tasks. Money is in
-units of its currency, time in seconds.
+Gauges are loaded with each scrape. Counters are the sums that all processes have added (model/counters.py), so they
+survive restarts. Labels are fleets, queues, statuses and codes, so the number of series does not grow with workers or
+tasks. Money is in units of its currency, time in seconds.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from math import isfinite
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from windlass.model.counters import COUNTERS, HISTOGRAMS, CounterValue
 from windlass.model.money import MICROS
 from windlass.model.overview import FleetMetrics, FleetOverview, Overview
+from windlass.model.process import ProcessKind, ProcessRecord
 from windlass.policy.scale.clear_time import clears_in_s
+from windlass.ports.processes import ProcessStore
 from windlass.ports.queries import QueryStore
 from windlass.server.event_stream import OverviewFeed
 
-# A cycle takes milliseconds. One that takes longer than a lease is an incident.
-_CYCLE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-# A process starts in a second, a server in a minute or two, a pod with a large image in a quarter of an hour.
-_BOOT_BUCKETS = (1.0, 5.0, 15.0, 30.0, 60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 900.0, 1200.0, 1800.0, 3600.0)
-# Provider calls and their outcomes, as control/summary.py counts them.
-_CALLS = ("create", "delete", "grow", "list", "prepare")
-_CALL_OUTCOMES = ("error", "ok", "refused")
-_MESSAGE_OUTCOMES = ("delivered", "failed", "refused", "retrying")
 # Producers choose queue names freely. Above this number the smallest queues share one series.
 MAX_QUEUES = 200
 OTHER_QUEUES = "(others)"
 
 
-class CycleSummary(Protocol):
-    """The part of a cycle's summary that is counted. `provider_calls`: call, outcome, number."""
-
-    @property
-    def fleet(self) -> str: ...
-    @property
-    def is_leader(self) -> bool: ...
-    @property
-    def duration_s(self) -> float: ...
-    @property
-    def actions(self) -> Mapping[str, int] | None: ...
-    @property
-    def provider_calls(self) -> Iterable[tuple[str, str, int]]: ...
+class MetricsStore(QueryStore, ProcessStore, Protocol):
+    """The store methods behind metrics."""
 
 
 class Metrics:
-    def __init__(self, overview_feed: OverviewFeed, store: QueryStore) -> None:
+    def __init__(self, overview_feed: OverviewFeed, store: MetricsStore) -> None:
         self._overview_feed = overview_feed
         self._store = store
-        self._counters = registry = CollectorRegistry()
-        self._cycles = Counter("windlass_cycles", "Cycles run by this process.", ["fleet", "role"], registry=registry)
-        self._cycle_s = Histogram(
-            "windlass_cycle_seconds", "Duration of a cycle.", ["fleet"], registry=registry, buckets=_CYCLE_BUCKETS
-        )
-        self._actions = Counter("windlass_actions", "Actions of cycles.", ["fleet", "action"], registry=registry)
-        self._failures = Counter("windlass_worker_failures", "Workers that failed.", ["fleet"], registry=registry)
-        self._calls = Counter(
-            "windlass_provider_calls", "Calls to providers.", ["fleet", "call", "outcome"], registry=registry
-        )
-        self._boots = Histogram(
-            "windlass_boot_phase_seconds",
-            "Time from the request of a machine to each phase of its boot, as this process saw it.",
-            ["fleet", "phase"],
-            registry=registry,
-            buckets=_BOOT_BUCKETS,
-        )
-        # Worker and phase of the boots that were observed, per fleet. None before the first scrape.
-        self._observed_boots: dict[str, set[tuple[str, str]]] | None = None
-        self._messages = Counter(
-            "windlass_alert_messages", "Alert messages to notifiers.", ["notifier", "outcome"], registry=registry
-        )
-        self._dropped = Counter(
-            "windlass_log_lines_dropped", "Log lines not written to the database.", registry=registry
-        )
-
-    def start_at_zero(self, fleets: Iterable[str], notifiers: Iterable[str] = ()) -> None:
-        """Create the series of these fleets and notifiers. PromQL's increase() ignores the first value of a series."""
-        for fleet in fleets:
-            self._failures.labels(fleet)
-            for call in _CALLS:
-                for outcome in _CALL_OUTCOMES:
-                    self._calls.labels(fleet, call, outcome)
-        for notifier in notifiers:
-            for outcome in _MESSAGE_OUTCOMES:
-                self._messages.labels(notifier, outcome)
-
-    def record_cycle(self, summary: CycleSummary) -> None:
-        fleet = summary.fleet
-        self._cycles.labels(fleet, "leader" if summary.is_leader else "standby").inc()
-        if not summary.is_leader:
-            return
-        self._cycle_s.labels(fleet).observe(summary.duration_s)
-        actions = summary.actions or {}
-        for action, count in actions.items():
-            self._actions.labels(fleet, action).inc(count)
-        self._failures.labels(fleet).inc(actions.get("workers_failed", 0))
-        for call, outcome, count in summary.provider_calls:
-            self._calls.labels(fleet, call, outcome).inc(count)
-
-    def record_message(self, notifier: str, outcome: str) -> None:
-        self._messages.labels(notifier, outcome).inc()
-
-    def record_dropped_lines(self, count: int) -> None:
-        self._dropped.inc(count)
 
     async def render(self) -> bytes:
         """The text format of Prometheus. Raises DatabaseUnavailable."""
         overview, measures = await self._overview_feed.overview(), await self._store.fleet_metrics()
-        self.start_at_zero(each.fleet.name for each in overview.fleets)
-        self._observe_boots(measures)
-        gauges = CollectorRegistry()
         families = [_worker_gauge(overview, measures), *_fleet_gauges(overview), *_queue_gauges(overview)]
-        gauges.register(_Collected([*families, *_measure_gauges(measures, overview)]))
-        return bytes(generate_latest(gauges) + generate_latest(self._counters))
-
-    def _observe_boots(self, measures: Iterable[FleetMetrics]) -> None:
-        """Count each phase of each worker once. Those before the first scrape of this process are not counted."""
-        before, self._observed_boots = self._observed_boots, {}
-        for measure in measures:
-            seen = self._observed_boots[measure.fleet] = {(boot.worker_id, boot.phase) for boot in measure.boots}
-            known = seen if before is None else before.get(measure.fleet, set())
-            for boot in measure.boots:
-                if (boot.worker_id, boot.phase) not in known:
-                    self._boots.labels(measure.fleet, boot.phase).observe(boot.seconds)
+        families += _measure_gauges(measures, overview)
+        families += _process_gauges(await self._store.processes())
+        families += _counters(await self._store.counters())
+        registry = CollectorRegistry()
+        registry.register(_Collected(families))
+        return bytes(generate_latest(registry))
 
 
 class _Collected:
@@ -318,3 +240,44 @@ def _measure_gauges(measures: list[FleetMetrics], seen: Overview) -> list[Metric
             ),
         ),
     ]
+
+
+def _process_gauges(processes: Sequence[ProcessRecord]) -> list[Metric]:
+    """Only of live processes. Labels name the place of a process, not its pid, so a restart creates no series."""
+
+    def each(name: str, help_: str, gauge: str) -> GaugeMetricFamily:
+        labels = ("kind", "host", "number")
+        # Newest first: the successor of a process that died has the same labels.
+        values = {(p.kind, p.host, p.number): p.gauges.get(gauge) for p in reversed(processes)}
+        return _gauge(name, help_, labels, ((*key, value) for key, value in values.items()))
+
+    counts = collections.Counter(process.kind for process in processes)
+    return [
+        _gauge("processes", "Live processes.", ("kind",), ((kind, counts[kind]) for kind in ProcessKind)),
+        each("process_memory_bytes", "Resident memory of a process.", "memory_bytes"),
+        each("process_connections", "Open HTTP connections of a server process.", "connections"),
+    ]
+
+
+def _counters(values: Iterable[CounterValue]) -> list[Metric]:
+    by_name: dict[str, dict[tuple[str, ...], float]] = collections.defaultdict(dict)
+    for each in values:
+        by_name[each.name][each.labels] = each.value
+    families: list[Metric] = []
+    for counter in COUNTERS:
+        family = CounterMetricFamily(counter.name, counter.help, labels=counter.labels)
+        for labels, value in by_name[counter.name].items():
+            if len(labels) == len(counter.labels):
+                family.add_metric(labels, value)
+        families.append(family)
+    for each_histogram in HISTOGRAMS:
+        family_of_buckets = HistogramMetricFamily(
+            each_histogram.name, each_histogram.help, labels=each_histogram.labels
+        )
+        buckets = by_name[each_histogram.bucket_counter.name]
+        for labels, total in by_name[each_histogram.sum_counter.name].items():
+            names = each_histogram.bucket_names
+            counts = accumulate(buckets.get((*labels, name), 0.0) for name in names)
+            family_of_buckets.add_metric(labels, list(zip(names, counts, strict=True)), total)
+        families.append(family_of_buckets)
+    return families

@@ -64,8 +64,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket.socket, *, tls: ReloadingTls | None = None) -> AsyncIterator[None]:
-    """Serve the application until the context exits, with `tls` over HTTPS."""
+async def serving(
+    app: ASGIApp, listener: socket.socket, *, tls: ReloadingTls | None = None
+) -> AsyncIterator[ConnectionTracker]:
+    """Serve the application until the context exits, with `tls` over HTTPS. Several processes may share a listener."""
     for name, event in (("uvicorn", "http server"), ("asyncio", "event loop")):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
@@ -101,7 +103,7 @@ async def serving(app: ASGIApp, listener: socket.socket, *, tls: ReloadingTls | 
                 await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
         log.info("listening", host=host, port=port, tls=tls is not None)
-        yield
+        yield tracker
     finally:
         if watch is not None:
             watch.cancel()

@@ -1,4 +1,4 @@
-"""Tokens, sessions and server addresses over PostgreSQL. Implements ports/auth.py.
+"""Tokens and sessions over PostgreSQL. Implements ports/auth.py.
 
 tests/support/memory_store/auth.py has the same contract; tests/conformance/test_auth_store.py runs over both.
 """
@@ -13,13 +13,11 @@ from windlass.model.auth import (
     EVERYTHING,
     MAX_TOKENS_LISTED,
     RATE_TTL_S,
-    SERVER_TTL_S,
     Activation,
     ApiToken,
     Caller,
     JoinCaller,
     Role,
-    ServerAddress,
     Session,
     TokenCaller,
     TokenScope,
@@ -156,16 +154,6 @@ class PostgresAuthStore(DatabaseStore):
 
     async def revoke_session(self, session_id: str) -> bool:
         return bool(await self._database.fetchval("revoking a session", QUERIES["revoke_session"], session_id))
-
-    async def record_server(self, server: ServerAddress) -> None:
-        await self._database.execute("recording the server address", QUERIES["record_server"], server.url, server.host)
-
-    async def servers(self) -> list[ServerAddress]:
-        rows = await self._database.fetch("listing servers", QUERIES["http_servers"], SERVER_TTL_S)
-        return [ServerAddress(**row) for row in rows]
-
-    async def remove_server(self, server: ServerAddress) -> None:
-        await self._database.execute("removing the server address", QUERIES["remove_server"], server.url, server.host)
 
 
 def _token(row: Any) -> ApiToken:

@@ -110,21 +110,3 @@ recorded as (
   from revoked
 )
 select true from revoked;
-
--- name: record_server
--- `windlass up --port`, every few seconds; primary key.
-insert into windlass.http_servers as f (url, host)
-values ($1, $2)
-on conflict (url, host) do update
-  set seen_at = excluded.seen_at;
-
--- name: http_servers
--- `windlass tokens link`; a few rows.
-select url, host from windlass.http_servers
-where seen_at > windlass.now() - make_interval(secs => $1::float8)
-order by seen_at desc, url, host;
-
--- name: remove_server
--- `windlass up --port` stops; primary key.
-delete from windlass.http_servers
-where url = $1 and host = $2;

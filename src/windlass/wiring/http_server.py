@@ -1,60 +1,46 @@
-"""Starts the HTTP server of a running orchestrator.
+"""What HTTP server processes and the commands about them have in common: addresses, stores, samples.
 
-The server uses database connections of its own, so that no number of requests delays a cycle. Workers and users have
-separate connections, so that a crowd of readers never delays a worker. While the server runs, its address is recorded
-in the database, for `windlass tokens link`.
+A server uses database connections of its own, so that no number of requests delays a cycle. Workers and users have
+separate connections, so that a crowd of readers never delays a worker. While a server runs, its address is recorded in
+the database, for `windlass tokens link`.
 """
 
 import asyncio
-import contextlib
-import functools
+import http.client
 import itertools
+import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import structlog
 
-from windlass.model.auth import SERVER_TTL_S, Role, ServerAddress
+from windlass.model.auth import Role
 from windlass.model.config import ApiConfig, Config, Retention
-from windlass.model.cycle import Explanation
-from windlass.model.errors import BadInput, DatabaseUnavailable, WindlassError
-from windlass.model.fleet import FleetConfig
-from windlass.model.payload_privacy import privacy_of
+from windlass.model.errors import BadInput, WindlassError
 from windlass.model.urls import LOOPBACK
-from windlass.model.work_order import RayHead
-from windlass.wiring.background import background_task
-from windlass.wiring.providers import worker_log
 from windlass.wiring.stores import auth_store
 
-# The modules below import FastAPI and uvicorn, which commands without a server must not load.
+# Modules of the server import FastAPI and uvicorn, which commands without a server must not load.
 if TYPE_CHECKING:
-    from windlass.control.orchestrator import Orchestrator
-    from windlass.control.summary import Summary
-    from windlass.ports.alerts import Notifier
-    from windlass.server.context import LoopHealth
     from windlass.server.event_stream import OverviewFeed
     from windlass.server.tls import ReloadingTls
-    from windlass.store.auth import PostgresAuthStore
-    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
+    from windlass.wiring.store_roles import AccessStores, DashboardStores, WorkerProtocolStores
 
 WORKER_CONNECTIONS = 8
 USER_CONNECTIONS = 6
 # Longer queries of users are cancelled.
 USER_STATEMENT_TIMEOUT_S = 5.0
-# A control loop without a cycle for this many intervals, and at least MIN_STUCK_S, is not ready.
-STUCK_INTERVALS = 3
-MIN_STUCK_S = 60.0
 # Retention of links, sessions and addresses is applied with every 60th sample: once in five minutes.
 SAMPLES_PER_PURGE = 60
-# The address is recorded again several times per TTL, so that one late or lost write does not remove it.
-ADDRESS_UPDATES_PER_TTL = 4
 # Gets the address of the dashboard, and a function that creates a login link; None if `api.login_link` is off.
 OnDashboard = Callable[[str, Callable[[], Awaitable[str]] | None], Awaitable[None]]
+# Of the program that uses the port already.
+PROBE_TIMEOUT_S = 1.0
+PROBE_BYTES = 10_000
 log = structlog.get_logger(__name__)
 
 
@@ -71,17 +57,27 @@ def open_listener(config: Config) -> socket.socket | None:
     from windlass.server.server import listen
 
     raise_file_limit()
-    return listen(config.api.host, config.api.port)
+    try:
+        return listen(config.api.host, config.api.port)
+    except BadInput as error:
+        version = _version_of_server(config.api.host, config.api.port)
+        if version is None:
+            raise
+        raise BadInput(f"{error} Another windlass, version {version}, listens there.") from None
 
 
-@dataclass(frozen=True, slots=True)
-class MetricHooks:
-    """Called by other background tasks to count metrics. Without a server they do nothing."""
-
-    # Notifier and outcome of an alert message.
-    on_message: Callable[[str, str], None] = lambda _notifier, _outcome: None
-    # Number of log lines that were not written to the database.
-    on_dropped: Callable[[int], None] = lambda _count: None
+def _version_of_server(host: str, port: int) -> str | None:
+    """The version of the windlass that answers at this address; None if another program or none does."""
+    address = browser_host(host)
+    connection = http.client.HTTPConnection(address, port, timeout=PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/healthz")
+        health = json.loads(connection.getresponse().read(PROBE_BYTES))
+        return str(health["version"])[:50] if health.get("status") == "ok" else None
+    except (OSError, http.client.HTTPException, ValueError, KeyError, AttributeError):
+        return None
+    finally:
+        connection.close()
 
 
 @asynccontextmanager
@@ -105,123 +101,6 @@ async def server_stores(
         ) as user_database,
     ):
         yield WorkerProtocolStores(worker_database), DashboardStores(user_database)
-
-
-class OrchestratorControlPlane:
-    """Implements the server's ControlPlane with the orchestrator in this process."""
-
-    def __init__(
-        self,
-        config: Config,
-        orchestrator: "Orchestrator",
-        store: "DashboardStores",
-        ray_head: Callable[[], RayHead | None],
-    ) -> None:
-        self._config = config
-        self._orchestrator = orchestrator
-        self._store = store
-        self._ray_head = ray_head
-
-    def fleet_config(self, name: str) -> FleetConfig | None:
-        return self._orchestrator.fleet(name)
-
-    def loop_health(self) -> "Mapping[str, LoopHealth]":
-        from windlass.server.context import LoopHealth
-
-        now = asyncio.get_running_loop().time()
-        health = {}
-        for name, last in self._orchestrator.last_cycles().items():
-            fleet = self._orchestrator.fleet(name)
-            if fleet is not None:
-                limit_s = max(MIN_STUCK_S, STUCK_INTERVALS * fleet.poll_interval_s)
-                health[name] = LoopHealth(last.summary.is_leader, now - last.at, limit_s)
-        return health
-
-    def last_actions(self) -> Mapping[str, Mapping[str, int]]:
-        return {name: last.summary.actions or {} for name, last in self._orchestrator.last_cycles().items()}
-
-    def ray_head(self) -> RayHead | None:
-        return self._ray_head()
-
-    async def run_cycle(self) -> list[dict[str, Any]]:
-        return [summary.to_plain() for summary in await self._orchestrator.cycle_now()]
-
-    async def explain(self, subject: str) -> Explanation:
-        from windlass.control.explain import explain
-
-        return await explain(self._store, subject)
-
-    def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:
-        return worker_log(self._config, fleet, worker_id, lines, is_following=False)
-
-
-@asynccontextmanager
-async def run_http_server(
-    config: Config,
-    dsn: str,
-    orchestrator: "Orchestrator",
-    listener: socket.socket | None,
-    version: str,
-    watchers: "list[Callable[[Summary], None]]",
-    on_dashboard: OnDashboard,
-    ray_head: Callable[[], RayHead | None],
-    notifiers: "Sequence[Notifier]",
-) -> AsyncIterator[MetricHooks]:
-    """Serve until the context exits, if there is a listener.
-
-    `watchers` are called with the summary of each cycle; the server adds itself. `on_dashboard` is called once,
-    when the server runs.
-    """
-    if listener is None:
-        yield MetricHooks()
-        return
-    from windlass.server.app import make_app
-    from windlass.server.context import AppContext
-    from windlass.server.event_stream import OverviewFeed
-    from windlass.server.long_poll import LongPollHub
-    from windlass.server.metrics import Metrics
-    from windlass.server.routes.login import create_login_link
-    from windlass.server.server import serving
-    from windlass.server.wheel import build_wheel
-
-    # Built at the start: later the files on disk may be of another version.
-    wheel = await asyncio.to_thread(build_wheel)
-    async with server_stores(dsn, config.retention) as (worker_store, user_store):
-        overview_feed = OverviewFeed(user_store, lambda: frozenset(orchestrator.fleets))
-        metrics = Metrics(overview_feed, user_store)
-        metrics.start_at_zero(orchestrator.fleets, [notifier.name for notifier in notifiers])
-        watchers.append(metrics.record_cycle)
-        context: AppContext = AppContext(
-            worker_store=worker_store,
-            auth_store=worker_store,
-            long_poll_hub=LongPollHub(worker_store.wait_for_work),
-            control=OrchestratorControlPlane(config, orchestrator, user_store, ray_head),
-            worker_defaults=config.worker,
-            max_payload_bytes=config.max_payload_bytes,
-            version=version,
-            wheel=wheel,
-            store=user_store,
-            overview_feed=overview_feed,
-            metrics=metrics,
-            is_open_to_localhost=is_open_to_localhost(config.api),
-            rate_limit=config.api.rate_limit,
-            cors_origins=config.api.cors_origins,
-            privacy=privacy_of([(fleet.queues, fleet.redact) for fleet in config.fleets.values()]),
-        )
-        url = _browser_url(config, listener.getsockname()[1])
-        async with (
-            background_task(take_samples(user_store, overview_feed)),
-            serving(make_app(context), listener, tls=load_tls(config.api)),
-            _recorded_address(user_store, url),
-        ):
-            create_link = functools.partial(create_login_link, user_store, url)
-            await on_dashboard(url, create_link if config.api.login_link else None)
-            try:
-                yield MetricHooks(metrics.record_message, metrics.record_dropped_lines)
-            finally:
-                # Before the server stops: it waits for open requests.
-                await overview_feed.close()
-                await context.long_poll_hub.close()
 
 
 def load_tls(api: ApiConfig) -> "ReloadingTls | None":
@@ -250,49 +129,35 @@ async def dashboard_link(config: Config, role: Role, url: str | None, name: str)
                     "no running `windlass up --port` was found: start one, or give --url http://127.0.0.1:8080, or set "
                     "api.port or api.url."
                 )
-            base_url = _browser_url(config, config.api.port)
+            base_url = browser_url(config, config.api.port)
         return await create_login_link(store, base_url.rstrip("/"), role, name)
 
 
-async def _recorded_url(store: "PostgresAuthStore") -> str | None:
+async def _recorded_url(store: "AccessStores") -> str | None:
     """Address of a running server that is reachable from this host. BadInput if all are on other hosts."""
-    servers = await store.servers()
-    for server in servers:
-        if server.host == socket.gethostname() or urlsplit(server.url).hostname not in LOOPBACK:
-            return server.url
+    servers = [(process.url, process.host) for process in await store.processes() if process.url is not None]
+    for url, host in servers:
+        if host == socket.gethostname() or urlsplit(url).hostname not in LOOPBACK:
+            return url
     if servers:
+        url, host = servers[0]
         raise BadInput(
-            f"the dashboard runs at {servers[0].url} on host {servers[0].host}: create the link there, or give --url "
+            f"the dashboard runs at {url} on host {host}: create the link there, or give --url "
             "with an address that reaches it."
         )
     return None
 
 
-@asynccontextmanager
-async def _recorded_address(store: "PostgresAuthStore", url: str) -> AsyncIterator[None]:
-    """Keep the address of this server recorded in the database until the context exits."""
-    address = ServerAddress(url, socket.gethostname())
-
-    async def record_again() -> None:
-        while True:
-            await asyncio.sleep(SERVER_TTL_S / ADDRESS_UPDATES_PER_TTL)
-            with contextlib.suppress(DatabaseUnavailable):  # other tasks log it
-                await store.record_server(address)
-
-    await store.record_server(address)
-    try:
-        async with background_task(record_again()):
-            yield
-    finally:
-        with contextlib.suppress(DatabaseUnavailable):
-            await store.remove_server(address)
-
-
-def _browser_url(config: Config, port: int) -> str:
+def browser_url(config: Config, port: int) -> str:
     if config.api.url is not None:
         return config.api.url
-    host = "127.0.0.1" if config.api.host in ("0.0.0.0", "::", *LOOPBACK) else config.api.host  # noqa: S104
-    return f"{config.api.scheme}://[{host}]:{port}" if ":" in host else f"{config.api.scheme}://{host}:{port}"
+    host, scheme = browser_host(config.api.host), config.api.scheme
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def browser_host(host: str) -> str:
+    """The address at which a program on this host reaches a server that listens on `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::", *LOOPBACK) else host  # noqa: S104
 
 
 async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") -> None:

@@ -19,9 +19,9 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import LeaseLost
-from windlass.model.work_order import RayHead
+from windlass.model.process import RayHeadAddress
 from windlass.ray.dispatcher import Dispatcher, DispatcherSettings
-from windlass.ray.head import run_head
+from windlass.ray.head import head_credentials, run_head
 from windlass.ray.head_lease import hold_head_lease
 from windlass.ray.node import NodeProgram, NodeSettings
 from windlass.ray.node_watch import HeadLost
@@ -178,22 +178,38 @@ class RaySupervisor:
         self.address, self._fleets = address, ray_fleets(config)
         self._programs.set_programs(programs)
 
-    def head(self) -> RayHead | None:
+    def head_address(self) -> RayHeadAddress | None:
         """The head that spawned machines join. Its versions were checked to be ours."""
         if self.address is None or not self._fleets:
             return None
         ours = our_versions()
-        env = {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
-        return RayHead(self.address, ours.ray, ours.python, env)
+        return RayHeadAddress(self.address, ours.ray, ours.python)
+
+
+def ray_credentials() -> dict[str, str]:
+    """The variables in the environment of this process with which a machine joins the cluster."""
+    return {name: os.environ[name] for name in _RAY_CREDENTIALS if name in os.environ}
+
+
+def set_ray_credentials(config: Config) -> None:
+    """Set the credentials of the Ray head that `up` will start, if it needs one, for all processes of this program.
+
+    They are never stored. A server elsewhere needs the same variables in its environment.
+    """
+    if ray_fleets(config) and config.ray_address is None:
+        os.environ.update(head_credentials())
 
 
 @asynccontextmanager
-async def run_ray_supervisor(config: Config, dsn: str) -> AsyncIterator[RaySupervisor]:
-    """Run head and dispatchers inside the context. Raises ConfigError if the cluster cannot be used."""
+async def run_ray_supervisor(config: Config, dsn: str, holder: str) -> AsyncIterator[RaySupervisor]:
+    """Run head and dispatchers inside the context. Raises ConfigError if the cluster cannot be used.
+
+    `holder`: the name of this process in leases.
+    """
     owner, programs = asyncio.current_task(), ProgramSupervisor()
     await check_ray(config)
     async with contextlib.AsyncExitStack() as resources:
-        supervisor = RaySupervisor(programs, lambda needed: _use_head(needed, dsn, owner), resources)
+        supervisor = RaySupervisor(programs, lambda needed: _use_head(needed, dsn, holder, owner), resources)
         try:
             async with supervisor.reconfigured(config):
                 pass
@@ -204,11 +220,12 @@ async def run_ray_supervisor(config: Config, dsn: str) -> AsyncIterator[RaySuper
 
 
 @asynccontextmanager
-async def _use_head(config: Config, dsn: str, owner: "asyncio.Task[Any] | None") -> AsyncIterator[str]:
+async def _use_head(config: Config, dsn: str, holder: str, owner: "asyncio.Task[Any] | None") -> AsyncIterator[str]:
     async with contextlib.AsyncExitStack() as stack:
         opened = await stack.enter_async_context(Database(dsn, retention=config.retention, max_connections=1))
         is_shared = config.ray_address is not None
-        await stack.enter_async_context(hold_head_lease(PostgresLeaseStore(opened), is_shared=is_shared, owner=owner))
+        lease = hold_head_lease(PostgresLeaseStore(opened), is_shared=is_shared, owner=owner, holder=holder)
+        await stack.enter_async_context(lease)
         if config.ray_address is not None:
             yield config.ray_address
         else:

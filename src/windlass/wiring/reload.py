@@ -80,8 +80,12 @@ async def reload_on_request(
     load: Callable[[], Loaded],
     ray: RaySupervisor,
     is_requested: asyncio.Event,
+    on_reloaded: Callable[[Config], None] = lambda _config: None,
 ) -> AsyncIterator[None]:
-    """Reload whenever `is_requested` is set. Requests during a reload cause one more."""
+    """Reload whenever `is_requested` is set. Requests during a reload cause one more.
+
+    `on_reloaded` gets each configuration that was applied.
+    """
 
     async def reload_forever() -> None:
         while True:
@@ -89,6 +93,7 @@ async def reload_on_request(
             is_requested.clear()
             try:
                 await _reload(orchestrator, active, load, ray)
+                on_reloaded(active.config)
             except WindlassError as error:
                 log.error("reload configuration failed", error=str(error))
             except Exception:

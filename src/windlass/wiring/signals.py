@@ -2,9 +2,20 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from windlass.model.worker import SAME_SIGNAL_S
+
+_Result = TypeVar("_Result")
+
+
+async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """SIGTERM cancels the work as Ctrl-C does, so that it can clean up, for example stop an embedded server."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
 
 
 def on_stop_signals(stop: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from windlass.store.control import PostgresControlStore
 from windlass.store.costs import PostgresCostStore
 from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
+from windlass.store.processes import PostgresProcessStore
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.transport import PostgresMaintenance, PostgresTransport, PostgresWorkSignal
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from windlass.ports.control import ControlStore
     from windlass.ports.costs import CostStore
     from windlass.ports.fleets import FleetQueries, Operations
+    from windlass.ports.processes import ProcessStore
     from windlass.ports.queries import QueryStore
     from windlass.ports.ray import RayStore
     from windlass.ports.tasks import MaintenanceStore, TaskStore
@@ -27,12 +29,18 @@ if TYPE_CHECKING:
     from windlass.store.ray import PostgresRayStore
 
 
-class OrchestratorStores(PostgresControlStore, PostgresFleetQueries, PostgresMaintenance, PostgresWorkSignal):
-    """Implements OrchestratorStore of control/unconfigured_fleets.py."""
+class OrchestratorStores(
+    PostgresControlStore, PostgresFleetQueries, PostgresMaintenance, PostgresWorkSignal, PostgresProcessStore
+):
+    """Implements OrchestratorStore of control/unconfigured_fleets.py, and what control shares with servers."""
 
 
 class WorkerProtocolStores(PostgresTransport, PostgresAuthStore):
     """What the HTTP server needs for workers: their transport, and who they are."""
+
+
+class AccessStores(PostgresAuthStore, PostgresProcessStore):
+    """What commands about tokens and links need: callers, and where servers run."""
 
 
 class DashboardStores(
@@ -42,8 +50,9 @@ class DashboardStores(
     PostgresCostStore,
     PostgresQueryStore,
     PostgresAuthStore,
+    PostgresProcessStore,
 ):
-    """DashboardStore of server/context.py."""
+    """AppStore of server/context.py."""
 
 
 if TYPE_CHECKING:
@@ -57,5 +66,6 @@ if TYPE_CHECKING:
     _COSTS: type[CostStore] = PostgresCostStore
     _QUERIES: type[QueryStore] = PostgresQueryStore
     _AUTH: type[AuthStore] = PostgresAuthStore
+    _PROCESSES: type[ProcessStore] = PostgresProcessStore
     _RAY: type[RayStore] = PostgresRayStore
     _ALERTS: type[AlertStore] = PostgresAlertStore

@@ -26,9 +26,9 @@ from windlass.store.tasks import PostgresTaskStore
 from windlass.wiring.background import background_task
 
 if TYPE_CHECKING:
-    from windlass.store.auth import PostgresAuthStore
     from windlass.store.doctor_checks import DatabaseCheck
     from windlass.store.embedded import EmbeddedPostgres
+    from windlass.wiring.store_roles import AccessStores
 
 # Interval of the check that the embedded server still runs. It reads a file and looks up a process.
 CHECK_INTERVAL_S = 5.0
@@ -130,6 +130,21 @@ async def database(config: Config, *, makes_schema: bool = True, may_create: boo
         await _in_thread(server.close)
 
 
+async def open_embedded_database(config: Config) -> "EmbeddedPostgres | None":
+    """Start the embedded database, which the caller closes; None if another is configured."""
+    if config.database_url is not None:
+        return None
+    from windlass.store.embedded import EmbeddedPostgres
+
+    server = EmbeddedPostgres(data_dir(config))
+    try:
+        await _in_thread(server.open)
+    except BaseException:
+        await _in_thread(server.close)
+        raise
+    return server
+
+
 async def _keep_running(server: "EmbeddedPostgres", config: Config) -> None:
     """Restart an embedded server that was killed. Only its users can, and they check for as long as they run."""
     import structlog
@@ -194,11 +209,11 @@ async def store(
 
 
 @asynccontextmanager
-async def auth_store(config: Config, *, may_create: bool = True) -> "AsyncIterator[PostgresAuthStore]":
-    from windlass.store.auth import PostgresAuthStore
+async def auth_store(config: Config, *, may_create: bool = True) -> "AsyncIterator[AccessStores]":
+    from windlass.wiring.store_roles import AccessStores
 
     async with database(config, may_create=may_create) as dsn, Database(dsn, retention=config.retention) as opened:
-        yield PostgresAuthStore(opened)
+        yield AccessStores(opened)
 
 
 async def applied_migrations_of(dsn: str) -> dict[int, Any]:

@@ -1,17 +1,15 @@
-"""The orchestrator process: cycles of every fleet, once (`windlass cycle`) or until stopped (`windlass up`).
+"""The control process: cycles of every fleet, once (`windlass cycle`) or until stopped (`windlass up`).
 
-`run_up` also opens the database, migrates it, and runs the Ray supervisor, the HTTP server, alerting, the log sink and
-tracing. Each of them ends with the process; none of them delays a cycle.
+`run_control` also runs the Ray supervisor, alerting, the log sink and tracing, and answers requests of HTTP servers,
+which run in other processes. Each of them ends with the process; none of them delays a cycle.
 """
 
-import asyncio
 import contextlib
-import functools
 import os
 import random
-import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -22,29 +20,33 @@ from windlass.control.cycle import FleetCycle, run_once
 from windlass.control.orchestrator import Orchestrator
 from windlass.control.summary import Summary
 from windlass.model.config import Config
+from windlass.model.counters import ALERT_MESSAGES, LOG_LINES_DROPPED, CounterBuffer
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, holder_of_this_process
+from windlass.model.process import ProcessKind
 from windlass.ports.alerts import Notifier
 from windlass.store.alerts import PostgresAlertStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.store.doctor_checks import check_may_control, has_managed_workers
-from windlass.store.log_sink import LogSink, PostgresLogStore
 from windlass.store.migrate import migrate
+from windlass.store.overview import PostgresOverview
 from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
-from windlass.wiring.http_server import OnDashboard, open_listener, run_http_server
+from windlass.wiring.boot_counter import BootCounter
+from windlass.wiring.cycle_requests import answered_cycle_requests
+from windlass.wiring.log_sink import Tap, stored_log_lines
 from windlass.wiring.minimum_cost import log_minimum_costs
 from windlass.wiring.notifiers import make_notifiers
+from windlass.wiring.process_link import ProcessLink, ProcessNote, StartOrder
+from windlass.wiring.process_record import clear_remains, new_record, recorded
 from windlass.wiring.providers import check_keys, make_provider, spawning_fleets
 from windlass.wiring.ray import check_ray, run_ray_supervisor
 from windlass.wiring.reachability import check_control_plane_url
 from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
-from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.store_roles import OrchestratorStores
 from windlass.wiring.stores import database, described_database, has_embedded_database
-from windlass.wiring.terminal import SETTLE_S, SETTLE_STEPS, ControllingTerminal
 from windlass.wiring.tracing import trace_cycles
 
 # Leases without a leader before an alert fires: a restart or a failover takes one.
@@ -52,8 +54,6 @@ LEADER_GRACE_LEASES = 2
 # `windlass cycle` sends alerts within this time, longer than any notifier takes; the next run sends the rest.
 SEND_TIMEOUT_S = 90.0
 NO_FLEET = "no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml"
-# Registers a receiver of log lines; returns the function that removes it.
-Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]
 
 
 async def run_cycles(config: Config) -> list[Summary]:
@@ -85,45 +85,59 @@ async def run_cycles(config: Config) -> list[Summary]:
             await store.release_lease(candidate)
 
 
-async def run_up(
-    load: Callable[[], Loaded],
-    on_summary: Callable[[Summary], None],
-    *,
-    keeps_workers: bool,
-    version: str,
-    on_dashboard: OnDashboard,
-    tap: Tap = lambda _receiver: lambda: None,
-    on_start: Callable[[], None] = lambda: None,
-) -> None:
-    """Run every fleet until stopped: SIGTERM and Ctrl-C shut down, a second one ends now, SIGHUP reloads.
+@dataclass(frozen=True, slots=True)
+class ControlOptions:
+    """`load` reads the configuration, at the start and at each reload. `on_summary` gets each cycle's summary.
 
-    `load` reads the configuration, now and at each reload. A configuration without fleets is accepted while workers of
-    former fleets exist, which are then shut down; otherwise BadInput. `on_dashboard` is called once, when the HTTP
-    server runs. `tap` registers receivers of log lines. `on_start` is called when everything was checked.
+    `tap` registers receivers of log lines. `on_start` is called when everything was checked.
     """
-    # Before the file is read: a SIGHUP during start-up is handled once everything runs.
-    is_reload_requested = asyncio.Event()
-    terminal = ControllingTerminal()
-    is_hung_up = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, is_hung_up.set)
-    config = load().config
+
+    load: Callable[[], Loaded]
+    on_summary: Callable[[Summary], None]
+    keeps_workers: bool
+    version: str
+    tap: Tap = lambda _receiver: lambda: None
+    on_start: Callable[[], None] = lambda: None
+
+
+async def check_start(config: Config) -> None:
+    """Raise BadInput or ConfigError if the fleets cannot run, as far as that shows before anything is started.
+
+    A configuration without fleets is accepted while workers of former fleets exist, which are then shut down.
+    """
     if not config.fleets and not await _has_workers_left(config):
         raise BadInput(f"{NO_FLEET}, or give --queue and --handler.")
     await check_fleets(config)
-    # First, because a port in use ends the start-up.
-    listener = open_listener(config)
+
+
+async def prepare_schema(dsn: str) -> None:
+    """Apply migrations, and check that this user may run the control loop."""
+    await migrate(dsn)
+    await check_may_control(dsn)
+
+
+async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlOptions) -> None:
+    """Run every fleet until the link requests a stop: the first shuts the fleets down, a second one ends now.
+
+    The schema is up to date. A successor takes the leader's lease over from its dead predecessor at once.
+    """
+    config, candidate = order.config, make_candidate(order.config)
+    process, counters = new_record(ProcessKind.CONTROL, 0, options.version), CounterBuffer()
+    link.send("note", ProcessNote(process.id, candidate.holder))
     async with (
         database(config) as dsn,
-        _migrated(dsn),
-        run_ray_supervisor(config, dsn) as ray,
         Database(dsn, retention=config.retention) as opened,
+        _cleared_remains(OrchestratorStores(opened), order),
+        run_ray_supervisor(config, dsn, candidate.holder) as ray,
     ):
         store = OrchestratorStores(opened)
-        candidate, instance_id = make_candidate(config), await store.instance_id()
+        instance_id = await store.instance_id()
         notifiers = make_notifiers(config)
         active = ActiveConfig(config, ray.address or config.ray_address)
         # Receivers of every cycle's summary; the services below add theirs.
-        listeners = [on_summary]
+        boots = BootCounter(PostgresOverview(opened), counters)
+        listeners = [options.on_summary, counters.add_cycle, boots.record_cycle]
+        counters.start_at_zero(spawning_fleets(config), [notifier.name for notifier in notifiers])
 
         def publish(summary: Summary) -> None:
             for receive in listeners:
@@ -136,41 +150,29 @@ async def run_up(
             lambda name, fleet: make_provider(name, fleet, active.for_providers(), instance_id),
             publish,
         )
-        stop = functools.partial(orchestrator.stop, keeps_workers=keeps_workers)
-        on_stop_signals(stop)
+
+        def on_reloaded(changed: Config) -> None:
+            counters.start_at_zero(spawning_fleets(changed))
+            link.send("config", changed)
+
+        link.on_stop = lambda: orchestrator.stop(keeps_workers=options.keeps_workers)
         log = structlog.get_logger("windlass.up")
-        on_start()
         log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
         async with (
-            background_task(_follow_hangups(is_hung_up, terminal, stop, is_reload_requested.set)),
-            reload_on_request(orchestrator, active, load, ray, is_reload_requested),
-            run_http_server(
-                config, dsn, orchestrator, listener, version, listeners, on_dashboard, ray.head, notifiers
-            ) as hooks,
-            _alerting(config, dsn, listeners, notifiers, hooks.on_message),
-            _log_sink(config, dsn, tap, hooks.on_dropped),
-            trace_cycles(config, version, listeners),
+            recorded(store, process, order, counters, details=lambda own: replace(own, ray_head=ray.head_address())),
+            reload_on_request(orchestrator, active, options.load, ray, link.reload_requested, on_reloaded),
+            answered_cycle_requests(store, orchestrator.cycle_now),
+            _alerting(config, dsn, listeners, notifiers, lambda *message: counters.add(ALERT_MESSAGES, message)),
+            stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),
+            trace_cycles(config, options.version, listeners),
             background_task(log_minimum_costs(config)),
+            background_task(boots.run()),
         ):
+            link.send("ready")
             await orchestrator.run(spawning_fleets(config), stops_when_empty=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):
             await store.release_lease(candidate)
         log.info("stopped")
-
-
-async def _follow_hangups(
-    is_hung_up: asyncio.Event, terminal: ControllingTerminal, stop: Callable[[], None], reload: Callable[[], None]
-) -> None:
-    """SIGHUP reloads; if it came because the terminal was closed, it stops."""
-    while True:
-        await is_hung_up.wait()
-        is_hung_up.clear()
-        for _ in range(SETTLE_STEPS if terminal.is_watched else 0):
-            if terminal.is_gone:
-                stop()
-                return
-            await asyncio.sleep(SETTLE_S / SETTLE_STEPS)
-        reload()
 
 
 def make_cycle(
@@ -194,9 +196,8 @@ async def _has_workers_left(config: Config) -> bool:
 
 
 @asynccontextmanager
-async def _migrated(dsn: str) -> AsyncIterator[None]:
-    await migrate(dsn)
-    await check_may_control(dsn)
+async def _cleared_remains(store: OrchestratorStores, order: StartOrder) -> AsyncIterator[None]:
+    await clear_remains(store, order.predecessor)
     yield
 
 
@@ -227,19 +228,3 @@ async def _alerting(
         listeners.append(alerts.record_cycle)
         async with background_task(alerts.run()):
             yield
-
-
-@asynccontextmanager
-async def _log_sink(config: Config, dsn: str, tap: Tap, on_dropped: Callable[[int], None]) -> AsyncIterator[None]:
-    """Writes log lines into the database, if that is configured."""
-    if not config.logs.in_database:
-        yield
-        return
-    async with Database(dsn, retention=config.retention, max_connections=1) as opened:
-        sink = LogSink(PostgresLogStore(opened), on_dropped)
-        async with background_task(sink.run()):
-            remove = tap(sink.take)
-            try:
-                yield
-            finally:
-                remove()

@@ -15,13 +15,11 @@ from windlass.model.auth import (
     DEFAULT_TOKEN_TTL_S,
     EVERYTHING,
     RATE_TTL_S,
-    SERVER_TTL_S,
     Activation,
     ApiToken,
     Caller,
     JoinCaller,
     Role,
-    ServerAddress,
     Session,
     TokenCaller,
     TokenScope,
@@ -224,14 +222,3 @@ class MemoryAuthStore(TableStore):
             name = self._tables.sessions.pop(hash_).name
             self._add_event("SESSION_REVOKED", f"session of {name} revoked")
         return bool(found)
-
-    async def record_server(self, server: ServerAddress) -> None:
-        self._tables.servers.pop(server, None)
-        self._tables.servers[server] = self._clock()
-
-    async def servers(self) -> list[ServerAddress]:
-        since = self._clock() - interval(SERVER_TTL_S)
-        return [server for server, seen_at in reversed(self._tables.servers.items()) if seen_at > since]
-
-    async def remove_server(self, server: ServerAddress) -> None:
-        self._tables.servers.pop(server, None)

@@ -21,7 +21,7 @@ from support.memory_store.notifications import NotificationHub
 from support.memory_store.tasks import MemoryTask, TaskTable
 from support.memory_store.workers import Credentials, MemoryWorker, WorkerTable
 from windlass.model.action import AttemptRefund
-from windlass.model.auth import ApiToken, ServerAddress, Session
+from windlass.model.auth import ApiToken, Session
 from windlass.model.config import Retention
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
@@ -61,7 +61,6 @@ class Tables:
         # Rates of heavy callers by server, with the time of their record.
         self.caller_rates: dict[UUID, tuple[datetime, dict[tuple[str, str], float]]] = {}
         # Time of the last report by address, newest last.
-        self.servers: dict[ServerAddress, datetime] = {}
 
     # --------------------------------------------------------------------------------------------------- tasks
 

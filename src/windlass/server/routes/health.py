@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
@@ -35,15 +35,20 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class FleetReadiness:
-    is_leader: bool
-    last_cycle_age_s: float
+    """`last_cycle_age_s` None: no cycle yet."""
+
+    is_running: bool
+    last_cycle_age_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
+    """`has_control_loop`: the cycles of all fleets run in time. Without them, workers still claim and finish tasks."""
+
     is_ready: bool
     has_database: bool
-    is_leader: bool
+    has_leader: bool
+    has_control_loop: bool
     fleets: Mapping[str, FleetReadiness]
 
 
@@ -57,12 +62,13 @@ class WheelResponse:
 _health = json_response(Health)
 _readiness = json_response(Readiness)
 _wheel = json_response(WheelResponse)
-_NOT_READY = {"is_ready": False, "has_database": False, "is_leader": False, "fleets": {}}
+_UNREADY = Readiness(is_ready=False, has_database=False, has_leader=False, has_control_loop=False, fleets={})
+_NOT_READY = asdict(_UNREADY)
 
 
 def health_routes(context: WorkerApiContext) -> APIRouter:
     router = APIRouter()
-    probe = _DatabaseProbe(context)
+    probe = _ReadinessProbe(context)
 
     # Some probes send HEAD.
     @router.head("/healthz", dependencies=[OPEN], include_in_schema=False)
@@ -76,17 +82,8 @@ def health_routes(context: WorkerApiContext) -> APIRouter:
         "/readyz", dependencies=[OPEN], **documented(Readiness, "Check readiness", also=503, also_example=_NOT_READY)
     )
     async def readyz() -> Response:
-        """The database answers and the control loop runs, as leader or standby."""
-        has_database = await probe.has_database()
-        loops = context.control.loop_health()
-        readiness = Readiness(
-            is_ready=has_database and bool(loops) and all(loop.is_running for loop in loops.values()),
-            has_database=has_database,
-            is_leader=any(loop.is_leader for loop in loops.values()),
-            fleets={
-                name: FleetReadiness(loop.is_leader, round(loop.last_cycle_age_s, 1)) for name, loop in loops.items()
-            },
-        )
+        """The database answers, so this server can do its work. The body also reports the control loop."""
+        readiness = await probe.readiness()
         response = _readiness(readiness)
         response.status_code = 200 if readiness.is_ready else 503
         return response
@@ -135,24 +132,39 @@ def metrics_routes(context: AppContext) -> APIRouter:
     return router
 
 
-class _DatabaseProbe:
+class _ReadinessProbe:
     def __init__(self, context: WorkerApiContext) -> None:
         self._context = context
         self._lock = asyncio.Lock()
-        self._has_database = False
+        self._readiness = _UNREADY
         self._cached_until = float("-inf")
 
-    async def has_database(self) -> bool:
+    async def readiness(self) -> Readiness:
         async with self._lock:  # callers that waited here use the answer of the first
             if time.monotonic() >= self._cached_until:
                 try:
                     async with asyncio.timeout(PROBE_TIMEOUT_S):
-                        await self._context.worker_store.now()
-                    self._has_database = True
+                        self._readiness = await self._load()
                 except (DatabaseUnavailable, TimeoutError):
-                    self._has_database = False
+                    self._readiness = _UNREADY
                 self._cached_until = time.monotonic() + PROBE_TTL_S
-            return self._has_database
+            return self._readiness
+
+    async def _load(self) -> Readiness:
+        await self._context.worker_store.now()
+        control = await self._context.control.health()
+        return Readiness(
+            is_ready=True,
+            has_database=True,
+            has_leader=control.has_leader,
+            has_control_loop=control.is_running,
+            fleets={
+                name: FleetReadiness(
+                    loop.is_running, round(loop.last_cycle_age_s, 1) if loop.last_cycle_age_s is not None else None
+                )
+                for name, loop in control.fleets.items()
+            },
+        )
 
 
 def _find_wheel(context: WorkerApiContext) -> Wheel:

@@ -44,7 +44,7 @@ def routes(context: AppContext) -> APIRouter:
     @viewer.get("/status", **documented(Status, "Get counts"))
     async def status() -> Response:
         """Actions of the last cycle of each fleet, and current tasks and workers, in the form of a cycle's summary."""
-        return _status(count_status(await feed.overview(), context.control.last_actions()))
+        return _status(count_status(await feed.overview(), await context.control.last_actions()))
 
     @viewer.get("/overview", **documented(Overview, "Get the overview"))
     async def overview() -> Response:

@@ -71,7 +71,7 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
     """How a process becomes a worker: activation of spawned machines, self-registration of others."""
     store = context.auth_store
 
-    def order_for(caller: WorkerCaller | JoinCaller) -> Response:
+    async def order_for(caller: WorkerCaller | JoinCaller) -> Response:
         fleet = context.control.fleet_config(caller.fleet)
         if fleet is None:
             raise unavailable(f"this control plane does not run fleet {caller.fleet} of worker {caller.worker_id}")
@@ -84,7 +84,7 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
                 context.worker_defaults,
                 max_payload_bytes=context.max_payload_bytes,
                 version=context.version,
-                ray_head=context.control.ray_head(),
+                ray_head=await context.control.ray_head() if fleet.engine == "ray" else None,
             )
         )
 
@@ -96,7 +96,7 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
         _check_token(call.token)
         match await store.activate(worker_id, request.state.token_hash, hash_of(call.token)):
             case Activation.ACTIVATED:
-                return order_for(caller)
+                return await order_for(caller)
             case Activation.USED:
                 raise gone(f"the join token of worker {worker_id} was already used")
             case Activation.EXPIRED:
@@ -136,7 +136,7 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
     @router.get(http.ORDER, **documented(WorkOrder, "Get the work order"))
     async def order(worker: Worker) -> Response:
         """For a worker process that was restarted."""
-        return order_for(worker)
+        return await order_for(worker)
 
 
 def _add_working_routes(router: APIRouter, context: WorkerApiContext) -> None:

@@ -33,14 +33,43 @@ create table windlass.sessions (
   expires_at timestamptz not null
 );
 
--- HTTP servers of running orchestrators. Each renews its row every few seconds and deletes it when it stops.
-create table windlass.http_servers (
-  url text not null,
-  -- The host it runs on: a loopback address is useless on another host.
+-- Processes of `windlass up` and `windlass serve`. Each renews its row every few seconds and deletes it when it stops.
+-- Unlogged: after a crash of the database it is empty, and filled again within seconds.
+create unlogged table windlass.processes (
+  id uuid primary key,
+  kind text not null check (kind in ('control', 'server')),
+  -- The number of the server process in its `windlass up` or `windlass serve`.
+  number integer not null,
   host text not null,
-  seen_at timestamptz not null default windlass.now(),
-  primary key (url, host)
+  pid integer not null,
+  version text not null,
+  -- Servers only: the URL for browsers. A loopback URL refers to `host`.
+  url text,
+  -- Control processes only: address and versions of the Ray head, without its credentials.
+  ray_head jsonb,
+  -- Values for metrics.
+  gauges jsonb not null default '{}',
+  started_at timestamptz not null default windlass.now(),
+  seen_at timestamptz not null default windlass.now()
 );
+
+-- Counters for metrics, as sums over all processes that ever ran. `labels` are in the order of model/counters.py.
+create table windlass.counters (
+  name text not null,
+  labels text[] not null,
+  value double precision not null,
+  updated_at timestamptz not null default windlass.now(),
+  primary key (name, labels)
+);
+
+-- Cycles that HTTP servers requested. A control process runs them and writes their summaries.
+create unlogged table windlass.cycle_requests (
+  id bigint generated always as identity primary key,
+  requested_at timestamptz not null default windlass.now(),
+  -- Null: not answered yet.
+  summaries jsonb
+);
+create index cycle_requests_open on windlass.cycle_requests (id) where summaries is null;
 
 
 -- -------------------------------------------------------------------------------------------------- fleets

@@ -115,8 +115,8 @@ as $$
   select count(*)::integer from deleted
 $$;
 
--- Delete samples, their averages, expired sessions and servers that stopped without removing their row. Returns the
--- number of deleted rows.
+-- Delete samples, their averages, expired sessions, processes that ended without removing their row, counters of former
+-- fleets, and old requests for cycles. Returns the number of deleted rows.
 create function windlass_internal.sweep_dashboard(
   p_samples_s double precision, p_averages_s double precision, p_limit integer default 1000
 ) returns integer
@@ -150,8 +150,16 @@ begin
   get diagnostics v_count = row_count;
   v_deleted := v_deleted + v_count;
 
-  -- Servers that stopped without removing their row.
-  delete from windlass.http_servers where seen_at < v_now - interval '1 hour';
+  -- Processes that ended without removing their row.
+  delete from windlass.processes where seen_at < v_now - interval '1 hour';
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.counters where updated_at < v_now - interval '90 days';
+  get diagnostics v_count = row_count;
+  v_deleted := v_deleted + v_count;
+
+  delete from windlass.cycle_requests where requested_at < v_now - interval '1 hour';
   get diagnostics v_count = row_count;
   return v_deleted + v_count;
 end
