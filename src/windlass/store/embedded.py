@@ -171,12 +171,6 @@ class EmbeddedPostgres:
         finally:
             os.close(in_use)
 
-    def forget(self) -> None:
-        """Not open any more, and without effect on the server: for a fork, whose parent goes on to use it."""
-        in_use, self._in_use = self._in_use, None
-        if in_use is not None:
-            os.close(in_use)
-
     def __enter__(self) -> Self:
         self.open()
         return self

@@ -174,7 +174,6 @@ def _supervise(
         prepared.config,
         reload=reload,
         terminal=terminal,
-        on_fork=embedded.forget if embedded is not None else lambda: None,
     )
     if reloads:
         supervisor.request_reload()

@@ -56,7 +56,7 @@ class ProcessFailed(WindlassError):
 
 
 class Supervisor:
-    """`reload` loads the configuration, if no control process does it. `on_fork` is called in each new process."""
+    """`reload` loads the configuration, if no control process does it."""
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class Supervisor:
         *,
         reload: Callable[[], Config],
         terminal: ControllingTerminal,
-        on_fork: Callable[[], None] = lambda: None,
     ) -> None:
         self._roles = roles
         self._config = config
@@ -73,7 +72,6 @@ class Supervisor:
         self._terminal = terminal
         # Until when a SIGHUP may still turn out to be the end of the terminal.
         self._hangup_settled_at: float | None = None
-        self._on_fork = on_fork
         self._has_control = any(role.kind is ProcessKind.CONTROL for role in roles)
         self._processes: dict[int, SupervisedProcess] = {}
         self._backoffs = {role: Backoff() for role in roles}
@@ -246,7 +244,6 @@ class Supervisor:
             others = [process.connection for process in self._processes.values()]
             for each in (ours, self._wakeup, self._wakeup_writer, *others, *role.closes):
                 each.close()
-            self._on_fork()
             code = run_process(theirs, supervisor_pid, role.name, role.main, order)
         except BaseException:
             log.exception("process failed", process=role.name)
