@@ -226,9 +226,10 @@ async def test_fleet_without_orchestrator_is_reported_as_such(host: FleetHost) -
     assert "no orchestrator" not in host.windlass("status").out
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.stop(up)
-    first, *_, last = [json.loads(line) for line in host.log().splitlines()]
-    assert (first["event"], first["fleets"], last["event"]) == ("started", ["default"], "stopped")
-    assert first["database"].startswith("postgresql://")
+    *lines, last = [json.loads(line) for line in host.log().splitlines()]
+    started = next(line for line in lines if line["event"] == "started")
+    assert (started["fleets"], last["event"]) == (["default"], "stopped")
+    assert started["database"].startswith("postgresql://")
     (task,) = await host.enqueue(None)
     for command in (("status",), ("explain", "default"), ("explain", task)):
         out = host.windlass(*command).out

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -171,7 +172,8 @@ async def open_site(folder: Path, dsn: str) -> AsyncIterator[ControlPlaneHost]:
             yield site
         finally:
             for process in site.live_processes():
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # the processes of `up` end with their supervisor
+                    process.kill()
             for up in site.ups:
                 up.wait(PATIENCE_S)
 
@@ -269,7 +271,7 @@ def test_port_in_use_is_refused_in_one_line(tmp_path: Path, dsn: str) -> None:
         windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
         done = windlass("up", "--queue", "q", "--exec", "true", "--port", port)
     assert done.code == 2
-    assert done.err.startswith(f"windlass: cannot listen on 127.0.0.1 port {port} (Address already in use): choose")
+    assert done.err.startswith(f"windlass: cannot listen on 127.0.0.1 port {port}: python with pid {os.getpid()} ")
     assert done.err.count("\n") == 1
 
 

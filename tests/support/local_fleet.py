@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -170,6 +170,7 @@ async def open_fleet_host(folder: Path, dsn: str) -> AsyncIterator[FleetHost]:
             yield host
         finally:
             for process in host.live_processes():
-                process.kill()
+                with suppress(psutil.NoSuchProcess):  # the processes of `up` end with their supervisor
+                    process.kill()
             for up in host.ups:
                 up.wait(PATIENCE_S)

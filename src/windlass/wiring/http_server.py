@@ -6,9 +6,7 @@ the database, for `windlass tokens link`.
 """
 
 import asyncio
-import http.client
 import itertools
-import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -38,9 +36,6 @@ USER_STATEMENT_TIMEOUT_S = 5.0
 SAMPLES_PER_PURGE = 60
 # Gets the address of the dashboard, and a function that creates a login link; None if `api.login_link` is off.
 OnDashboard = Callable[[str, Callable[[], Awaitable[str]] | None], Awaitable[None]]
-# Of the program that uses the port already.
-PROBE_TIMEOUT_S = 1.0
-PROBE_BYTES = 10_000
 log = structlog.get_logger(__name__)
 
 
@@ -57,27 +52,7 @@ def open_listener(config: Config) -> socket.socket | None:
     from windlass.server.server import listen
 
     raise_file_limit()
-    try:
-        return listen(config.api.host, config.api.port)
-    except BadInput as error:
-        version = _version_of_server(config.api.host, config.api.port)
-        if version is None:
-            raise
-        raise BadInput(f"{error} Another windlass, version {version}, listens there.") from None
-
-
-def _version_of_server(host: str, port: int) -> str | None:
-    """The version of the windlass that answers at this address; None if another program or none does."""
-    address = browser_host(host)
-    connection = http.client.HTTPConnection(address, port, timeout=PROBE_TIMEOUT_S)
-    try:
-        connection.request("GET", "/healthz")
-        health = json.loads(connection.getresponse().read(PROBE_BYTES))
-        return str(health["version"])[:50] if health.get("status") == "ok" else None
-    except (OSError, http.client.HTTPException, ValueError, KeyError, AttributeError):
-        return None
-    finally:
-        connection.close()
+    return listen(config.api.host, config.api.port)
 
 
 @asynccontextmanager
@@ -151,13 +126,10 @@ async def _recorded_url(store: "AccessStores") -> str | None:
 def browser_url(config: Config, port: int) -> str:
     if config.api.url is not None:
         return config.api.url
-    host, scheme = browser_host(config.api.host), config.api.scheme
+    host, scheme = config.api.host, config.api.scheme
+    if host in ("0.0.0.0", "::", *LOOPBACK):  # noqa: S104
+        host = "127.0.0.1"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def browser_host(host: str) -> str:
-    """The address at which a program on this host reaches a server that listens on `host`."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::", *LOOPBACK) else host  # noqa: S104
 
 
 async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") -> None:
