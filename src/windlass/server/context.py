@@ -101,7 +101,6 @@ class WorkerApiContext:
     # makes up to 1,500 calls per second, and a server process answers some 5,000.
     rate_limit: float = 500.0
     worker_rate_limit: float = 2_000.0
-    worker_rate_limit: float = 1_000.0
     counters: CounterBuffer = field(default_factory=CounterBuffer)
     # None if this program was not installed as a package.
     wheel: Wheel | None = None
