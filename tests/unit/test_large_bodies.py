@@ -1,0 +1,94 @@
+"""Large bodies of workers: counted before they are decoded, few at the same time, decoded in one thread."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from support.control_planes import InMemoryControlPlane, bearer, open_control_plane
+from windlass.model.errors import BadInput
+from windlass.ports import http
+from windlass.server import worker_calls
+from windlass.server.request_body import MAX_LARGE_PER_WORKER, decode_body
+from windlass.server.route_table import MAX_SMALL_BODY_BYTES
+
+LIMIT_S = 30.0
+
+
+def finish_body(count: int) -> bytes:
+    results = [{"task_id": number, "token": str(uuid4()), "result": "1"} for number in range(count)]
+    return json.dumps({"finished": results}).encode()
+
+
+def heartbeat_body(count: int) -> bytes:
+    claims = [{"task_id": number, "token": str(uuid4())} for number in range(count)]
+    return json.dumps({"claims": claims}).encode()
+
+
+@pytest.fixture
+async def plane(clock: Any) -> AsyncIterator[InMemoryControlPlane]:
+    async with open_control_plane(clock) as plane:
+        yield plane
+
+
+def test_h4_items_are_counted_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    for name in ("_decode_finish", "_decode_heartbeat"):
+        monkeypatch.setattr(worker_calls, name, lambda body: decoded.append(len(body)))
+    with pytest.raises(BadInput, match="at most 1,000 results, not 1,001"):
+        worker_calls._finish_call(finish_body(http.MAX_FINISHED + 1))
+    with pytest.raises(BadInput, match="at most 10,000 claims, not 10,001"):
+        worker_calls._heartbeat_call(heartbeat_body(http.MAX_HELD_CLAIMS + 1))
+    assert decoded == []
+
+
+async def test_calls_with_as_many_items_as_allowed_are_accepted(plane: InMemoryControlPlane) -> None:
+    headers = bearer(await plane.join())
+    finished = await plane.client.post(http.FINISH, content=finish_body(http.MAX_FINISHED), headers=headers)
+    assert (finished.status_code, len(finished.json()["lost"])) == (200, http.MAX_FINISHED)
+    beat = await plane.client.post(http.HEARTBEAT, content=heartbeat_body(http.MAX_HELD_CLAIMS), headers=headers)
+    assert (beat.status_code, len(beat.json()["lost"])) == (200, http.MAX_HELD_CLAIMS)
+
+
+async def test_h4_one_worker_sends_few_large_bodies_at_a_time(plane: InMemoryControlPlane) -> None:
+    token, other = await plane.join(), await plane.join("w1", 1)
+    started, gate = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        started.release()
+        await gate.wait()
+        yield b"{}"
+
+    def post(token: str) -> "asyncio.Task[httpx.Response]":
+        # Without a length, so that it counts as large.
+        return asyncio.create_task(plane.client.post(http.FINISH, content=slow_body(), headers=bearer(token)))
+
+    async with asyncio.timeout(LIMIT_S):
+        held = [post(token) for _ in range(MAX_LARGE_PER_WORKER)]
+        for _ in held:
+            await started.acquire()
+        refused = await post(token)
+        assert (refused.status_code, refused.json()["code"]) == (429, "TOO_MANY")
+        others = post(other)
+        await started.acquire()
+        gate.set()
+        assert {response.status_code for response in await asyncio.gather(*held, others)} == {200}
+        assert (await post(token)).status_code == 200  # those before have ended
+
+
+async def test_large_bodies_are_decoded_one_after_another() -> None:
+    """Decoding holds the interpreter lock: several threads would starve the event loop."""
+    threads: set[int] = set()
+
+    def decode(_content: bytes) -> None:
+        threads.add(threading.get_ident())
+
+    content = b" " * (MAX_SMALL_BODY_BYTES + 1)
+    await asyncio.gather(*(decode_body(decode, content) for _ in range(20)))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
