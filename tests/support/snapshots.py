@@ -106,7 +106,7 @@ def worker(
         vram_total_mb=vram_mb,
         vram_at=_maybe(vram if vram is not None or vram_mb is None else 1),
         vram_lost_at=_maybe(vram_lost),
-        running_at=rest.pop("running_at", None if status == "spawning" else ago(created)),
+        running_at=rest.pop("running_at", ago(created if machine_at is None else machine_at)),
         **rest,
     )
 
@@ -222,7 +222,16 @@ class _Effects:
                     self.ended_bills += (replace(bill, until=now),)
                 self._remove_machine(machine_id)
             case Adopt(worker_id, machine_id):
-                self._change(worker_id, machine_id=machine_id, creation="created", machine_at=now)
+                found = (self.machines or {}).get(machine_id)
+                self._change(
+                    worker_id,
+                    machine_id=machine_id,
+                    creation="created",
+                    machine_at=now,
+                    running_at=now if found is not None and found.state is MachineState.RUNNING else None,
+                    address=found.address if found is not None else None,
+                    machine_host=found.host if found is not None else None,
+                )
             case RecordPrice(worker_id, machine_id):
                 self._change(worker_id, bill=self._bill(machine_id))
             case RecordMachine(worker_id, address=address, machine_host=host, is_running=is_running):
@@ -295,6 +304,7 @@ class _Effects:
             machine_id=machine_id,
             machine_at=now,
             creation="created",
+            running_at=None if self.seen.traits.has_prepare_step else now,
         )
         if self.machines is not None:
             # A machine with a prepare step is prepared when it runs, not yet.

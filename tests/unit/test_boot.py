@@ -56,9 +56,9 @@ def failures(view: Any, found: Machine, config: FleetConfig, traits: ProviderTra
 
 def test_pod_that_pulls_a_large_image_is_not_failed() -> None:
     """Defect 3 of the cloud review: pods were deleted 602 s after their creation, in the middle of a pull."""
-    pulling = worker(status="spawning", heartbeat=None, created=900, machine_at=900)
+    pulling = worker(status="spawning", heartbeat=None, created=900, machine_at=900, running_at=None)
     assert failures(pulling, machine(MachineState.BOOTING), POD) == []
-    endless = worker(status="spawning", heartbeat=None, created=1801, machine_at=1801)
+    endless = worker(status="spawning", heartbeat=None, created=1801, machine_at=1801, running_at=None)
     assert [fail.code for fail in failures(endless, machine(MachineState.BOOTING), POD)] == ["SPAWNING_TIMEOUT"]
 
 
@@ -71,6 +71,7 @@ def test_progress_begins_the_timeout_again() -> None:
     ]
     assert failures(worker(**spawning, running_at=ago(901), progress_at=ago(5)), running, POD) == []
     assert failures(worker(**spawning, running_at=ago(5)), running, POD) == []
+    assert failures(worker(**spawning, running_at=None), running, POD) == [], "it has just begun to run"
 
 
 def late_server(age_s: float, **rest: Any) -> Any:
@@ -82,7 +83,7 @@ def test_late_server_is_kept_until_its_billed_hour_ends() -> None:
     """Defect 2 of the cloud review: ten servers were deleted at 122 s, each after one billed hour."""
     running = machine(MachineState.RUNNING)
     config = fleet(SERVER, max_workers=1)
-    for age_s in (700, 1300, 3000):
+    for age_s in (1300, 2500, 3000):
         late = plan(
             snapshot(late_server(age_s, running_at=ago(age_s)), machines=(running,), traits=HOURLY, queued=1), config
         )
@@ -98,15 +99,21 @@ def test_late_server_is_kept_until_its_billed_hour_ends() -> None:
     ]
 
 
+def test_slow_server_is_neither_late_nor_replaced_for_twice_the_timeout() -> None:
+    running = machine(MachineState.RUNNING)
+    seen = snapshot(late_server(1100, running_at=ago(1100)), machines=(running,), traits=HOURLY, queued=1)
+    assert of_kind(plan(seen, fleet(SERVER, max_workers=2)).actions, Spawn, Fail, RaiseAlert) == []
+
+
 def test_late_server_is_replaced_where_slots_are_free() -> None:
     running = machine(MachineState.RUNNING)
-    seen = snapshot(late_server(700, running_at=ago(700)), machines=(running,), traits=HOURLY, queued=1)
+    seen = snapshot(late_server(1300, running_at=ago(1300)), machines=(running,), traits=HOURLY, queued=1)
     planned = plan(seen, fleet(SERVER, max_workers=2))
     assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [1]
 
 
 def test_many_late_servers_hold_the_fleet() -> None:
-    views = [late_server(700, running_at=ago(700), slot=n, id_=f"w{n}") for n in range(5)]
+    views = [late_server(1300, running_at=ago(1300), slot=n, id_=f"w{n}") for n in range(5)]
     machines = tuple(Machine(f"m-w{n}", f"w{n}", MachineState.RUNNING) for n in range(5))
     planned = plan(snapshot(*views, machines=machines, traits=HOURLY, queued=50), SERVER)
     assert of_kind(planned.actions, Spawn, Fail) == []
@@ -117,7 +124,7 @@ def test_many_late_servers_hold_the_fleet() -> None:
 def test_running_machine_and_its_address_are_recorded_once() -> None:
     found = machine(MachineState.RUNNING, address="203.0.113.7", host="203.0.113.7")
     spawning = {"status": "spawning", "heartbeat": None, "created": 60.0, "machine_at": 60.0}
-    planned = plan(snapshot(worker(**spawning), machines=(found,), traits=BY_SECOND), POD)
+    planned = plan(snapshot(worker(**spawning, running_at=None), machines=(found,), traits=BY_SECOND), POD)
     assert of_kind(planned.actions, RecordMachine) == [
         RecordMachine("w0", "m-w0", "its machine is running", True, "203.0.113.7", "203.0.113.7")
     ]

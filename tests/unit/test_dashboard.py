@@ -15,11 +15,12 @@ from windlass.dashboard import filters, render
 from windlass.dashboard.alerts import attention_items
 from windlass.dashboard.charts import fleet_charts
 from windlass.dashboard.cost import BudgetView, cost_page, day_charts, round_up
-from windlass.dashboard.cycles import replay_cycle, replay_options
+from windlass.dashboard.cycles import cycle_lines, replay_cycle, replay_options
 from windlass.dashboard.overview import overview_page
 from windlass.dashboard.render import PageContext, Viewer, in_code, query
 from windlass.dashboard.tasks import attempts_of, tasks_page, waited_s
 from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page, workers_page
+from windlass.model.action import Delete, Spawn
 from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
@@ -120,6 +121,18 @@ DURATIONS = {
 
 
 @pytest.mark.parametrize(("seconds", "read"), DURATIONS.items())
+def test_list_of_cycles_shows_what_was_done_not_what_was_planned() -> None:
+    """Defect 6 of the cloud review: planned spawns and deletions were shown as done."""
+    planned = (Spawn(0, "wanted"), Spawn(1, "wanted"), Spawn(2, "wanted"), Delete("w9", "m9", "IDLE", "idle"))
+    decision = "spawn 3: 3 queued"
+    unconfirmed = Cycle(1, "renders", 1, NOW, NOW, decision, planned, None, 0, None)
+    partly = Cycle(
+        2, "renders", 1, NOW, NOW, decision, planned, {"workers_spawned": 2, "workers_terminated": 1}, 0, None
+    )
+    lines = [line.actions for line in cycle_lines([unconfirmed, partly])]
+    assert lines == ["3 spawns not confirmed, 1 deletion not confirmed", "spawned 2 of 3, deleted 1"]
+
+
 def test_duration_format(seconds: float, read: str) -> None:
     assert filters.duration(seconds) == read
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
-from windlass.model.action import ACTION_KINDS, Delete, Drain, Fail, Promote, Spawn
+from windlass.model.action import ACTION_KINDS, Fail
 from windlass.model.cycle import Cycle, CycleDetail, Explanation, Fleet
+from windlass.model.cycle_actions import done_actions
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
@@ -21,15 +22,6 @@ from windlass.ports.fleets import MAX_AHEAD, FleetQueries
 from windlass.ports.tasks import TaskStore
 
 CYCLES_SHOWN = 10
-# Actions shown in a cycle's line, in the order of a worker's lifecycle: the verb, and for provider calls the noun and
-# the key of the cycle's summary that counts successful calls. The others took effect when the plan was committed.
-_COUNTED_ACTIONS: tuple[tuple[type, str, str, str], ...] = (
-    (Spawn, "spawned", "spawn", "workers_spawned"),
-    (Promote, "promoted", "", ""),
-    (Fail, "failed", "", ""),
-    (Drain, "drained", "", ""),
-    (Delete, "deleted", "deletion", "workers_terminated"),
-)
 
 
 class ExplainStore(TaskStore, FleetQueries, Protocol):
@@ -298,15 +290,7 @@ def _cycle_line(cycle: Cycle) -> str:
 
 
 def _done_note(cycle: Cycle) -> str:
-    """What the cycle did, as opposed to what it planned."""
-    parts = []
-    for kind, verb, noun, key in _COUNTED_ACTIONS:
-        planned = sum(isinstance(action, kind) for action in cycle.actions)
-        done = planned if not key else (cycle.summary or {}).get(key, 0)
-        if 0 < done < planned:
-            parts.append(f"{verb} {done} of {planned}")
-        elif planned:
-            parts.append(f"{verb} {planned}" if done else f"{_plural(planned, noun)} not confirmed")
+    parts = done_actions(cycle)
     return f" [{', '.join(parts)}]" if parts else ""
 
 

@@ -11,6 +11,7 @@ from windlass.dashboard.charts import Chart, ChartRange
 from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAlert, Spawn, actions_to_plain
 from windlass.model.cycle import Cycle, CycleDetail
+from windlass.model.cycle_actions import COUNTED_ACTIONS, done_actions
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.listing import Page
@@ -143,7 +144,7 @@ class CycleLine:
     # `spawn 3: 41 queued` is shown as decision and justification.
     decision: str
     justification: str
-    # Action counts by kind.
+    # What was done, not what was planned; other actions by kind.
     actions: str
 
 
@@ -156,9 +157,10 @@ def split_decision(decision: str) -> tuple[str, str]:
 def cycle_lines(cycles: Sequence[Cycle]) -> list[CycleLine]:
     lines = []
     for cycle in cycles:
-        kinds = Counter(ACTION_KINDS[type(action)] for action in cycle.actions)
-        actions = ", ".join(f"{kind} {number}" for kind, number in kinds.items())
-        lines.append(CycleLine(cycle, *split_decision(cycle.decision), actions))
+        counted = tuple(kind for kind, *_ in COUNTED_ACTIONS)
+        others = Counter(ACTION_KINDS[type(action)] for action in cycle.actions if not isinstance(action, counted))
+        actions = [*done_actions(cycle), *(f"{kind} {number}" for kind, number in others.items())]
+        lines.append(CycleLine(cycle, *split_decision(cycle.decision), ", ".join(actions)))
     return lines
 
 

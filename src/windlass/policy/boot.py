@@ -7,8 +7,9 @@ running, it reports a step of its boot, it joins, its preparation begins. While 
 Without a setting, `stall_s` is twice the 99th percentile of the fleet's measured boots as soon as there are some, and
 a default of the provider before that.
 
-Where a billing period is long, a machine that is late costs nothing more until its period ends. It is kept until then,
-without counting as capacity: if it joins, it is used.
+Where a billing period is long, waiting costs nothing until the period ends: only `total_s` applies. A machine that
+takes longer is late. It is kept until shortly before its period ends, without counting as capacity: if it joins, it is
+used.
 """
 
 from dataclasses import dataclass
@@ -49,12 +50,14 @@ def boot_timeout(worker: WorkerView, machine: Machine | None, limit: BootLimit, 
     """Why a worker without a heartbeat is late, as the end of "Spawning timeout"; None if it is not."""
     begun_at = worker.machine_at or worker.created_at
     boot_s = (now - begun_at).total_seconds()
-    is_running = worker.running_at is not None or (machine is not None and machine.state is MachineState.RUNNING)
     if boot_s > limit.total_s:
         return f"({boot_s:.0f}s)"
-    if not is_running and machine is not None:
-        return None
-    moments = (begun_at, worker.running_at, worker.progress_at)
+    running_at = worker.running_at
+    if running_at is None and machine is not None:
+        if machine.state is not MachineState.RUNNING:
+            return None
+        running_at = now  # seen for the first time
+    moments = (begun_at, running_at, worker.progress_at)
     stalled_s = (now - max(moment for moment in moments if moment is not None)).total_seconds()
     if stalled_s <= limit.stall_s:
         return None

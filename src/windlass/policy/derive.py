@@ -130,6 +130,9 @@ def derive_worker_state(
     `limit`: how long its boot may take. `late_until`: it is kept until then although its boot takes longer.
     `misplaced`: why its machine must not be used."""
     limit = limit or boot_limit(fleet, BootTimes())
+    if late_until is not None:
+        # Waiting costs nothing: a machine that makes no progress gets the whole time before it is replaced.
+        limit = BootLimit(limit.total_s, limit.total_s)
     heartbeat_age_s = _age_s(worker.last_heartbeat, now)
     age_s = (now - (worker.prepared_at or worker.created_at)).total_seconds()
     is_silent = heartbeat_age_s is not None and heartbeat_age_s > _silence_limit_s(worker, fleet)

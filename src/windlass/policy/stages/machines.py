@@ -25,8 +25,8 @@ def adopt_machines(context: PlanningContext) -> list[Action]:
 
 
 def record_machines(context: PlanningContext) -> list[Action]:
-    """Record when rented machines were first running, and where they are."""
-    if context.snapshot.machines is None or context.is_stopped or not context.snapshot.traits.is_remote:
+    """Record when machines were first running, and where they are. A process runs when it is created."""
+    if context.snapshot.machines is None or context.is_stopped:
         return []
     actions: list[Action] = []
     for name, state in context.states.items():

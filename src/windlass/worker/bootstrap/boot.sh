@@ -42,10 +42,15 @@ retry() {
   done
 }
 
+# Each attempt is progress: a large image may need several.
+pull_image() {
+  post "pulling $1"
+  timeout "$PULL_TIMEOUT_S" docker pull --quiet "$1" </dev/null
+}
+
 pull_images() {
   while IFS= read -r image || [ -n "$image" ]; do
-    post "pulling $image"
-    if retry timeout "$PULL_TIMEOUT_S" docker pull --quiet "$image" </dev/null; then
+    if retry pull_image "$image"; then
       say "pulled $image"
     else
       say "could not pull $image, continuing without it"
