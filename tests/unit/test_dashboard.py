@@ -121,18 +121,6 @@ DURATIONS = {
 
 
 @pytest.mark.parametrize(("seconds", "read"), DURATIONS.items())
-def test_list_of_cycles_shows_what_was_done_not_what_was_planned() -> None:
-    """Defect 6 of the cloud review: planned spawns and deletions were shown as done."""
-    planned = (Spawn(0, "wanted"), Spawn(1, "wanted"), Spawn(2, "wanted"), Delete("w9", "m9", "IDLE", "idle"))
-    decision = "spawn 3: 3 queued"
-    unconfirmed = Cycle(1, "renders", 1, NOW, NOW, decision, planned, None, 0, None)
-    partly = Cycle(
-        2, "renders", 1, NOW, NOW, decision, planned, {"workers_spawned": 2, "workers_terminated": 1}, 0, None
-    )
-    lines = [line.actions for line in cycle_lines([unconfirmed, partly])]
-    assert lines == ["3 spawns not confirmed, 1 deletion not confirmed", "spawned 2 of 3, deleted 1"]
-
-
 def test_duration_format(seconds: float, read: str) -> None:
     assert filters.duration(seconds) == read
 
@@ -538,3 +526,15 @@ def test_event_does_not_repeat_its_label() -> None:
     page = overview_page(PAGE, overview(standing(fleet())), {}, events)
     assert "registered</strong> on vm<" in page
     assert "activated</strong>: heartbeat 0 s ago<" in page
+
+
+def test_list_of_cycles_shows_what_was_done_not_what_was_planned() -> None:
+    """Defect 6 of the cloud review: planned spawns and deletions were shown as done."""
+    planned = (Spawn(0, "wanted"), Spawn(1, "wanted"), Spawn(2, "wanted"), Delete("w9", "m9", "IDLE", "idle"))
+    decision = "spawn 3: 3 queued"
+    unconfirmed = Cycle(1, "renders", 1, NOW, NOW, decision, planned, None, 0, None)
+    partly = Cycle(
+        2, "renders", 1, NOW, NOW, decision, planned, {"workers_spawned": 2, "workers_terminated": 1}, 0, None
+    )
+    lines = [line.actions for line in cycle_lines([unconfirmed, partly])]
+    assert lines == ["3 spawns not confirmed, 1 deletion not confirmed", "spawned 2 of 3, deleted 1"]
