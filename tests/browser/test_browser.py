@@ -53,20 +53,31 @@ def accessibility_violations(page: Page) -> list[str]:
 def page_paths(site: BrowserSite) -> dict[str, str]:
     """The path of every kind of page, each with content."""
     running, failed = site.start_blocked_task(), site.create_failed_task()
+    site.enqueue("nosuch", {"prompt": "a lighthouse " * 30})
     worker = site.task(running).worker_id
     cycle = site.query(lambda store: store.cycles("renders", 1))[0]
     return {
         "overview": "/",
+        "overview of a week": "/?range=7d",
+        "queues": "/queues",
+        "queue": "/queues/renders",
+        "queue that nothing serves": "/queues/nosuch",
+        "fleet": "/fleets/renders",
+        "fleet of a week": "/fleets/cloud?range=7d",
+        "errors": "/errors",
+        "no errors": "/errors?search=nowhere",
         "workers": "/workers",
         "workers of a fleet": "/workers?fleet=cloud",
         "terminated workers": "/workers?terminated=yes",
         "worker": f"/workers/{worker}",
         "tasks": "/tasks",
-        "failed tasks": "/tasks?which=failed&queue=renders",
+        "failed tasks": "/tasks?status=failed&queue=renders",
+        "search": "/tasks?search=lighthouse",
         "no search result": "/tasks?search=nowhere",
         "task": f"/tasks/{running}",
         "failed task": f"/tasks/{failed}",
         "cycles": "/cycles",
+        "cycles of a fleet": "/cycles?fleet=renders&all=yes",
         "cycle": f"/cycles/{cycle.id}",
         "replay": f"/cycles/{cycle.id}?replay=yes&max_workers=3",
         "cost": "/cost",
@@ -167,7 +178,7 @@ def test_task_is_found_by_its_unique_key(site: BrowserSite, new_page: NewPage) -
 
 def test_failed_task_shows_history_and_attempts(site: BrowserSite, new_page: NewPage) -> None:
     task_id = site.create_failed_task("the prompt is empty")
-    page = new_page("/tasks?which=failed")
+    page = new_page("/tasks?status=failed")
     row = page.locator(f"#task-{task_id}")
     expect(row).to_contain_text("the prompt is empty")
     row.get_by_text("History").click()
@@ -218,7 +229,7 @@ def test_refresh_adds_new_tasks_and_keeps_focus_and_typed_text(site: BrowserSite
 
 def test_refresh_keeps_open_details_and_charts(site: BrowserSite, new_page: NewPage) -> None:
     task_id = site.create_failed_task()
-    page = live(new_page("/tasks?which=failed"))
+    page = live(new_page("/tasks?status=failed"))
     details = page.locator(f"#task-{task_id} details")
     details.locator("summary").click()
     other = site.create_failed_task()
@@ -355,7 +366,7 @@ def test_fleet_buttons_pause_resume_add_worker_and_restart(site: BrowserSite, ne
 
 def test_task_buttons_retry_and_cancel(site: BrowserSite, new_page: NewPage) -> None:
     failed = site.create_failed_task()
-    page = live(new_page("/tasks?which=failed"))
+    page = live(new_page("/tasks?status=failed"))
     row = page.locator(f"#task-{failed}")
     row.get_by_role("button", name="Retry").click()
     page.get_by_role("dialog").get_by_role("button", name="Retry").click()
@@ -371,7 +382,7 @@ def test_task_buttons_retry_and_cancel(site: BrowserSite, new_page: NewPage) -> 
     expect(page.locator(".head .chip")).to_have_text("cancelled")
 
     site.wait_for_task(failed, TaskStatus.FAILED)
-    page.goto("/tasks?which=failed&queue=renders")
+    page.goto("/tasks?status=failed&queue=renders")
     confirm(page, "Retry all of renders", "Retry all")
     retried = site.query(lambda store: store.events(task_id=failed))
     assert [event.code for event in retried].count("TASK_RETRIED") == 2

@@ -171,6 +171,29 @@ async def test_tasks_are_listed_newest_first_and_filtered(windlass: CommandLine,
     assert page.splitlines()[-1] == "next page: --before 3"
 
 
+async def test_tasks_are_searched_by_payload_and_past_errors(windlass: CommandLine, dsn: str) -> None:
+    windlass("enqueue", "q", "-", stdin='{"prompt": "a lighthouse"}\n{"prompt": "a harbour"}\n')
+    # The first attempt of task 2 failed, and it is queued again.
+    await ask(
+        dsn,
+        "insert into windlass.events (code, reason, task_id, worker_id, detail) values ('TASK_ERROR', 'x', 2, 'gpu-1',"
+        ' \'{"attempt": 1, "error_code": "HANDLER_ERROR", "error": "RuntimeError: CUDA error"}\')',
+    )
+    await ask(dsn, "update windlass.tasks set attempts = 1, ready_at = now() where id = 2")
+
+    def found(search: str) -> list[int]:
+        return [task["id"] for task in windlass("tasks", "list", "--search", search, "--json").json]
+
+    assert (found("LIGHTHOUSE"), found("cuda"), found("nothing like it")) == ([1], [2], [])
+    listed = windlass("tasks", "errors", "--search", "cuda", "--since", "1h").out
+    assert "gpu-1" in listed
+    assert "RuntimeError: CUDA error" in listed
+    assert windlass("tasks", "errors", "--worker", "gpu-2", "--json").json == []
+    refused = windlass("tasks", "list", "--search", "x", "--before", 3)
+    assert refused.code == 2
+    assert "cannot be combined" in refused.err
+
+
 async def test_control_characters_in_errors_are_escaped(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "1")
     await set_status(dsn, "failed", 1)

@@ -29,6 +29,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "tasks": (
         "windlass tasks list --queue renders --status failed",
+        "windlass tasks list --search lighthouse",
+        "windlass tasks errors --search CUDA --since 1h",
         "windlass tasks show 17",
         "windlass tasks retry --all-failed --queue renders",
         "windlass tasks cancel --all-queued --queue renders",

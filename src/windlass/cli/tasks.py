@@ -24,12 +24,14 @@ from windlass.cli.output import (
     to_plain,
 )
 from windlass.cli.queues import QueueStore, check_queue_is_known
+from windlass.cli.task_search import errors, search_tasks
 from windlass.cli.times import parse_duration
 from windlass.config_loader import Loaded
 from windlass.cost.queries import task_cost
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
+from windlass.model.listing import TaskList
 from windlass.model.money import with_currency
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
 from windlass.operations import CANCEL_REASON, OperationResult
@@ -69,6 +71,12 @@ async def list_(
     status: Annotated[
         StatusFilter | None, typer.Option("--status", "-s", help="Only this status; scheduled: queued for later.")
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            "--search", help="An id, a unique key, or part of a payload or of an error of any attempt.", metavar="TEXT"
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of tasks.", metavar="N")] = 50,
     before: Annotated[
         int | None,
@@ -82,12 +90,19 @@ async def list_(
 
     Payloads and results are not listed: see `windlass tasks show`.
     """
+    if search is not None and before is not None:
+        raise BadInput("--search and --before cannot be combined: raise --limit to find more.")
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         is_scheduled = status is StatusFilter.SCHEDULED
         wanted = TaskStatus.QUEUED if is_scheduled else TaskStatus(status.value) if status is not None else None
-        found = await store.task_summaries(
-            queue=queue, status=wanted, limit=limit, before_id=before, is_scheduled=is_scheduled
-        )
+        found: Sequence[TaskSummary]
+        if search is not None:
+            which = TaskList(status.value) if status is not None else None
+            found = await search_tasks(store, search, queue=queue, which=which, limit=limit)
+        else:
+            found = await store.task_summaries(
+                queue=queue, status=wanted, limit=limit, before_id=before, is_scheduled=is_scheduled
+            )
         if not found:
             await check_queue_is_known(store, queue)
         now = await store.now()
@@ -96,7 +111,7 @@ async def list_(
         return
     headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "note")
     print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "due", "took"))
-    if len(found) == limit:
+    if len(found) == limit and search is None:
         print(f"next page: --before {found[-1].id}")
 
 
@@ -120,6 +135,9 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
         task.worker_id,
         note,
     )
+
+
+app.command()(errors)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from windlass.store.costs import PostgresCostStore
 from windlass.store.database import Database
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.migrate import applied_migrations, migrate
+from windlass.store.task_lists import PostgresTaskLists
 from windlass.store.tasks import PostgresTaskStore
 from windlass.wiring.background import background_task
 
@@ -187,7 +188,7 @@ async def _in_thread(function: Callable[[], None]) -> None:
         raise
 
 
-class CommandStore(PostgresTaskStore, PostgresFleetQueries, PostgresOperations, PostgresCostStore):
+class CommandStore(PostgresTaskStore, PostgresTaskLists, PostgresFleetQueries, PostgresOperations, PostgresCostStore):
     """The ports of commands and of the client: tasks, fleets, operations and costs. No claims, leases or plans."""
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
-from pydantic import AwareDatetime, Field, TypeAdapter
+from pydantic import AwareDatetime, BeforeValidator, Field, TypeAdapter
 
 from windlass import operations
 from windlass.cost.queries import task_cost
@@ -262,13 +262,13 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         request: Request,
         _viewer: PageViewer,
         queue: PageFilter = None,
-        status: TaskList | Literal[""] | None = None,
+        status: Annotated[TaskList | None, BeforeValidator(lambda value: value or None)] = None,
         which: TaskList | None = None,
         search: Annotated[str | None, Query(max_length=200)] = None,
         cursor: PageCursor = None,
     ) -> Response:
         """`which`: the former name of `status`."""
-        which = status or which or None
+        which = status or which
         limit = FAILED_PAGE_ROWS if which is TaskList.FAILED else PAGE_ROWS
         found = await store.tasks_page(
             queue=queue or None,
