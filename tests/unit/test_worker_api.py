@@ -1,6 +1,7 @@
 """The worker protocol, authentication of machines, request limits, health and the wheel, over the memory store."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -298,17 +299,30 @@ async def test_defect_is_answered_with_500_and_logged(plane: InMemoryControlPlan
 async def test_h4_requests_of_one_worker_are_limited(clock: Any) -> None:
     async with open_control_plane(clock, worker_rate_limit=2.0) as plane:
         token, other = await plane.join(), await plane.join("w1", 1)
-        calls = [await plane.post("/internal/worker/heartbeat", token) for _ in range(30)]
+        with capture_logs() as logs:
+            calls = [await plane.post("/internal/worker/heartbeat", token) for _ in range(30)]
         assert calls[0].status_code == 200
         assert error_of(calls[-1]) == (429, "TOO_MANY")
+        assert [(line["status"], line["caller"]) for line in logs] == [(429, "worker w0")]
         assert (await plane.post("/internal/worker/heartbeat", other)).status_code == 200
 
 
-async def test_h4_large_requests_of_a_worker_count_more(clock: Any) -> None:
+@pytest.mark.parametrize("form", ["announced", "chunked", "compressed"])
+async def test_h4_large_requests_of_a_worker_count_more(clock: Any, form: str) -> None:
     async with open_control_plane(clock, worker_rate_limit=8.0) as plane:
-        token = await plane.join()
+        headers = bearer(await plane.join())
         results = [{"task_id": n, "token": str(uuid4()), "result": '"' + "x" * 5_000 + '"'} for n in range(100)]
-        calls = [await plane.post("/internal/worker/finish", token, {"finished": results}) for _ in range(20)]
+        body = json.dumps({"finished": results}).encode()
+
+        async def chunks() -> AsyncIterator[bytes]:
+            yield body
+
+        def post() -> Any:
+            content: Any = {"announced": body, "chunked": chunks(), "compressed": gzip.compress(body)}[form]
+            encoding = {"Content-Encoding": "gzip"} if form == "compressed" else {}
+            return plane.client.post("/internal/worker/finish", content=content, headers={**headers, **encoding})
+
+        calls = [await post() for _ in range(20)]
         assert calls[0].status_code == 200
         # Half a megabyte counts as five calls.
         assert sum(call.status_code == 200 for call in calls) < 10

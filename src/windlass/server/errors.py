@@ -44,6 +44,8 @@ class ApiError(HTTPException):
             headers["WWW-Authenticate"] = "Bearer"
         super().__init__(status, f"{message.rstrip('.')}.", headers)
         self.code = code
+        # For the log: who was refused, if that is known.
+        self.caller_name: str | None = None
 
     def to_response(self) -> JSONResponse:
         body = http.ErrorBody(

@@ -128,6 +128,7 @@ class AdmissionMiddleware:
         except ApiError as error:
             if identity.caller is None and error.status_code != 429:
                 self._refusals.check(address_of(scope))
+            error.caller_name = identity.name
             raise
         return route, identity
 
@@ -150,6 +151,12 @@ class AdmissionMiddleware:
             self._worker_requests.check(identity.caller.worker_id, calls)
         else:
             self._requests.check(identity.name or address_of(scope))
+
+    def charge_body(self, worker_id: str, body: BodyReader) -> None:
+        """Count what a worker sent beyond the announced size: a chunked or compressed body."""
+        more_bytes = body.content_bytes - (body.announced_bytes or 0)
+        if more_bytes > 0:
+            self._worker_requests.add(worker_id, more_bytes / BYTES_PER_REQUEST, is_counted_when_full=True)
 
     async def _run_background_tasks(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -192,25 +199,32 @@ class _RequestContext:
 
     async def run(self) -> None:
         started = time.monotonic()
+        caller_name: str | None = None
         try:
             route, self._identity = await self._middleware.admit(self._scope, self._headers, self._body)
             self._set_state(route)
             if self._scope["method"] not in SAFE_METHODS:
-                if self._body.is_large:
+                if self._body.may_be_large:
                     self._count_large_body()
                 await self._body.read()
+                if self._counted_worker is not None:
+                    self._middleware.charge_body(self._counted_worker, self._body)
             with acting_as(self._actor()):
                 await (route.handler or self._middleware.app)(self._scope, self._body.receive, self._send)
         except _ConnectionFailed:
             pass
         except Exception as error:
+            if isinstance(error, ApiError) and error.caller_name is not None:
+                caller_name = error.caller_name
             await self._respond_to(error)
         finally:
             self._body.release()
             if self._counted_worker is not None:
                 self._middleware.worker_bodies.end(self._counted_worker)
             duration_s = time.monotonic() - started
-            self._middleware.access_log.record(self._scope, self._status or 0, self._identity.name, duration_s)
+            self._middleware.access_log.record(
+                self._scope, self._status or 0, caller_name or self._identity.name, duration_s
+            )
 
     def _count_large_body(self) -> None:
         caller = self._identity.caller

@@ -96,6 +96,16 @@ class BodyReader:
     def is_large(self) -> bool:
         return self.announced_bytes is None or self.announced_bytes > MAX_SMALL_BODY_BYTES
 
+    @property
+    def may_be_large(self) -> bool:
+        """Also true for a compressed body, whose size is not known before it is read."""
+        return self.is_large or self._encoding != b"identity"
+
+    @property
+    def content_bytes(self) -> int:
+        """Size of the body, decompressed. 0 before it is read, and after the application has received it."""
+        return len(self._content or b"")
+
     def set_limit(self, max_bytes: int) -> None:
         """Raises ApiError if the announced size exceeds it, or if the route does not accept the body's encoding."""
         self._max_bytes = max_bytes
