@@ -133,7 +133,9 @@ class ApiConfig(_Section):
         default=1_024, ge=256, description="A server process that uses more memory is replaced without an outage."
     )
     rate_limit: float = Field(
-        default=500.0, gt=0, description="Requests per second of one token, session or address. A worker may send 1,000."
+        default=500.0,
+        gt=0,
+        description="Requests per second of one token, session or address. A worker may send 2,000.",
     )
     cors_origins: TextList = Field(
         default=(), description="Origins whose web pages may read the API with a token. Default: none."
