@@ -140,10 +140,11 @@ def serve(
         chosen: dict[str, Any] = {"api.host": host, "api.port": port}
         loaded = load(config, data_dir, **chosen)
         hide(secrets_of(loaded.config))
-        log_settings(loaded)
+        latest.append(loaded)
         return loaded
 
-    return run_serve(load_now, serve_options())
+    latest: deque[Loaded] = deque(maxlen=1)
+    return run_serve(load_now, serve_options(), on_start=lambda: log_settings(latest[0]))
 
 
 def serve_options() -> ServeOptions:

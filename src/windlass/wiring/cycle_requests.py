@@ -24,9 +24,9 @@ log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def answered_cycle_requests(
-    store: ProcessStore, cycle_now: Callable[[], Awaitable[list[Summary]]]
+    store: ProcessStore, cycle_now: Callable[[], Awaitable[list[Summary]]], has_begun: asyncio.Event
 ) -> AsyncIterator[None]:
-    """Answer requests until the context exits."""
+    """Answer requests until the context exits, once the fleets run (`has_begun`)."""
     has_request, is_listening = asyncio.Event(), False
 
     def set_listening(value: bool) -> None:
@@ -35,6 +35,7 @@ async def answered_cycle_requests(
         has_request.set()  # one may have come before
 
     async def answer_forever() -> None:
+        await has_begun.wait()
         while True:
             has_request.clear()
             try:

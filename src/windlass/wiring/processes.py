@@ -97,8 +97,11 @@ def run_up(control: ControlOptions, serve: ServeOptions, *, has_servers: bool = 
         return _supervise(prepared, [role, *servers], lambda: control.load().config, terminal, reloads)
 
 
-def run_serve(load: Callable[[], Loaded], serve: ServeOptions) -> int:
-    """Run servers alone, until stopped. The control loop runs elsewhere. Returns the exit code."""
+def run_serve(load: Callable[[], Loaded], serve: ServeOptions, on_start: Callable[[], None] = lambda: None) -> int:
+    """Run servers alone, until stopped. The control loop runs elsewhere. Returns the exit code.
+
+    `on_start` is called when everything was checked.
+    """
 
     async def prepare() -> _Prepared:
         config = load().config
@@ -115,6 +118,7 @@ def run_serve(load: Callable[[], Loaded], serve: ServeOptions) -> int:
     with _remembered_reloads() as reloads:
         prepared = asyncio.run(run_until_terminated(prepare()))
         assert prepared.listener is not None  # noqa: S101
+        on_start()
         roles = _server_roles(prepared.config, prepared.listener, serve)
 
         def reload() -> Config:

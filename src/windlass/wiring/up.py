@@ -4,6 +4,7 @@
 which run in other processes. Each of them ends with the process; none of them delays a cycle.
 """
 
+import asyncio
 import contextlib
 import os
 import random
@@ -135,8 +136,11 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         notifiers = make_notifiers(config)
         active = ActiveConfig(config, ray.address or config.ray_address)
         # Receivers of every cycle's summary; the services below add theirs.
+        has_begun = asyncio.Event()
+        if not spawning_fleets(config):
+            has_begun.set()
         boots = BootCounter(PostgresOverview(opened), counters)
-        listeners = [options.on_summary, counters.add_cycle, boots.record_cycle]
+        listeners = [options.on_summary, counters.add_cycle, boots.record_cycle, lambda _summary: has_begun.set()]
         counters.start_at_zero(spawning_fleets(config), [notifier.name for notifier in notifiers])
 
         def publish(summary: Summary) -> None:
@@ -161,7 +165,7 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         async with (
             recorded(store, process, order, counters, details=lambda own: replace(own, ray_head=ray.head_address())),
             reload_on_request(orchestrator, active, options.load, ray, link.reload_requested, on_reloaded),
-            answered_cycle_requests(store, orchestrator.cycle_now),
+            answered_cycle_requests(store, orchestrator.cycle_now, has_begun),
             _alerting(config, dsn, listeners, notifiers, lambda *message: counters.add(ALERT_MESSAGES, message)),
             stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),
             trace_cycles(config, options.version, listeners),
