@@ -140,7 +140,8 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         if not spawning_fleets(config):
             has_begun.set()
         boots = BootCounter(PostgresOverview(opened), counters)
-        listeners = [options.on_summary, counters.add_cycle, boots.record_cycle, lambda _summary: has_begun.set()]
+        listeners: list[Callable[[Summary], None]] = [options.on_summary, counters.add_cycle, boots.record_cycle]
+        listeners.append(lambda _summary: has_begun.set())
         counters.start_at_zero(spawning_fleets(config), [notifier.name for notifier in notifiers])
 
         def publish(summary: Summary) -> None:
