@@ -12,12 +12,16 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
-from windlass.model.errors import WindlassError
+from windlass.model.errors import BadInput, WindlassError
 from windlass.wiring import providers, reachability, stores
+from windlass.wiring.rehearsal import rehearse
 from windlass.wiring.schema import DatabaseCheck, check_schema_version
 from windlass.worker.gpu import GpuReader
 
@@ -46,20 +50,43 @@ class Finding:
 
 
 @command
-async def doctor(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> int:
+async def doctor(
+    fleet: Annotated[
+        str | None, typer.Option("--fleet", "-f", help="The fleet that --live rehearses.", metavar="NAME")
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Rent one machine of --fleet, run one task on it, and delete it.")
+    ] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> int:
     """Check this machine, the configuration and the database.
 
-    Prints one line per check, with what to do about a problem. Exit code 1 if a check fails.
+    Prints one line per check, with what to do about a problem. Exit code 1 if a check fails. With --live it also rents
+    a machine, which costs money: each step, how long it took, and the cost are printed.
     """
+    if live and fleet is None:
+        raise BadInput("--live needs --fleet: name the fleet whose machine is rehearsed.")
+    if fleet is not None and not live:
+        raise BadInput("--fleet needs --live: the other checks concern all fleets.")
     findings: list[Finding] = []
-    # aclosing: if the reader of our output closes it, the nested generators are closed in order.
-    async with aclosing(_run_checks(config, data_dir)) as found:
-        async for finding in found:
-            findings.append(finding)
-            if not as_json:
-                advice = f": {finding.do}" if finding.do else ""
-                word = finding.verdict.upper() if finding.verdict is CheckStatus.FAIL else finding.verdict.value
-                print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
+
+    async def report(checks: AsyncGenerator[Finding, None]) -> bool:
+        """Print findings as they come. Returns whether none failed."""
+        # aclosing: if the reader of our output closes it, the nested generators are closed in order.
+        async with aclosing(checks) as found:
+            async for finding in found:
+                findings.append(finding)
+                if not as_json:
+                    advice = f": {finding.do}" if finding.do else ""
+                    word = finding.verdict.upper() if finding.verdict is CheckStatus.FAIL else finding.verdict.value
+                    print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
+        return not any(finding.verdict is CheckStatus.FAIL for finding in findings)
+
+    is_sound = await report(_run_checks(config, data_dir))
+    if fleet is not None and is_sound:
+        await report(_rehearse(load(config, data_dir).config, fleet))
     if as_json:
         print_json(findings)
     return 1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0
@@ -98,6 +125,13 @@ async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncG
             yield _check_clock(database)
     except WindlassError as error:
         yield Finding("database", CheckStatus.FAIL, _clause(error))
+
+
+async def _rehearse(config: Config, fleet: str) -> AsyncGenerator[Finding, None]:
+    async with aclosing(rehearse(config, fleet)) as diagnostics:
+        async for found in diagnostics:
+            verdict = CheckStatus.FAIL if found.is_error else CheckStatus.WARN if found.advice else CheckStatus.OK
+            yield Finding(found.check, verdict, found.message, found.advice)
 
 
 async def _check_providers(config: Config) -> AsyncGenerator[Finding, None]:

@@ -1,0 +1,71 @@
+"""`windlass doctor --live`: one machine of an emulated cloud is created, joins, runs a task and is deleted."""
+
+import json
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from support.command_line import CommandLine
+from windlass_emulators.hetzner import HetznerEmulator
+from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.process_host import ProcessHost
+from windlass_emulators.serve import serving
+
+STEPS = ("create", "boot", "reach", "join", "task", "delete", "cost")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def configure(folder: Path, endpoint: str, **settings: str) -> None:
+    more = "".join(f"{name} = {value}\n" for name, value in settings.items())
+    (folder / "windlass.toml").write_text(
+        f'hetzner_api_token = "any"\nhetzner_endpoint = "{endpoint}/v1"\n[api]\nport = {_free_port()}\n'
+        f'[fleets.crunch]\nprovider = "hetzner"\nhandler = "app:crunch"\nqueues = ["crunch"]\n{more}'
+    )
+
+
+def test_rehearsal_of_one_server_reports_each_step_and_the_cost(tmp_path: Path, dsn: str) -> None:
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
+    with ProcessHost(tmp_path / "machines") as host:
+        emulator = HetznerEmulator(lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=1, delete_s=0), host)
+        with serving(emulator) as endpoint:
+            configure(tmp_path, endpoint)
+            done = windlass("doctor", "--fleet", "crunch", "--live", "--json")
+            found = {each["check"]: (each["verdict"], each["what"]) for each in json.loads(done.out)}
+            assert done.code == 0, done
+            assert [found[step][0] for step in STEPS] == ["ok"] * len(STEPS)
+            assert "cx23 in nbg1" in found["create"][1]
+            assert "after" in found["join"][1] and "complete after" in found["task"][1]
+            assert found["cost"][1] == "EUR 0.00560 at EUR 0.00560 per hour"
+            assert emulator.project.servers == {}, "the machine is gone"
+            assert emulator.bill()["total_micros"] == 5_600
+
+
+def test_rehearsal_says_why_a_machine_cannot_be_created(tmp_path: Path, dsn: str) -> None:
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
+    emulator = HetznerEmulator(lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=0, server_limit=0))
+    with serving(emulator) as endpoint:
+        configure(tmp_path, endpoint)
+        done = windlass("doctor", "--fleet", "crunch", "--live", "--json")
+        found = {each["check"]: (each["verdict"], each["what"]) for each in json.loads(done.out)}
+        assert done.code == 1
+        assert found["worker"][0] == "fail"
+        assert "LIMIT_REACHED" in found["worker"][1] and "server limit exceeded" in found["worker"][1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--live",), "--live needs --fleet"),
+        (("--fleet", "crunch"), "--fleet needs --live"),
+    ],
+)
+def test_rehearsal_needs_a_fleet(tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:
+    done = CommandLine(tmp_path, {})("doctor", *options)
+    assert (done.code, sentence in done.err) == (2, True)
