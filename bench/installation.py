@@ -6,6 +6,7 @@ load generator can act as thousands of workers over HTTP while the real control 
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -211,7 +212,8 @@ async def wait_until_ready(running: Installation, timeout_s: float = START_TIMEO
     while True:
         running.check()
         try:
-            if (await call_once(running.port, get_request("/readyz"), 5.0)).status == 200:
+            reply = await call_once(running.port, get_request("/readyz"), 5.0)
+            if reply.status == 200 and json.loads(reply.body)["has_control_loop"]:
                 return
         except (OSError, TimeoutError):
             pass
