@@ -53,6 +53,25 @@ async def test_first_poll_is_answered_at_once(hub: LongPollHub) -> None:
     assert await asyncio.wait_for(hub.wait(("a",), FOREVER_S, "of-another-process.3"), LIMIT_S)
 
 
+async def test_poll_with_cursor_of_another_process_waits_without_tasks(store: WaitingStore) -> None:
+    # Behind a load balancer each poll may reach another process. An immediate answer would make workers poll in a loop.
+    has_tasks = False
+
+    async def ask_store(_queues: Sequence[str]) -> bool:
+        return has_tasks
+
+    hub = LongPollHub(store.wait_for_work, ask_store)
+    await hub.wait(("a",), 0, None)
+    waiting = asyncio.create_task(hub.wait(("a",), FOREVER_S, "of-another-process.3"))
+    await run_tasks()
+    assert not waiting.done()
+    store.signal_work()
+    assert await asyncio.wait_for(waiting, LIMIT_S)
+    has_tasks = True
+    assert await asyncio.wait_for(hub.wait(("a",), FOREVER_S, "of-another-process.3"), LIMIT_S)
+    await hub.close()
+
+
 async def test_polls_of_the_same_queues_share_one_store_call(hub: LongPollHub, store: WaitingStore) -> None:
     cursor = await hub.wait(("b", "a"), 0, None)
     waiting = [asyncio.create_task(hub.wait(("a", "b"), FOREVER_S, cursor)) for _ in range(50)]

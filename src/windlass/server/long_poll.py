@@ -3,6 +3,9 @@
 Each set of queues has a signal with a counter. A waiting worker sends the cursor of its last answer; if the signal
 fired since then, the answer is immediate, so no signal is missed between two polls or with a lost response. A signal is
 a hint: it also fires without new work. A signal without waiting workers is removed after a while.
+
+A cursor of another server process, behind a load balancer or before a restart, tells nothing about this signal. Then
+the store is asked whether there are tasks, and only if there are, the answer is immediate.
 """
 
 import asyncio
@@ -27,11 +30,15 @@ NO_SIGNAL_WAIT_S = 1.0
 log = structlog.get_logger(__name__)
 
 WaitForWork = Callable[[Sequence[str], float], Awaitable[None]]
+HasTasks = Callable[[Sequence[str]], Awaitable[bool]]
 
 
 class LongPollHub:
-    def __init__(self, wait_for_work: WaitForWork) -> None:
+    """`has_tasks`: whether there is a queued task in one of these queues. Without it, unknown cursors do not wait."""
+
+    def __init__(self, wait_for_work: WaitForWork, has_tasks: HasTasks | None = None) -> None:
         self._wait_for_work = wait_for_work
+        self._has_tasks = has_tasks
         self._signals: dict[tuple[str, ...], _PollSignal] = {}
         self._is_closed = False
 
@@ -45,6 +52,12 @@ class LongPollHub:
                 return ""
             signal = self._signals[names] = _PollSignal()
             signal.task = asyncio.create_task(self._watch(names, signal))
+        elif cursor and not signal.knows(cursor) and self._has_tasks is not None:
+            # Taken before the question: a signal that fires meanwhile is not missed.
+            current = signal.cursor
+            with contextlib.suppress(WindlassError):
+                if not await self._has_tasks(names):
+                    cursor = current
         return await signal.wait(timeout_s, cursor)
 
     async def close(self) -> None:
@@ -79,6 +92,9 @@ class _PollSignal:
     @property
     def cursor(self) -> str:
         return f"{self._name}.{self._count}"
+
+    def knows(self, cursor: str) -> bool:
+        return cursor.startswith(f"{self._name}.")
 
     async def wait(self, timeout_s: float, cursor: str | None) -> str:
         self.waiting += 1

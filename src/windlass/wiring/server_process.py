@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -155,10 +155,14 @@ async def run_server(
         link.on_config = set_config
         overview_feed = OverviewFeed(user_store, lambda: control.fleet_names)
         counters = CounterBuffer()
+
+        async def has_tasks(queues: Sequence[str]) -> bool:
+            return bool(await user_store.queues_with_tasks(queues))
+
         context = AppContext(
             worker_store=worker_store,
             auth_store=worker_store,
-            long_poll_hub=LongPollHub(worker_store.wait_for_work),
+            long_poll_hub=LongPollHub(worker_store.wait_for_work, has_tasks),
             control=control,
             worker_defaults=config.worker,
             max_payload_bytes=config.max_payload_bytes,
