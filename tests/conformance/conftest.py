@@ -9,13 +9,18 @@ import pytest
 
 from support.http_transport_fixture import OverHttp, over_http
 from support.memory_store.stores import MemoryStores
+from support.postgres_servers import run_aside
 from support.provider_fixtures import RETENTION, empty_tables, spawn_in_memory, spawn_in_postgres
 from support.stores import AnyStore, PostgresStores
+from windlass.store.doctor_checks import ORCHESTRATOR, dsn_with_role
+from windlass.store.export_sql import ROLES
+from windlass.store.migrate import apply_roles
 
 
 @pytest.fixture(scope="session")
 def shared_dsn(embedded_server: Any) -> Iterator[str]:
     with embedded_server.migrated_database() as dsn:
+        run_aside(apply_roles(dsn, ROLES))
         yield dsn
 
 
@@ -37,6 +42,9 @@ async def _store(kind: str, request: pytest.FixtureRequest, clock: Any) -> Async
         return
     dsn = request.getfixturevalue("shared_dsn")
     await empty_tables(dsn)
+    # Without the owner's rights, as `windlass up` runs after `windlass db roles`.
+    dsn = await dsn_with_role(dsn, ORCHESTRATOR)
+    assert "role=windlass_orchestrator" in dsn
     async with PostgresStores(dsn, retention=RETENTION, virtual_now=clock) as postgres:
         yield postgres
 

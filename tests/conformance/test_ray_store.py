@@ -32,13 +32,12 @@ class World:
         self.term = 0
 
     async def spawn_worker(self, worker_id: str, slot: int, **registration: Any) -> None:
+        kind = registration.pop("kind", WorkerKind.NODE)
         if self._dsn is None:
-            spawn_in_memory(self.store, worker_id, FLEET, slot)
+            spawn_in_memory(self.store, worker_id, FLEET, slot, kind)
         else:
-            await spawn_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot)
-        await self.store.register(
-            Registration(worker_id, ("q",), FLEET, lease_s=LEASE_S, **{"kind": WorkerKind.NODE, **registration})
-        )
+            await spawn_in_postgres(self._dsn, self.clock(), worker_id, FLEET, slot, kind)
+        await self.store.register(Registration(worker_id, ("q",), FLEET, lease_s=LEASE_S, kind=kind, **registration))
 
     async def lead(self, candidate: Candidate | None = None) -> int:
         term = await self.store.acquire_lease(candidate or self.candidate)

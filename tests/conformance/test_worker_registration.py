@@ -9,7 +9,7 @@ from support.queue_actions import add, claim_one, claimed, codes, complete, regi
 from support.stores import AnyStore
 from windlass.model.errors import BadInput
 from windlass.model.task import TaskStatus
-from windlass.model.worker import Registration, WorkerStatus
+from windlass.model.worker import Registration, WorkerKind, WorkerStatus
 
 
 async def test_unmanaged_worker_is_active_at_once(store: AnyStore, clock: Any) -> None:
@@ -32,14 +32,25 @@ async def test_spawned_worker_keeps_its_row_when_it_registers(store: AnyStore, s
     await spawn_worker("h1", "gpus", 3)
     hired_at = clock()
     clock.advance(40)
-    registration = Registration("h1", ("q",), fleet="elsewhere", host="pod")
+    registration = Registration(
+        "h1", ("r",), fleet="elsewhere", host="pod", concurrency=7, lease_s=86_400, kind=WorkerKind.DISPATCHER
+    )
     assert await store.register(registration) is WorkerStatus.SPAWNING
     worker = await store.worker("h1")
     assert worker is not None
     assert (worker.fleet, worker.slot, worker.status) == ("gpus", 3, WorkerStatus.SPAWNING)
     assert (worker.queues, worker.host, worker.created_at) == (("q",), "pod", hired_at)
+    assert (worker.concurrency, worker.lease_s, worker.kind) == (1, 30.0, WorkerKind.WORKER)
     (event,) = await store.events(worker_id="h1")
     assert event.fleet == "gpus"
+
+
+async def test_registered_worker_keeps_its_kind(store: AnyStore) -> None:
+    await register(store, "w1")
+    await store.register(Registration("w1", ("q",), kind=WorkerKind.DISPATCHER))
+    worker = await store.worker("w1")
+    assert worker is not None
+    assert worker.kind is WorkerKind.WORKER
 
 
 async def test_repeated_registration_updates_worker(store: AnyStore, clock: Any) -> None:
@@ -102,6 +113,11 @@ async def test_ended_worker_cannot_register_again(store: AnyStore) -> None:
         pytest.param(Registration("w1", ("q",), concurrency=0), id="no concurrency"),
         pytest.param(Registration("w1", ("q",), lease_s=0), id="no lease"),
         pytest.param(Registration("w1", ("q",), lease_s=math.inf), id="a lease without end"),
+        pytest.param(Registration("w1", ("q",), lease_s=1e300), id="a lease that no interval can hold"),
+        pytest.param(Registration("w1", ("q",), lease_s=86_401), id="a lease of more than a day"),
+        pytest.param(Registration("w1", ("q",), lease_s=0.5), id="a lease of less than a second"),
+        pytest.param(Registration("w1", ("q",), concurrency=10_001), id="too much concurrency"),
+        pytest.param(Registration("w1", ("<q>",)), id="a queue's name that is none"),
     ],
 )
 async def test_invalid_registration_is_refused(store: AnyStore, bad: Registration) -> None:

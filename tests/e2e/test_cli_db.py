@@ -267,12 +267,15 @@ def test_doctor_warns_about_a_pooler(windlass: CommandLine, pooled_dsn: str) -> 
     assert (verdicts["schema"], verdicts["pooler"], verdicts["listen"]) == ("ok", "warn", "warn")
 
 
-async def test_grants_are_enough_for_both_roles(windlass: CommandLine, dsn: str) -> None:
-    printed = windlass("db", "sql", "--grants").out
+async def test_roles_are_enough_for_a_producer(windlass: CommandLine, dsn: str) -> None:
+    printed = windlass("db", "roles", "--sql").out
+    done = windlass.with_env(DATABASE_URL=dsn)("db", "roles")
+    assert (done.code, done.out.splitlines()[0].split()[1]) == (0, "windlass_owner,")
     connection = await asyncpg.connect(dsn)
     try:
         await connection.execute(printed)
-        await connection.execute("create role shop login in role windlass_producer")
+        if not await connection.fetchval("select exists (select from pg_roles where rolname = 'shop')"):
+            await connection.execute("create role shop login in role windlass_producer")
         shop = dsn.replace(f"{urlsplit(dsn).username}@", "shop@")
         findings = {
             finding["check"]: finding for finding in windlass.with_env(DATABASE_URL=shop)("doctor", "--json").json
@@ -280,13 +283,12 @@ async def test_grants_are_enough_for_both_roles(windlass: CommandLine, dsn: str)
         assert (findings["schema"]["verdict"], findings["privileges"]["verdict"]) == ("ok", "ok")
         done = windlass.with_env(DATABASE_URL=shop)("enqueue", "q", "1", "--json")
         assert done.code == 0
+        assert windlass.with_env(DATABASE_URL=dsn)("db", "migrate").code == 0
     finally:
-        await connection.execute("drop owned by windlass_producer, windlass_worker")
-        await connection.execute("drop role shop, windlass_producer, windlass_worker")
         await connection.close()
 
 
-def test_grants_and_missing_cannot_be_combined(windlass: CommandLine) -> None:
-    done = windlass("db", "sql", "--grants", "--missing")
-    assert (done.code, done.out) == (2, "")
-    assert "--missing and --grants cannot be combined" in done.err
+def test_roles_need_a_schema(windlass: CommandLine, empty_dsn: str) -> None:
+    done = windlass.with_env(DATABASE_URL=empty_dsn)("db", "roles")
+    assert done.code != 0
+    assert "run `windlass db migrate`" in done.err

@@ -5,6 +5,8 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -13,6 +15,8 @@ from support.local_fleet import APP, QUEUE, FleetHost, open_fleet_host
 from support.worker_harness import is_alive, until
 from windlass.model.task import TaskStatus
 from windlass.model.worker import SAME_SIGNAL_S
+from windlass.store.export_sql import ROLES
+from windlass.store.migrate import apply_roles
 
 
 @pytest.fixture
@@ -35,6 +39,27 @@ async def test_burst_spawns_workers_that_drain_when_idle(host: FleetHost) -> Non
     assert {worker.code for worker in workers} == {"IDLE"}
     await host.stop(up)
     assert "spawn 2: 10 queued" in host.log()
+
+
+@pytest.mark.parametrize("user", ["orchestrator", "owner"])
+async def test_fleet_runs_without_the_owners_rights(tmp_path: Path, dsn: str, embedded_server: Any, user: str) -> None:
+    """As a user with the role windlass_orchestrator alone, and as the owner, who takes that role."""
+    await apply_roles(dsn, ROLES)
+    if user == "orchestrator":
+        embedded_server.execute("create role conductor_up login in role windlass_orchestrator")
+        dsn = dsn.replace(f"{urlsplit(dsn).username}@", "conductor_up@")
+    try:
+        async with open_fleet_host(tmp_path, dsn) as host:
+            tasks = await host.enqueue(*[None] * 4)
+            up = host.up()
+            await host.until_status(TaskStatus.COMPLETE, *tasks)
+            await host.until_workers(0)
+            assert {worker.code for worker in await host.store.workers(include_terminated=True)} == {"IDLE"}
+            await host.stop(up)
+            assert "denied" not in host.log()
+    finally:
+        if user == "orchestrator":
+            embedded_server.execute("drop role conductor_up")
 
 
 async def test_killed_worker_is_replaced_and_its_task_is_requeued(host: FleetHost) -> None:

@@ -7,7 +7,15 @@ import pytest
 from support.api_fixture import ApiFixture, open_api
 from support.queue_sql import RoleDsn, connected
 from support.stores import PostgresStores
-from windlass.store.export_sql import GRANTS
+from windlass.store.export_sql import ROLES
+
+# Users by role: a producer, a worker, an orchestrator, a viewer.
+USERS = {
+    "shop": "windlass_producer",
+    "hand": "windlass_worker",
+    "conductor": "windlass_orchestrator",
+    "guest": "windlass_viewer",
+}
 
 
 @pytest.fixture
@@ -36,13 +44,11 @@ async def store(each_dsn: str) -> AsyncIterator[PostgresStores]:
 
 @pytest.fixture
 async def role_dsn(each_dsn: str, connection: Any) -> AsyncIterator[RoleDsn]:
-    """The DSN of user `shop` (a producer) or `hand` (a worker). Applies grants.sql twice: it may be repeated."""
-    await connection.execute(GRANTS)
-    await connection.execute(GRANTS)
-    await connection.execute("create role shop login in role windlass_producer")
-    await connection.execute("create role hand login in role windlass_worker")
-    try:
-        yield lambda user: each_dsn.replace(f"{urlsplit(each_dsn).username}@", f"{user}@")
-    finally:
-        await connection.execute("drop owned by windlass_producer, windlass_worker")
-        await connection.execute("drop role shop, hand, windlass_producer, windlass_worker")
+    """The DSN of a user of `windlass db roles`. Applies the script twice: it may be repeated."""
+    await connection.execute(ROLES)
+    await connection.execute(ROLES)
+    for user, role in USERS.items():
+        # Roles belong to the server, and may be there from an earlier test.
+        if not await connection.fetchval("select exists (select from pg_roles where rolname = $1)", user):
+            await connection.execute(f"create role {user} login in role {role}")
+    yield lambda user: each_dsn.replace(f"{urlsplit(each_dsn).username}@", f"{user}@")

@@ -1,12 +1,15 @@
 """Many callers wait on one listening connection: each is woken by tasks of its queues, and misses none."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
+from support.queue_sql import connected
 from support.stores import PostgresStores
 from windlass.model.task import NewTask
+from windlass.model.worker import Registration
 from windlass.store import listener
 
 LIMIT_S = 20.0
@@ -31,6 +34,34 @@ async def test_task_wakes_all_callers_of_its_queue(store: PostgresStores) -> Non
     tasks = [await start_waiting(store, *queues) for queues in (("a",), ("a", "b"), ("b", "a"), ("b", "a", "c"))]
     await store.enqueue(NewTask("a"))
     await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S)
+
+
+async def test_flood_of_forged_notifications_wakes_no_faster_than_the_limit(
+    store: PostgresStores, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "WAKE_BURST", 5.0)
+    monkeypatch.setattr(listener, "MAX_WAKES_PER_S", 20.0)
+    await store.wait_for_work(("a",), 0.01)
+    async with connected(dsn) as forger:
+
+        async def flood() -> None:
+            while True:
+                await forger.execute("notify windlass_tasks, 'a'")
+
+        flooding = asyncio.create_task(flood())
+        began = time.monotonic()
+        for _ in range(25):
+            await asyncio.wait_for(store.wait_for_work(("a",), FOREVER_S), LIMIT_S)
+        took_s = time.monotonic() - began
+        flooding.cancel()
+        await asyncio.wait([flooding])
+    assert took_s >= 0.9, "25 wake-ups: a burst of 5, then 20 per second"
+    assert await store.claim(await registered(store), ("a",)) == []
+
+
+async def registered(store: PostgresStores) -> str:
+    await store.register(Registration("w", ("a",)))
+    return "w"
 
 
 async def test_caller_of_another_queue_consumes_nothing(store: PostgresStores) -> None:

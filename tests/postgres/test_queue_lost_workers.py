@@ -138,8 +138,6 @@ async def test_attempt_refund_skips_task_claimed_meanwhile(
     await store.enqueue(NewTask("q", max_attempts=2))
     (old,) = await store.claim("faulty", ("q",))
     await store.fail("faulty", old.task_id, old.token, "failed", retry=False)
-    # Only the control plane refunds attempts. Here the worker's role does: a policy does not apply to the owner.
-    await connection.execute("grant execute on function windlass_internal.refund_attempts to windlass_worker")
     refund = "select windlass_internal.refund_attempts('faulty', '-infinity', false)"
     async with stopped_before_locking(role_dsn, connection, second_connection, refund):
         await store.retry_task(old.task_id)

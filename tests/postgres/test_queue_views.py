@@ -51,8 +51,8 @@ async def claims(each_dsn: str, connection: Any, clock: Any) -> list[Claim]:
     await connection.execute("insert into windlass.fleets (name, queues) values ('gpus', '{q}')")
     await connection.execute("insert into windlass.slots (fleet, slot, restart_count) values ('gpus', 0, 2)")
     await connection.execute(
-        "insert into windlass.workers (id, fleet, slot, status, price_micros_per_hour, currency, instance_type)"
-        " values ('w1', 'gpus', 0, 'spawning', 3600000, 'EUR', 'H200')"
+        "insert into windlass.workers (id, fleet, slot, status, queues, concurrency, price_micros_per_hour, currency,"
+        " instance_type) values ('w1', 'gpus', 0, 'spawning', '{q}', 2, 3600000, 'EUR', 'H200')"
     )
     async with PostgresStores(each_dsn, virtual_now=clock) as store:
         await store.register(Registration("w1", ("q",), fleet="gpus", concurrency=2, pid=7))

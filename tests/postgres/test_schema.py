@@ -14,33 +14,43 @@ BASELINE = Path(__file__).parent / "schema_baseline.sql.gz"
 
 # The public functions of contract version 1: docs/sql.md explains them.
 PUBLIC_FUNCTIONS = """
-activate_worker(p_worker_id text) -> text
+activate_worker(p_worker_id text, p_secret text DEFAULT NULL::text) -> text
 cancel_task(p_task_id bigint, p_reason text DEFAULT 'cancelled by hand'::text) -> boolean
-claim_task(p_worker_id text, p_queues text[]) -> SETOF windlass.claim
-claim_tasks(p_worker_id text, p_queues text[], p_limit integer DEFAULT 1) -> SETOF windlass.claim
-complete_task(p_worker_id text, p_task_id bigint, p_token uuid, p_result jsonb DEFAULT NULL::jsonb) -> boolean
+claim_task(p_worker_id text, p_queues text[], p_secret text DEFAULT NULL::text) -> SETOF windlass.claim
+claim_tasks(p_worker_id text, p_queues text[], p_limit integer DEFAULT 1,
+  p_secret text DEFAULT NULL::text) -> SETOF windlass.claim
+complete_task(p_worker_id text, p_task_id bigint, p_token uuid, p_result jsonb DEFAULT NULL::jsonb,
+  p_secret text DEFAULT NULL::text) -> boolean
 contract_versions(OUT oldest integer, OUT newest integer) -> record
-deregister_worker(p_worker_id text, p_reason text DEFAULT 'deregistered'::text) -> void
+deregister_worker(p_worker_id text, p_reason text DEFAULT 'deregistered'::text,
+  p_secret text DEFAULT NULL::text) -> void
 enqueue(p_queue text, p_payload jsonb DEFAULT 'null'::jsonb, p_priority integer DEFAULT 0,
   p_run_after timestamp with time zone DEFAULT NULL::timestamp with time zone, p_max_attempts integer DEFAULT 3,
   p_timeout_s double precision DEFAULT NULL::double precision, p_unique_key text DEFAULT NULL::text,
   p_max_payload_bytes integer DEFAULT 1048576) -> bigint
+enqueue_many(p_queues text[], p_payloads jsonb[], p_priorities integer[] DEFAULT NULL::integer[],
+  p_run_after timestamp with time zone[] DEFAULT NULL::timestamp with time zone[],
+  p_max_attempts integer[] DEFAULT NULL::integer[], p_timeouts_s double precision[] DEFAULT NULL::double precision[],
+  p_unique_keys text[] DEFAULT NULL::text[], p_max_payload_bytes integer DEFAULT 1048576) -> integer
+is_new_task(p_task_id bigint) -> boolean
+submit_task(p_queue text, p_payload jsonb DEFAULT 'null'::jsonb, p_unique_key text DEFAULT NULL::text) -> bigint
 fail_task(p_worker_id text, p_task_id bigint, p_token uuid, p_error text, p_code text DEFAULT 'HANDLER_ERROR'::text,
-  p_retry boolean DEFAULT true, p_jitter double precision DEFAULT random()) -> text
+  p_retry boolean DEFAULT true, p_jitter double precision DEFAULT random(),
+  p_secret text DEFAULT NULL::text) -> text
 finish_and_claim(p_worker_id text, p_task_ids bigint[], p_tokens uuid[], p_results jsonb[], p_queues text[],
-  p_limit integer DEFAULT 1) -> SETOF windlass.claim
-heartbeat(p_worker_id text, p_claims jsonb DEFAULT '[]'::jsonb, p_vitals jsonb DEFAULT '{}'::jsonb, OUT status text,
-  OUT paused boolean, OUT lost uuid[]) -> record
+  p_limit integer DEFAULT 1, p_secret text DEFAULT NULL::text) -> SETOF windlass.claim
+heartbeat(p_worker_id text, p_claims jsonb DEFAULT '[]'::jsonb, p_vitals jsonb DEFAULT '{}'::jsonb,
+  p_secret text DEFAULT NULL::text, OUT status text, OUT paused boolean, OUT lost uuid[]) -> record
 next_run_after(p_queues text[]) -> timestamp with time zone
 now() -> timestamp with time zone
-recover_lost_workers(p_judge_id text, p_limit integer DEFAULT 100) ->
+recover_lost_workers(p_judge_id text, p_limit integer DEFAULT 100, p_secret text DEFAULT NULL::text) ->
   TABLE(worker_id text, tasks_requeued integer, tasks_failed integer)
 register_worker(p_worker_id text, p_fleet text DEFAULT 'default'::text, p_queues text[] DEFAULT '{}'::text[],
   p_concurrency integer DEFAULT 1, p_lease_s double precision DEFAULT 30, p_host text DEFAULT NULL::text,
   p_pid integer DEFAULT NULL::integer, p_version text DEFAULT NULL::text, p_kind text DEFAULT 'worker'::text,
-  p_start_id text DEFAULT NULL::text) -> text
+  p_start_id text DEFAULT NULL::text, p_secret text DEFAULT NULL::text) -> text
 release_task(p_worker_id text, p_task_id bigint, p_token uuid, p_reason text,
-  p_delay_s double precision DEFAULT 0) -> boolean
+  p_delay_s double precision DEFAULT 0, p_secret text DEFAULT NULL::text) -> boolean
 retry_failed(p_queue text, p_limit integer DEFAULT 1000,
   p_failed_before timestamp with time zone DEFAULT windlass.now(), p_include_cancelled boolean DEFAULT false,
   p_failed_from timestamp with time zone DEFAULT NULL::timestamp with time zone) ->
@@ -97,11 +107,15 @@ async def test_baseline_and_migrations_give_the_same_catalog_as_schema(each_serv
     [
         "alter table windlass.tasks add column extra integer",
         "alter table windlass.tasks alter column priority set default 1",
-        "alter table windlass.tasks alter column timeout_s type double precision",
+        "alter table windlass.leases alter column ttl_s type real",
+        "alter table windlass.tasks disable row level security",
+        "alter function windlass.enqueue security invoker",
+        "alter function windlass.enqueue reset search_path",
         "alter table windlass.slots drop constraint slots_status_check",
         "alter table windlass.workers set (fillfactor = 90)",
         "drop index windlass.tasks_ready",
-        "create or replace function windlass.claim_task(p_worker_id text, p_queues text[]) returns setof windlass.claim"
+        "create or replace function windlass.claim_task(p_worker_id text, p_queues text[], p_secret text default null)"
+        " returns setof windlass.claim"
         " language sql as $$ select * from windlass.claim_tasks(p_worker_id, p_queues, 2) $$",
         "drop view windlass.task_costs",
         "drop trigger notify_tasks on windlass.tasks",

@@ -1,7 +1,7 @@
 """The catalog of Windlass's schemas as plain text, to compare two databases.
 
 Contains tables, columns (without their order), constraints, indexes, views, functions with their source, triggers,
-types, domains and privileges. Contains no rows.
+types, domains, privileges and policies. Contains no rows.
 """
 
 from typing import Any
@@ -19,7 +19,12 @@ relations as (
 select 'schema ' || nspname as object, format('privileges %s', nspacl) as definition
 from schemas
 union all
-select 'relation ' || name, format('kind %s, options %s, privileges %s', relkind, reloptions, relacl)
+select 'relation ' || name,
+  format('kind %s, options %s, privileges %s, row security %s, policies %s', relkind, reloptions, relacl,
+    relrowsecurity, array(
+      select format('%s %s', p.polname, pg_get_expr(p.polqual, p.polrelid)) from pg_policy p
+      where p.polrelid = relations.oid
+    ))
 from relations
 where relkind not in ('i', 'c')
 union all

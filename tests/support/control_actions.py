@@ -103,7 +103,7 @@ class Leader:
 
 
 def intent(worker_id: str, slot: int) -> Intent:
-    return Intent(worker_id, slot, "wanted", 30.0)
+    return Intent(worker_id, slot, "wanted", 30.0, concurrency=2)
 
 
 def machine(number: int, name: str = "w0") -> Machine:

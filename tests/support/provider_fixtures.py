@@ -11,7 +11,7 @@ from support.memory_store.fleets import SlotRow
 from support.memory_store.stores import MemoryStores
 from support.memory_store.workers import MemoryWorker
 from windlass.model.config import Retention
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
 
 RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800)
 EMPTY_TABLES = """
@@ -38,7 +38,9 @@ async def empty_tables(dsn: str) -> None:
         await connection.close()
 
 
-async def spawn_in_postgres(dsn: str, now: datetime, worker_id: str, fleet: str, slot: int) -> None:
+async def spawn_in_postgres(
+    dsn: str, now: datetime, worker_id: str, fleet: str, slot: int, kind: WorkerKind = WorkerKind.WORKER
+) -> None:
     """What an orchestrator will do: fleet, slot and worker exist before the machine does."""
     connection = await asyncpg.connect(dsn)
     try:
@@ -47,21 +49,26 @@ async def spawn_in_postgres(dsn: str, now: datetime, worker_id: str, fleet: str,
             "insert into windlass.slots (fleet, slot) values ($1, $2) on conflict do nothing", fleet, slot
         )
         await connection.execute(
-            "insert into windlass.workers (id, fleet, slot, status, created_at) values ($1, $2, $3, 'spawning', $4)",
+            "insert into windlass.workers (id, fleet, slot, status, queues, created_at, kind)"
+            " values ($1, $2, $3, 'spawning', '{q}', $4, $5)",
             worker_id,
             fleet,
             slot,
             now,
+            kind,
         )
     finally:
         await connection.close()
 
 
-def spawn_in_memory(store: MemoryStores, worker_id: str, fleet: str, slot: int) -> None:
+def spawn_in_memory(
+    store: MemoryStores, worker_id: str, fleet: str, slot: int, kind: WorkerKind = WorkerKind.WORKER
+) -> None:
     """The same as hire_in_postgres."""
     now = store.tables.now()
     store.tables.fleet(fleet).slots.setdefault(slot, SlotRow())
-    store.tables.workers.add(MemoryWorker(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=now))
+    row = MemoryWorker(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=now, queues=("q",), kind=kind)
+    store.tables.workers.add(row)
 
 
 def set_status_in_memory(store: MemoryStores, worker_id: str, status: WorkerStatus) -> None:

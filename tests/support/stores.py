@@ -32,10 +32,10 @@ class PostgresStores(
     PostgresLogStore,
     PostgresProcessStore,
 ):
-    def __init__(self, dsn: str, **options: Any) -> None:
-        """`options` are those of Database."""
+    def __init__(self, dsn: str, *, secret: str | None = None, **options: Any) -> None:
+        """`secret`: of the workers that act here. `options` are those of Database."""
         self.database = Database(dsn, **options)
-        super().__init__(self.database)
+        super().__init__(self.database, secret)
 
     async def __aenter__(self) -> Self:
         await self.database.__aenter__()

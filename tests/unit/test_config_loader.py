@@ -135,14 +135,15 @@ def test_variables_of_other_programs_are_ignored(monkeypatch: pytest.MonkeyPatch
         *(
             pytest.param(
                 f"[{section}]\n{key} = {value}",
-                f"{section}.{key} (from windlass.toml) is {float(value)!r}: at most 315360000 seconds",
+                f"{section}.{key} (from windlass.toml) is {float(value)!r}: {rule}",
                 id=f"{section}.{key} of {value}",
             )
-            for section, key, value in (
-                ("retention", "complete_s", "1e12"),
-                ("retention", "events_s", "inf"),
-                ("worker", "lease_s", "1e300"),
-                ("control", "lease_s", "inf"),
+            for section, key, value, rule in (
+                ("retention", "complete_s", "1e12", "at most 315360000 seconds"),
+                ("retention", "events_s", "inf", "at most 315360000 seconds"),
+                ("worker", "lease_s", "1e300", "it must be less than or equal to 86400"),
+                ("worker", "lease_s", "0.5", "it must be greater than or equal to 1"),
+                ("control", "lease_s", "inf", "it must be less than or equal to 86400"),
             )
         ),
         pytest.param(

@@ -29,7 +29,7 @@ from windlass.worker.handler import RunningTask
 
 
 async def test_claim_with_lost_answer_is_released_after_lease_uncounted() -> None:
-    async with running_worker(lease_s=0.5) as scenario:
+    async with running_worker(lease_s=1.0) as scenario:
         await scenario.wait_for_heartbeat()
         scenario.transport.faults["finish_and_claim"] = [Fault(UNAVAILABLE, takes_effect=True)]
         task = await scenario.wait_for_status(scenario.enqueue(5), TaskStatus.COMPLETE)

@@ -51,7 +51,7 @@ async def test_delivery_without_claims_may_take_over_half_a_lease() -> None:
         if results:
             deliveries.append(len(results))
 
-    async with running_worker(lease_s=0.4) as scenario:
+    async with running_worker(lease_s=1.0) as scenario:
         await scenario.wait_for_heartbeat()
         task_id = 0
 

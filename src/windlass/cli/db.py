@@ -68,9 +68,6 @@ async def sql(
     missing: Annotated[
         bool, typer.Option("--missing", help="Only migrations that the database does not have. Connects to it.")
     ] = False,
-    grants: Annotated[
-        bool, typer.Option("--grants", help="Only the grants for the roles windlass_producer and windlass_worker.")
-    ] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
 ) -> None:
@@ -78,17 +75,33 @@ async def sql(
 
     Apply it by hand, for example in Supabase's SQL editor. The result is the same as that of `windlass db migrate`.
     """
-    if grants:
-        if missing:
-            raise BadInput("--missing and --grants cannot be combined: --missing selects migrations.")
-        print(schema.GRANTS, end="")
-        return
     applied = await _applied_migrations(load(config, data_dir).config) if missing else {}
     wanted = schema.missing_migrations(applied)
     if not wanted:
         print(f"-- Nothing to apply: the schema has version {max(applied)}, this program {schema.LATEST_VERSION}.")
     else:
         print(schema.script(wanted, __version__, from_version=max(applied, default=0)), end="")
+
+
+@app.command()
+@command
+async def roles(
+    sql: Annotated[bool, typer.Option("--sql", help="Print the SQL script instead. Connects to nothing.")] = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Create the database roles and give them their rights.
+
+    Run it as the user who applied the schema. The role windlass_owner then owns the schema, and `windlass up` and local
+    workers use windlass_orchestrator and windlass_worker. Safe to repeat.
+    """
+    if sql:
+        print(schema.ROLES, end="")
+        return
+    async with stores.database(load(config, data_dir).config) as dsn:
+        await schema.apply_roles(dsn, schema.ROLES)
+    print("roles: windlass_owner, windlass_orchestrator, windlass_producer, windlass_worker, windlass_viewer")
+    print("grant one to each user: create role shop login password '...' in role windlass_producer;")
 
 
 @app.command()

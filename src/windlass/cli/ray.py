@@ -87,5 +87,6 @@ async def node(
             lease_s=lease,
             version=__version__,
         ),
+        secret=spawned.secret,
     )
     return EXIT_LOST if exit_reason is ExitReason.LOST else 0

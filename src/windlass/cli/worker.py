@@ -153,7 +153,7 @@ async def worker(
             "worker.memory_limit_mb": memory_limit_mb,
         },
     )
-    hide({*secrets_of(loaded.config), *secrets_in(os.environ), api_token})
+    hide({*secrets_of(loaded.config), *secrets_in(os.environ), api_token, spawned.secret or ""})
     if chdir is not None:
         try:
             os.chdir(chdir)
@@ -174,7 +174,7 @@ async def worker(
         version=__version__,
         needs_gpu=spawned.needs_gpu,
     )
-    run = partial(run_worker, loaded.config, settings)
+    run = partial(run_worker, loaded.config, settings, secret=spawned.secret)
     if url is not None:
         run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token, ca_file)
     return await _exit_code_of(

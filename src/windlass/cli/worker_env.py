@@ -18,6 +18,8 @@ class SpawnedWorkerEnv:
     needs_gpu: bool
     # None: started by hand, or the database is embedded.
     database_url: str | None
+    # Proves to the database that it is this worker. None: started by hand, and it generates one.
+    secret: str | None
 
     @classmethod
     def take_from_environment(cls) -> Self:
@@ -27,4 +29,5 @@ class SpawnedWorkerEnv:
             fleet=os.environ.pop("WINDLASS_FLEET", DEFAULT_FLEET),
             needs_gpu=bool(os.environ.pop("WINDLASS_NEEDS_GPU", "")),
             database_url=os.environ.pop("WINDLASS_WORKER_DATABASE_URL", None),
+            secret=os.environ.pop("WINDLASS_WORKER_SECRET", None),
         )

@@ -21,13 +21,14 @@ from windlass.control.outcome_log import OutcomeLog
 from windlass.control.summary import Summary, count_actions, summarize
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Spawn
-from windlass.model.auth import JOIN_PREFIX, hash_of, new_token
+from windlass.model.auth import JOIN_PREFIX, SECRET_PREFIX, hash_of, new_token
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineRequest, Volume
 from windlass.model.outcome import Committed, Intent, Outcome
 from windlass.model.snapshot import PlannerState, Snapshot
+from windlass.model.worker import WorkerKind
 from windlass.policy.boot import boot_limit
 from windlass.policy.plan import plan
 from windlass.ports.control import ControlStore
@@ -191,10 +192,12 @@ class FleetCycle:
     async def _commit(self, term: int, snapshot: Snapshot, planned: Plan) -> tuple[Committed, list[MachineRequest]]:
         """Store the plan and reserve a slot for each spawn; the machines to create for the slots that were granted.
 
-        Join tokens exist only in the requests. After the call they are on the machines, and the database has hashes.
+        Join tokens and secrets exist only in the requests. After the call they are on the machines; the database has
+        hashes.
         """
         intents: list[Intent] = []
         tokens: dict[str, str] = {}
+        secrets: dict[str, str] = {}
         for number, spawn in enumerate(action for action in planned.actions if isinstance(action, Spawn)):
             intent = Intent(
                 self._new_worker_id(spawn.slot),
@@ -203,6 +206,8 @@ class FleetCycle:
                 self._config.heartbeat_timeout_s,
                 # The first spawns fulfil requests made by hand. Requests newer than the snapshot stay open.
                 is_requested=number < snapshot.requested,
+                concurrency=self._config.concurrency,
+                kind=WorkerKind.NODE if self._config.engine == "ray" else WorkerKind.WORKER,
             )
             if self._provider.traits.is_remote:
                 token = tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
@@ -210,13 +215,22 @@ class FleetCycle:
                 boot_s = boot_limit(self._config, snapshot.boots).total_s
                 join_ttl_s = self._call_timeout_s + max(boot_s, self._provider.traits.billing_unit_s)
                 intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
+            else:
+                secret = secrets[intent.worker_id] = new_token(SECRET_PREFIX, self._rng)
+                intent = replace(intent, secret_hash=hash_of(secret))
             intents.append(intent)
         committed = await self._store.commit_plan(self._candidate, term, snapshot, planned, intents)
         self._cycle_id = committed.cycle_id
         self._planned, self._recorded = (planned, committed.requeued), []
         structlog.contextvars.bind_contextvars(cycle=committed.cycle_id)
         return committed, [
-            MachineRequest(name=it.worker_id, fleet=self.name, slot=it.slot, join_token=tokens.get(it.worker_id))
+            MachineRequest(
+                name=it.worker_id,
+                fleet=self.name,
+                slot=it.slot,
+                join_token=tokens.get(it.worker_id),
+                secret=secrets.get(it.worker_id),
+            )
             for it in intents
             if it.worker_id in committed.granted
         ]

@@ -14,13 +14,15 @@ from enum import StrEnum
 # Visible in a leaked token, so that the finder knows what to revoke.
 JOIN_PREFIX = "wlj_"
 WORKER_PREFIX = "wlw_"
+# A worker that calls the functions of the database itself.
+SECRET_PREFIX = "wld_"  # noqa: S105 - not a secret itself
 API_PREFIX = "wlt_"
 # A browser session, and the link that opens one.
 SESSION_PREFIX = "wls_"
 LINK_PREFIX = "wll_"
-_TOKEN = re.compile(r"wl[jwtsl]_[0-9a-f]{64}")
+_TOKEN = re.compile(r"wl[jwdtsl]_[0-9a-f]{64}")
 # A truncated token may still be most of a secret.
-_ANY_TOKEN = re.compile(r"\b(wl[jwtsl]_)[0-9a-f]{8,}")
+_ANY_TOKEN = re.compile(r"\b(wl[jwdtsl]_)[0-9a-f]{8,}")
 
 
 def new_token(prefix: str, rng: random.Random) -> str:

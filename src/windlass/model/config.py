@@ -14,6 +14,7 @@ from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 from windlass.model.urls import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
+from windlass.model.worker import MAX_LEASE_S, MIN_LEASE_S
 
 _DAY_S = 86_400.0
 # A server can listen on these addresses, but a client cannot connect to them.
@@ -55,7 +56,10 @@ class WorkerConfig(_Section):
         default=5.0, ge=MIN_INTERVAL_S, description="Interval between heartbeats, at least 0.05."
     )
     lease_s: float = Field(
-        default=30.0, gt=0, description="Its tasks are requeued if no heartbeat arrives for this long."
+        default=30.0,
+        ge=MIN_LEASE_S,
+        le=MAX_LEASE_S,
+        description="Its tasks are requeued if no heartbeat arrives for this long, at most a day.",
     )
     timeout_s: float | None = Field(
         default=None, gt=0, description="Time limit of an attempt, for tasks without their own."
@@ -89,7 +93,8 @@ class ControlConfig(_Section):
     lease_s: float = Field(
         default=30.0,
         gt=1,
-        description="A standby takes over if the leader does not renew its lease for this long.",
+        le=MAX_LEASE_S,
+        description="A standby takes over if the leader does not renew its lease for this long, at most a day.",
     )
 
 

@@ -21,7 +21,7 @@ from windlass.model.provider_defaults import MIN_REMOTE_SPAWN_TIMEOUT_S, PROVIDE
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
-from windlass.model.worker import MAX_CONCURRENCY, MAX_COUNT
+from windlass.model.worker import LEASE_LIMITS, MAX_CONCURRENCY, MAX_COUNT
 
 _HANDLER = re.compile(r"[\w.]+:[\w.]+")
 # Shortest interval of cycles and heartbeats, to limit the load on the database.
@@ -165,7 +165,7 @@ class FleetConfig(BaseModel):
         20.0, "Time between heartbeats of a worker, at least 0.05.", ge=MIN_INTERVAL_S
     )
     heartbeat_timeout_s: float = _setting(
-        600.0, "A worker without a heartbeat for longer than this has failed.", env="GPU_IDLE_TIMEOUT_SEC", gt=0
+        600.0, "A worker without a heartbeat for this long has failed.", env="GPU_IDLE_TIMEOUT_SEC", **LEASE_LIMITS
     )
     promotion_threshold_s: float | None = _setting(
         None,

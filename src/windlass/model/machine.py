@@ -47,6 +47,8 @@ class MachineRequest:
     slot: int
     # One-time token for a worker that joins over HTTP. Kept in memory and on the machine, never stored.
     join_token: str | None = field(default=None, repr=False)
+    # Secret of a worker that calls the database itself. Kept in memory and in its process, never stored.
+    secret: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.model.machine import Machine
+from windlass.model.worker import WorkerKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,11 @@ class Intent:
     # only to the provider.
     join_token_hash: bytes | None = None
     join_ttl_s: float | None = None
+    # The worker registers with these, whatever it says about itself.
+    concurrency: int = 1
+    kind: WorkerKind = WorkerKind.WORKER
+    # For a worker that calls the database itself: the hash of its secret, which goes only to the provider.
+    secret_hash: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

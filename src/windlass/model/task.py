@@ -1,7 +1,6 @@
 """A task: one unit of work in a queue, and a claim: the right to one attempt of it."""
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,6 +18,8 @@ _NAME = re.compile(NAME_PATTERN)
 # Preceded by an even number of backslashes, which are backslashes of the text itself.
 _ESCAPED_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 MAX_UNIQUE_KEY_LENGTH = 200
+# The longest time limit of an attempt: ten years, like every duration of the configuration.
+MAX_TIMEOUT_S = 315_360_000.0
 # Results in one call of finish_and_claim; the database refuses more.
 MAX_RESULTS_PER_CALL = 1_000
 # The database truncates both to these lengths.
@@ -169,8 +170,10 @@ def new_task(
         raise BadInput(f"priority is {priority}, but it must be a whole number of at most 32 bits.")
     if not (isinstance(max_attempts, int) and 1 <= max_attempts <= _MAX_INTEGER):
         raise BadInput(f"max_attempts is {max_attempts}, but a task needs from 1 to {_MAX_INTEGER:,} attempts.")
-    if timeout_s is not None and not (timeout_s > 0 and math.isfinite(timeout_s)):
-        raise BadInput(f"timeout_s is {timeout_s}, but a time limit must be above 0 (leave it out for none).")
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise BadInput(
+            f"timeout_s is {timeout_s}, but a time limit must be above 0 and at most ten years (leave it out for none)."
+        )
     if unique_key == "":
         raise BadInput("the unique key is empty: give a key that names this task, or leave it out.")
     if unique_key is not None and len(unique_key) > MAX_UNIQUE_KEY_LENGTH:

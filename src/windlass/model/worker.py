@@ -21,6 +21,12 @@ MAX_CONCURRENCY = 10_000
 MAX_HOST_CHARACTERS = 255
 MAX_VERSION_CHARACTERS = 100
 MAX_START_ID_CHARACTERS = 100
+# A worker that is silent for its lease is lost. More than a day would hide that; in less than a second a healthy worker
+# would be late.
+MIN_LEASE_S = 1.0
+MAX_LEASE_S = 86_400.0
+# As constraints of a field.
+LEASE_LIMITS = {"ge": MIN_LEASE_S, "le": MAX_LEASE_S}
 # Workers of one fleet: far beyond any real fleet, and few enough to count one by one in every cycle.
 MAX_COUNT = 100_000
 # Signals this soon after the first count as the same one. `timeout` signals a program and then its whole group, and
@@ -57,8 +63,8 @@ class Registration:
     worker_id: str
     queues: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...]
     fleet: str = DEFAULT_FLEET
-    concurrency: int = 1
-    lease_s: float = 30.0
+    concurrency: Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)] = 1
+    lease_s: Annotated[float, Field(ge=MIN_LEASE_S, le=MAX_LEASE_S)] = 30.0
     host: Annotated[str, Field(max_length=MAX_HOST_CHARACTERS)] | None = None
     pid: int | None = None
     version: Annotated[str, Field(max_length=MAX_VERSION_CHARACTERS)] | None = None

@@ -198,8 +198,10 @@ def _settlement_to_plain(settlement: Settlement) -> dict[str, Any]:
 
 
 def _intent_to_plain(intent: Intent) -> dict[str, Any]:
-    join_token_hash = intent.join_token_hash.hex() if intent.join_token_hash is not None else None
-    return asdict(intent) | {"join_token_hash": join_token_hash}
+    plain = asdict(intent)
+    return plain | {
+        name: plain[name].hex() if plain[name] is not None else None for name in ("join_token_hash", "secret_hash")
+    }
 
 
 def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:

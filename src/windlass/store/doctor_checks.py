@@ -11,6 +11,8 @@ from windlass.store.tasks import QUERIES
 
 # A notification on a healthy connection takes milliseconds.
 LISTEN_TIMEOUT_S = 5.0
+ORCHESTRATOR = "windlass_orchestrator"
+WORKER = "windlass_worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,21 @@ async def check_may_control(dsn: str) -> None:
             more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
             raise DatabaseUnavailable(
                 f"the database user {user} cannot run the control plane: it lacks "
-                f"{', '.join(row['missing'] for row in rows[:3])}{more}. Set DATABASE_URL to the schema's owner."
+                f"{', '.join(row['missing'] for row in rows[:3])}{more}. Set DATABASE_URL to a user with "
+                "the role windlass_orchestrator (`windlass db roles`), or to the schema's owner."
             )
+
+
+async def dsn_with_role(dsn: str, role: str) -> str:
+    """The DSN with which this user acts as `role` and without its further rights, if that is possible.
+
+    Not behind a transaction-mode pooler, which accepts no setting of a connection: connect as a user of that role.
+    """
+    async with connected(dsn, "reading this user's roles") as connection, connection.transaction(readonly=True):
+        backend_pid = await connection.fetchval("select pg_backend_pid()")
+        if backend_pid != connection.get_server_pid() or not await connection.fetchval(QUERIES["role_to_set"], role):
+            return dsn
+    return f"{dsn}{'&' if '?' in dsn else '?'}role={role}"
 
 
 async def _supports_contract(connection: Any) -> bool:

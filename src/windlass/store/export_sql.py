@@ -7,8 +7,8 @@ from importlib import resources
 
 from windlass.store.migrate import LOCK_KEY, LOCK_TIMEOUT_S, Migration
 
-# Privileges of roles that do not own the schema. Not part of it: not every database has these roles.
-GRANTS = resources.files("windlass.store").joinpath("grants.sql").read_text()
+# Creates the roles and applies their rights. Not part of the schema: not every database has these roles.
+ROLES = resources.files("windlass.store").joinpath("roles.sql").read_text()
 _SCRIPT = resources.files("windlass.store").joinpath("export_sql.sql").read_text()
 
 

@@ -88,10 +88,14 @@ class PostgresOperations(DatabaseStore):
 
     async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
         doing = "pausing or resuming workers"
-        return await self._database.execute(doing, WORKER_QUERIES["set_paused"], worker_ids, is_paused)
+        count: int = await self._database.call(doing, "windlass_internal.pause_workers", worker_ids, is_paused)
+        return count
 
     async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:
-        return await self._database.execute("draining workers", WORKER_QUERIES["set_terminating"], worker_ids, reason)
+        count: int = await self._database.call(
+            "draining workers", "windlass_internal.drain_workers", worker_ids, reason
+        )
+        return count
 
     async def terminate_worker(self, worker_id: str, reason: str) -> bool:
         doing = "terminating a worker"

@@ -1,6 +1,9 @@
 """Wakes idle workers when tasks arrive, by LISTEN on a separate connection.
 
-A notification is only a hint. A listening connection can be dead without an error (dropped by a pooler or a network).
+A notification is only a hint, and every user of the database may send one: a flood of them wakes a caller no more than
+MAX_WAKES_PER_S times per second.
+
+A listening connection can be dead without an error (dropped by a pooler or a network).
 So it is tested with a notification to itself when it opens and regularly while it waits. If a test fails, wait() polls.
 
 Many callers may wait at once. A notification wakes every caller that waits for its queue. A caller that waits for the
@@ -27,6 +30,9 @@ RETRY_AFTER_S = 30.0
 # Bound on remembered queues and sets of queues. Beyond it all are dropped, and the next wait() of each caller returns
 # at once, which costs one unnecessary poll.
 MAX_REMEMBERED = 10_000
+# Wake-ups of one set of queues: this many per second, after a burst. A worker with one task at a time stays below.
+MAX_WAKES_PER_S = 100.0
+WAKE_BURST = 500.0
 
 
 class Listener:
@@ -42,6 +48,8 @@ class Listener:
         self._arrivals = 0
         self._latest: dict[str, int] = {}
         self._consumed: dict[tuple[str, ...], int] = {}
+        # The wake-ups that each set of queues has left of its burst, and when that was counted.
+        self._wakes: dict[tuple[str, ...], tuple[float, float]] = {}
         # The next arrival sets this event and replaces it.
         self._arrival = asyncio.Event()
 
@@ -63,6 +71,7 @@ class Listener:
                     await self._arrival.wait()
             except TimeoutError:
                 return
+        await asyncio.sleep(self._wake_delay_s(wanted))
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -76,6 +85,15 @@ class Listener:
         self._consumed[queues] = self._arrivals
         return is_new
 
+    def _wake_delay_s(self, queues: tuple[str, ...]) -> float:
+        """How long this wake-up must wait: zero, except in a flood."""
+        now = time.monotonic()
+        left, at = self._wakes.get(queues, (WAKE_BURST, now))
+        left = min(WAKE_BURST, left + (now - at) * MAX_WAKES_PER_S) - 1.0
+        left = max(left, -MAX_WAKES_PER_S)  # no wake-up waits longer than a second
+        self._wakes[queues] = left, now
+        return max(0.0, -left / MAX_WAKES_PER_S)
+
     def _on_notification(self, _connection: object, _pid: int, _channel: str, queue: object) -> None:
         self._record_arrival(str(queue))
 
@@ -83,6 +101,7 @@ class Listener:
         if len(self._latest) + len(self._consumed) > MAX_REMEMBERED:
             self._latest.clear()
             self._consumed.clear()
+            self._wakes.clear()
             queue = ""
         self._arrivals += 1
         self._latest[queue] = self._arrivals

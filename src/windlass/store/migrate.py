@@ -26,6 +26,19 @@ LOCK_KEY = 94635277
 # Building an index over a large table takes long. Waiting for another migration should not.
 MIGRATE_TIMEOUT_S = 3600.0
 LOCK_TIMEOUT_S = 60
+# The owner of the schema, quoted, if that is another role than this user and this user is its member.
+_OWNER = """
+select quote_ident(r.rolname) from pg_namespace n join pg_roles r on r.oid = n.nspowner
+where n.nspname = 'windlass' and r.rolname <> current_user and pg_has_role(r.oid, 'member')
+"""
+# Whether the roles have rights in this database. Roles belong to the server, which may have several databases.
+_HAS_ROLES = """
+select exists (
+  select from pg_roles r
+  where r.rolname = 'windlass_orchestrator' and has_schema_privilege(r.oid, 'windlass_internal', 'usage')
+    and not r.rolsuper
+)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +105,24 @@ async def check_contract(connection: Any) -> None:
 
 async def applied_migrations(connection: Any) -> dict[int, Any]:
     """The rows of windlass.migrations by version; empty without a schema."""
-    if await connection.fetchval("select to_regclass('windlass.migrations') is null"):
-        return {}
-    rows = await connection.fetch(
-        "select version, name, checksum, applied_at from windlass.migrations order by version"
+    # The view is for users who may not read the table. Schemas of development builds do not have it.
+    history, table = await connection.fetchrow(
+        "select to_regclass('windlass.schema_history')::text, to_regclass('windlass.migrations')::text"
     )
+    if table is None:
+        return {}
+    columns = "version, name, checksum, applied_at"
+    rows = await connection.fetch(f"select {columns} from {history or table} order by version")  # noqa: S608
     return {row["version"]: row for row in rows}
+
+
+async def is_schema_current(dsn: str) -> bool:
+    """Whether `migrate` would change nothing. A user without the owner's rights may ask."""
+    async with connected(dsn, "reading the schema's version") as connection:
+        applied = await applied_migrations(connection)
+        if applied:
+            _check_upgradable(applied)
+        return not missing_migrations(applied)
 
 
 def missing_migrations(applied: dict[int, Any]) -> list[Migration]:
@@ -112,6 +137,10 @@ async def migrate(dsn: str) -> list[Migration]:
     async with connected(dsn, "migrating", command_timeout_s=MIGRATE_TIMEOUT_S) as connection, connection.transaction():
         await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT_S}s'")
         await connection.execute(f"select pg_advisory_xact_lock({LOCK_KEY})")
+        # Objects that a migration creates belong to the schema's owner, whose member this user may be.
+        owner = await connection.fetchval(_OWNER)
+        if owner is not None:
+            await connection.execute(f"set local role {owner}")
         applied = await applied_migrations(connection)
         missing = missing_migrations(applied)
         if applied:
@@ -124,7 +153,16 @@ async def migrate(dsn: str) -> list[Migration]:
                 migration.name,
                 migration.checksum,
             )
+        if missing and await connection.fetchval(_HAS_ROLES):
+            await connection.execute("select windlass_internal.apply_roles()")
         return missing
+
+
+async def apply_roles(dsn: str, script: str) -> None:
+    """Run the script of `windlass db roles`. Raises SchemaMismatch if the schema is not this program's."""
+    async with connected(dsn, "creating roles", command_timeout_s=MIGRATE_TIMEOUT_S) as connection:
+        check_schema_version(max(await applied_migrations(connection), default=None))
+        await connection.execute(script)
 
 
 def _check_upgradable(applied: dict[int, Any]) -> None:

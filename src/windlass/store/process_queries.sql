@@ -69,9 +69,3 @@ select f.name as fleet, case when c.repeats = 0 then c.summary end as actions fr
 cross join lateral (
   select l.summary, l.repeats from windlass.cycles l where l.fleet = f.name order by l.id desc limit 1
 ) as c;
-
--- name: release_leases
--- The successor of a process that died; a few rows. An uncommitted plan of the dead process either commits before this,
--- or is refused.
-update windlass.leases set expires_at = windlass.now()
-where holder = $1 and expires_at > windlass.now();

@@ -34,7 +34,7 @@ class PostgresProcessStore(DatabaseStore):
         await self._database.execute("removing a process", QUERIES["remove_process"], process_id)
 
     async def release_leases(self, holder: str) -> None:
-        await self._database.execute("releasing leases", QUERIES["release_leases"], holder)
+        await self._database.call("releasing leases", "windlass_internal.release_leases", holder)
 
     async def add_counters(self, increments: Sequence[CounterValue]) -> None:
         if increments:

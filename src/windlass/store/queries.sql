@@ -1,11 +1,6 @@
 -- Named queries about tasks, workers, events and privileges. Each says who calls it and which index serves it.
 -- Queries over several statuses have one part per status: the planner needs the literal status to use a partial index.
 
--- name: inserted_by_this_transaction
--- `windlass enqueue --unique-key`; primary key. Whether this transaction inserted the row, by its transaction id.
-select xmin::text::bigint = txid_current() % (2 ^ 32)::bigint from windlass.tasks
-where id = $1;
-
 -- name: insert_from_staging
 -- enqueue_many with unique keys: COPY cannot skip conflicts, so the rows go through a temporary table.
 insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
@@ -14,19 +9,29 @@ from windlass_staging
 order by position
 on conflict (queue, unique_key) where unique_key is not null do nothing;
 
+-- name: may_insert_tasks
+-- enqueue_many; reads no table.
+select has_table_privilege('windlass.tasks', 'insert');
+
+-- name: enqueue_many
+-- enqueue_many of users who may not write the table. NewTask's fields in order; payloads travel as text.
+select windlass.enqueue_many(
+  $1::text[], $2::text[]::jsonb[], $3::integer[], $4::timestamptz[], $5::integer[], $6::float8[], $7::text[], $8
+);
+
 -- name: task
 -- `windlass tasks show`; primary key.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result
-from windlass.tasks where id = $1;
+from windlass.task_details where id = $1;
 
 -- name: tasks
 -- Tasks with payload and result; scans the primary key backwards up to the limit.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result
-from windlass.tasks
+from windlass.task_details
 where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
   and ($3::bigint is null or id < $3)
@@ -38,7 +43,7 @@ order by id desc limit $4;
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, owner
-from windlass.tasks
+from windlass.task_details
 where ($1::text is null or queue = $1)
   and ($2::text is null or status = $2)
   and ($3::bigint is null or id < $3)
@@ -98,7 +103,7 @@ order by queue collate "C";
 -- Whether one of the newest $2 tasks is of this queue; scans the primary key backwards.
 select exists (
   select
-  from (select queue from windlass.tasks order by id desc limit $2) as recent
+  from (select queue from windlass.task_details order by id desc limit $2) as recent
   where recent.queue = $1::text
 );
 
@@ -119,29 +124,6 @@ from windlass.workers
 where ($1::text is null or id = $1)
   and ($2 or status <> 'terminated')
 order by created_at, id;
-
--- name: set_paused
--- pause and resume; primary key.
-with changed as (
-  update windlass.workers set paused = $2
-  where id = any ($1::text[]) and status in ('spawning', 'active', 'terminating') and paused <> $2
-  returning id, fleet
-)
-insert into windlass.events (code, reason, fleet, worker_id)
-select case when $2 then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'by hand', fleet, id
-from changed;
-
--- name: set_terminating
--- Drain workers by hand; primary key.
-with changed as (
-  update windlass.workers
-  set status = 'terminating', terminating_at = windlass.now(), code = 'MANUAL', reason = $2
-  where id = any ($1::text[]) and status in ('spawning', 'active')
-  returning id, fleet
-)
-insert into windlass.events (code, reason, fleet, worker_id)
-select 'WORKER_TERMINATING', $2, fleet, id
-from changed;
 
 -- name: queue_depths
 -- `windlass status`; tasks_ready, tasks_scheduled, tasks_running.
@@ -164,31 +146,6 @@ where ($1::bigint is null or task_id = $1)
   and ($2::text is null or worker_id = $2)
 order by id desc limit $3;
 
--- name: purge
--- `windlass tasks purge`, in bounded rounds, each starting where the previous one ended; tasks_complete, tasks_failed.
-with deleted as (
-  delete from windlass.tasks
-  where id = any (
-    array(
-      select id from windlass.tasks
-      where status = 'complete' and 'complete' = any ($2::text[])
-        and finished_at between coalesce($4::timestamptz, '-infinity') and $3::timestamptz
-        and ($1::text is null or queue = $1)
-      order by finished_at limit $6 for update skip locked
-    ) || array(
-      select id from windlass.tasks
-      where status = 'failed' and 'failed' = any ($2::text[])
-        and finished_at between coalesce($5::timestamptz, '-infinity') and $3::timestamptz
-        and ($1::text is null or queue = $1)
-      order by finished_at limit $6 for update skip locked
-    )
-  )
-  returning status, finished_at
-)
-select count(*) as count, max(finished_at) filter (where status = 'complete') as complete_to,
-  max(finished_at) filter (where status = 'failed') as failed_to
-from deleted;
-
 -- name: server_facts
 -- `windlass doctor`; reads no table.
 select
@@ -206,63 +163,30 @@ select exists (
   select from windlass.workers where slot is not null and status in ('spawning', 'active', 'terminating', 'error')
 );
 
+-- name: role_to_set
+-- `windlass up`, `windlass worker`: whether this user may act as role $1, and the role has rights in this database. Not
+-- if this user has the role's rights alone.
+select exists (
+  select from pg_roles r
+  where r.rolname = $1 and r.rolname <> current_user and pg_has_role(r.oid, 'member')
+    and has_schema_privilege(r.oid, 'windlass', 'usage')
+);
+
 -- name: missing_control_privileges
--- `windlass up`: privileges that the control plane needs and this user lacks: everything except changing the schema.
+-- `windlass up`: privileges that the control plane needs and this user lacks: the rights of windlass_orchestrator.
 select 'usage on schema ' || name as missing
 from unnest(array['windlass', 'windlass_internal']) as name
 where not has_schema_privilege(name, 'usage')
 union all
-(
-  select needed || ' on ' || class.relname
-  from pg_class as class
-  cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
-  where class.relnamespace = 'windlass'::regnamespace and class.relkind = 'r'
-    and class.relname <> 'migrations' and not has_table_privilege(class.oid, needed)
-  order by class.relname, needed
-)
-union all
-(
-  select 'execute on ' || function.proname
-  from pg_proc as function
-  where function.pronamespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)
-    and not has_function_privilege(function.oid, 'execute')
-  order by function.proname
-);
+select 'the role windlass_orchestrator'
+where has_schema_privilege('windlass', 'usage') and has_schema_privilege('windlass_internal', 'usage')
+  and not (
+    select bool_and(has_function_privilege(f.oid, 'execute'))
+    from pg_proc f where f.pronamespace = 'windlass_internal'::regnamespace and f.proname = 'commit_plan'
+  );
 
 -- name: missing_privileges
--- `windlass doctor`: privileges that producers and workers need and this user lacks. Empty without a schema. A user
--- with a role of grants.sql is not asked for more than that role has.
-with schema as (
-  select oid, nspname as name
-  from pg_namespace
-  where nspname in ('windlass', 'windlass_internal')
-),
-everything as (
-  select oid
-  from schema
-  where not exists (
-    select from pg_roles r where r.rolname in ('windlass_producer', 'windlass_worker') and pg_has_role(r.oid, 'usage')
-  )
-),
-lacking as (
-  -- Without usage on a schema no other privilege helps, so it comes first.
-  select 1 as place, 'usage on schema ' || name as missing
-  from schema
-  where not has_schema_privilege(oid, 'usage')
-  union all
-  select 2, needed || ' on ' || class.relname
-  from everything
-  join pg_class class on class.relnamespace = everything.oid and class.relkind = 'r'
-  cross join unnest(array['select', 'insert', 'update', 'delete']) as needed
-  where not has_table_privilege(class.oid, needed)
-    -- Only `windlass db migrate` writes there.
-    and (class.relname <> 'migrations' or needed = 'select')
-  union all
-  select 3, 'execute on ' || function.proname
-  from everything
-  join pg_proc function on function.pronamespace = everything.oid
-  where not has_function_privilege(function.oid, 'execute')
-)
-select missing
-from lacking
-order by place, missing;
+-- `windlass doctor`: what this user lacks to enqueue, to work or to look. Empty without a schema.
+select 'usage on schema windlass' as missing
+from pg_namespace n
+where n.nspname = 'windlass' and not has_schema_privilege(n.oid, 'usage');

@@ -15,6 +15,8 @@ from windlass.store.queries import read_queries
 
 QUERIES = read_queries("windlass.store", "queries.sql")
 PURGE_BATCH = 5_000
+# Tasks in one call of windlass.enqueue_many.
+BATCH_TASKS = 1_000
 # Two producers that enqueue the same unique keys in different orders can deadlock once. After this many deadlocks in a
 # row the error goes to the caller.
 MAX_STAGING_INSERTS = 5
@@ -23,6 +25,8 @@ COPY_COLUMNS = NewTask._fields
 
 
 class PostgresTaskStore(DatabaseStore):
+    _is_owner: bool | None = None
+
     async def enqueue(self, task: NewTask) -> int:
         async with self._database.connection("enqueueing a task") as connection:
             return await enqueue_on(connection, task)
@@ -35,9 +39,11 @@ class PostgresTaskStore(DatabaseStore):
             nullcontext() if self._database.is_pooled else connection.transaction(),
         ):
             task_id = await enqueue_on(connection, task)
-            return task_id, bool(await connection.fetchval(QUERIES["inserted_by_this_transaction"], task_id))
+            return task_id, bool(await connection.fetchval("select windlass.is_new_task($1)", task_id))
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
+        if not await self._may_copy():
+            return await self._enqueue_by_function(tasks)
         if isinstance(tasks, AsyncIterable):
             # The stream may be larger than memory, and whether it has a unique key is unknown before its end.
             return await self._enqueue_by_staging(_numbered(tasks))
@@ -54,6 +60,23 @@ class PostgresTaskStore(DatabaseStore):
                 timeout=BULK_TIMEOUT_S,
             )
         return row_count(status)
+
+    async def _may_copy(self) -> bool:
+        """Whether this user may write the table: the owner. COPY is the fastest way; other users call a function."""
+        if self._is_owner is None:
+            self._is_owner = bool(await self._database.fetchval("enqueueing tasks", QUERIES["may_insert_tasks"]))
+        return self._is_owner
+
+    async def _enqueue_by_function(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
+        added = 0
+        async with (
+            self._database.connection("enqueueing tasks") as connection,
+            nullcontext() if self._database.is_pooled else connection.transaction(),
+        ):
+            async for batch in _batches(tasks):
+                columns = [list(column) for column in zip(*batch, strict=True)]
+                added += await connection.fetchval(QUERIES["enqueue_many"], *columns, 2**31 - 1, timeout=BULK_TIMEOUT_S)
+        return added
 
     async def _enqueue_by_staging(
         self, numbered_rows: Iterable[tuple[Any, ...]] | AsyncIterable[tuple[Any, ...]]
@@ -157,7 +180,7 @@ class PostgresTaskStore(DatabaseStore):
         for _ in itertools.count():
             gone = await self._database.fetchrow(
                 "deleting finished tasks",
-                QUERIES["purge"],
+                "select * from windlass_internal.purge_tasks($1, $2, $3, $4, $5, $6)",
                 queue,
                 list(statuses),
                 until,
@@ -203,6 +226,22 @@ async def _insert_from_staging(connection: Any) -> int:
         with suppress(asyncpg.DeadlockDetectedError):
             return await insert()
     return await insert()
+
+
+async def _batches(tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> AsyncIterator[list[NewTask]]:
+    batch: list[NewTask] = []
+    if isinstance(tasks, AsyncIterable):
+        async for task in tasks:
+            batch.append(task)
+            if len(batch) == BATCH_TASKS:
+                yield batch
+                batch = []
+    else:
+        rows = iter(tasks)
+        while len(batch := list(itertools.islice(rows, BATCH_TASKS))) == BATCH_TASKS:
+            yield batch
+    if batch:
+        yield batch
 
 
 async def _numbered(tasks: AsyncIterable[NewTask]) -> AsyncIterator[tuple[Any, ...]]:

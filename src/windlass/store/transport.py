@@ -14,10 +14,21 @@ from windlass.model.task import MAX_NOTE_CHARACTERS, Claim, ClaimResult, Finishe
 from windlass.model.worker import HeartbeatReply, HeartbeatReport, HeldClaim, RecoveredTasks, Registration, WorkerStatus
 from windlass.store.database import Database, DatabaseStore
 
+# Workers that one call of recover_lost_workers judges.
+MAX_RECOVERED = 100
 
-class PostgresMaintenance(DatabaseStore):
+
+class WorkerSecret(DatabaseStore):
+    def __init__(self, database: Database, secret: str | None = None) -> None:
+        """`secret`: of the one worker that acts here. None: the caller is trusted and acts for any worker."""
+        super().__init__(database)
+        self._secret = secret
+
+
+class PostgresMaintenance(WorkerSecret):
     async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
-        rows = await self._database.call_rows("recovering lost workers", "windlass.recover_lost_workers", judge_id)
+        arguments = (judge_id, MAX_RECOVERED, self._secret)
+        rows = await self._database.call_rows("recovering lost workers", "windlass.recover_lost_workers", *arguments)
         return [RecoveredTasks(**dict(row)) for row in rows]
 
     async def sweep(self) -> int:
@@ -31,26 +42,28 @@ class PostgresWorkSignal(DatabaseStore):
         await self._database.listener.wait(queues, timeout_s)
 
 
-class PostgresTransport(PostgresWorkSignal):
-    def __init__(self, database: Database) -> None:
-        super().__init__(database)
-        self._maintenance = PostgresMaintenance(database)
+class PostgresTransport(PostgresWorkSignal, WorkerSecret):
+    def __init__(self, database: Database, secret: str | None = None) -> None:
+        super().__init__(database, secret)
+        self._maintenance = PostgresMaintenance(database, secret)
 
     async def register(self, registration: Registration) -> WorkerStatus:
         r = registration
         about = (r.worker_id, r.fleet, list(r.queues), r.concurrency, r.lease_s, r.host, r.pid, r.version, r.kind)
         doing = "registering the worker"
-        return WorkerStatus(await self._database.call(doing, "windlass.register_worker", *about, r.start_id))
+        arguments = (*about, r.start_id, self._secret)
+        return WorkerStatus(await self._database.call(doing, "windlass.register_worker", *arguments))
 
     async def claim(self, worker_id: str, queues: Sequence[str], limit: int = 1) -> list[Claim]:
-        rows = await self._database.call_rows("claiming tasks", "windlass.claim_tasks", worker_id, queues, limit)
+        arguments = (worker_id, queues, limit, self._secret)
+        rows = await self._database.call_rows("claiming tasks", "windlass.claim_tasks", *arguments)
         return _claims(rows)
 
     async def finish_and_claim(
         self, worker_id: str, finished: Sequence[Finished], queues: Sequence[str], limit: int
     ) -> ClaimResult:
         results = ([f.task_id for f in finished], [f.token for f in finished], [f.result for f in finished])
-        arguments = (worker_id, *results, queues, limit)
+        arguments = (worker_id, *results, queues, limit, self._secret)
         rows = await self._database.call_rows("finishing tasks", "windlass.finish_and_claim", *arguments)
         return ClaimResult(claims=_claims(rows), lost=[row["token"] for row in rows if row["is_lost"]])
 
@@ -67,7 +80,7 @@ class PostgresTransport(PostgresWorkSignal):
     ) -> TaskStatus | None:
         status = await self._database.fetchval(
             "reporting a failed attempt",
-            "select windlass.fail_task($1, $2, $3, $4, $5, $6, coalesce($7, random()))",
+            "select windlass.fail_task($1, $2, $3, $4, $5, $6, coalesce($7, random()), $8)",
             worker_id,
             task_id,
             token,
@@ -75,11 +88,12 @@ class PostgresTransport(PostgresWorkSignal):
             code,
             retry,
             jitter,
+            self._secret,
         )
         return TaskStatus(status) if status is not None else None
 
     async def release(self, worker_id: str, task_id: int, token: UUID, reason: str, delay_s: float = 0.0) -> bool:
-        arguments = (worker_id, task_id, token, reason, delay_s)
+        arguments = (worker_id, task_id, token, reason, delay_s, self._secret)
         return bool(await self._database.call("releasing a task", "windlass.release_task", *arguments))
 
     async def heartbeat(
@@ -89,6 +103,7 @@ class PostgresTransport(PostgresWorkSignal):
             worker_id,
             json.dumps([_claim_to_plain(claim) for claim in claims]),
             json.dumps(dict(vitals or {})),
+            self._secret,
         )
         (row,) = await self._database.call_rows("sending a heartbeat", "windlass.heartbeat", *arguments)
         return _reply(row)
@@ -110,7 +125,8 @@ class PostgresTransport(PostgresWorkSignal):
         return [by_worker.get(each.worker_id) for each in heartbeats]
 
     async def deregister(self, worker_id: str, reason: str) -> None:
-        await self._database.call("deregistering the worker", "windlass.deregister_worker", worker_id, reason)
+        arguments = (worker_id, reason, self._secret)
+        await self._database.call("deregistering the worker", "windlass.deregister_worker", *arguments)
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self._maintenance.recover_lost_workers(worker_id)
@@ -123,10 +139,12 @@ class PostgresTransport(PostgresWorkSignal):
 
 
 @asynccontextmanager
-async def open_postgres_transport(dsn: str, **options: Any) -> AsyncIterator[PostgresTransport]:
+async def open_postgres_transport(
+    dsn: str, *, secret: str | None = None, **options: Any
+) -> AsyncIterator[PostgresTransport]:
     """A worker's transport with its own Database. `options` are those of Database."""
     async with Database(dsn, is_contract_sufficient=True, **options) as database:
-        yield PostgresTransport(database)
+        yield PostgresTransport(database, secret)
 
 
 def _claims(rows: Iterable[Any]) -> list[Claim]:

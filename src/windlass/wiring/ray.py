@@ -30,11 +30,12 @@ from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
 from windlass.ray.versions import MATCH_MINOR_ENV, check_node_image, check_versions, our_versions
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.database import Database
+from windlass.store.doctor_checks import ORCHESTRATOR, WORKER
 from windlass.store.leases import PostgresLeaseStore
 from windlass.store.ray import PostgresRayStore
 from windlass.store.transport import open_postgres_transport
 from windlass.wiring.signals import on_stop_signals
-from windlass.wiring.stores import data_dir, database
+from windlass.wiring.stores import data_dir, database_as
 from windlass.wiring.tracing import trace_attempts
 from windlass.worker.lifecycle import ExitReason
 
@@ -52,11 +53,12 @@ _DISPATCHER_SETTINGS = {
 log = structlog.get_logger(__name__)
 
 
-async def run_node(config: Config, settings: NodeSettings) -> ExitReason:
+async def run_node(config: Config, settings: NodeSettings, *, secret: str | None) -> ExitReason:
     """Run a node of the Ray cluster that connects to the database, until it is drained or stopped."""
-    async with database(config) as dsn:
+    async with database_as(WORKER, config) as dsn:
         return await NodeProgram(
-            settings, lambda: open_postgres_transport(dsn, retention=config.retention, max_connections=2)
+            settings,
+            lambda: open_postgres_transport(dsn, secret=secret, retention=config.retention, max_connections=2),
         ).run()
 
 
@@ -68,7 +70,7 @@ async def run_dispatcher(config: Config, fleet: str, fleet_config: FleetConfig, 
         os.chdir(fleet_config.chdir)
     os.environ.update(MATCH_MINOR_ENV)  # for Ray in this process
     async with (
-        database(config) as dsn,
+        database_as(ORCHESTRATOR, config) as dsn,
         Database(dsn, retention=config.retention, max_connections=4) as opened,
         trace_attempts(config, version) as trace,
     ):

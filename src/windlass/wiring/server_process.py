@@ -31,6 +31,7 @@ from windlass.server.metrics import Metrics
 from windlass.server.routes.login import create_login_link
 from windlass.server.server import serving
 from windlass.server.wheel import Wheel
+from windlass.store.doctor_checks import ORCHESTRATOR
 from windlass.wiring.background import background_task
 from windlass.wiring.http_server import (
     OnDashboard,
@@ -45,7 +46,7 @@ from windlass.wiring.process_link import ProcessLink, ProcessNote, StartOrder
 from windlass.wiring.process_record import clear_remains, new_record, recorded
 from windlass.wiring.providers import spawning_fleets, worker_log
 from windlass.wiring.ray import ray_credentials
-from windlass.wiring.stores import database
+from windlass.wiring.stores import database_as
 
 if TYPE_CHECKING:
     from windlass.wiring.store_roles import DashboardStores
@@ -140,7 +141,7 @@ async def run_server(
     """Serve until the link requests a stop. Running requests are finished; streams and long polls end at once."""
     config = order.config
     async with (
-        database(config, may_create=False) as dsn,
+        database_as(ORCHESTRATOR, config, may_create=False) as dsn,
         server_stores(dsn, config.retention) as (worker_store, user_store),
     ):
         process = new_record(ProcessKind.SERVER, number, options.version)

@@ -131,6 +131,15 @@ async def database(config: Config, *, makes_schema: bool = True, may_create: boo
         await _in_thread(server.close)
 
 
+@asynccontextmanager
+async def database_as(role: str, config: Config, **options: bool) -> AsyncIterator[str]:
+    """The same without the owner's rights, if `windlass db roles` was run and this user is a member of the role."""
+    from windlass.store.doctor_checks import dsn_with_role
+
+    async with database(config, **options) as dsn:
+        yield await dsn_with_role(dsn, role)
+
+
 async def open_embedded_database(config: Config) -> "EmbeddedPostgres | None":
     """Start the embedded database, which the caller closes; None if another is configured."""
     if config.database_url is not None:

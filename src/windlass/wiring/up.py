@@ -30,8 +30,8 @@ from windlass.ports.alerts import Notifier
 from windlass.store.alerts import PostgresAlertStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
-from windlass.store.doctor_checks import check_may_control, has_managed_workers
-from windlass.store.migrate import migrate
+from windlass.store.doctor_checks import ORCHESTRATOR, check_may_control, dsn_with_role, has_managed_workers
+from windlass.store.migrate import is_schema_current, migrate
 from windlass.store.overview import PostgresOverview
 from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
@@ -47,7 +47,7 @@ from windlass.wiring.ray import check_ray, run_ray_supervisor
 from windlass.wiring.reachability import check_control_plane_url
 from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
 from windlass.wiring.store_roles import OrchestratorStores
-from windlass.wiring.stores import database, described_database, has_embedded_database
+from windlass.wiring.stores import database, database_as, described_database, has_embedded_database
 from windlass.wiring.tracing import trace_cycles
 
 # Leases without a leader before an alert fires: a restart or a failover takes one.
@@ -62,7 +62,7 @@ async def run_cycles(config: Config) -> list[Summary]:
     check_keys(config)
     await check_control_plane_url(config)
     await check_ray(config)
-    async with database(config) as dsn, Database(dsn, retention=config.retention) as opened:
+    async with database_as(ORCHESTRATOR, config) as dsn, Database(dsn, retention=config.retention) as opened:
         store, maintenance = PostgresControlStore(opened), PostgresMaintenance(opened)
         candidate, instance_id = make_candidate(config), await store.instance_id()
         # Evaluation follows the cycles of this process, so it has nothing to wait for.
@@ -112,9 +112,10 @@ async def check_start(config: Config) -> None:
 
 
 async def prepare_schema(dsn: str) -> None:
-    """Apply migrations, and check that this user may run the control loop."""
-    await migrate(dsn)
-    await check_may_control(dsn)
+    """Apply migrations, and check that this user may run the control loop, without the owner's rights if it can."""
+    if not await is_schema_current(dsn):  # a user who is not the owner could not lock the migrations
+        await migrate(dsn)
+    await check_may_control(await dsn_with_role(dsn, ORCHESTRATOR))
 
 
 async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlOptions) -> None:
@@ -126,7 +127,7 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
     process, counters = new_record(ProcessKind.CONTROL, 0, options.version), CounterBuffer()
     link.send("note", ProcessNote(process.id, candidate.holder))
     async with (
-        database(config) as dsn,
+        database_as(ORCHESTRATOR, config) as dsn,
         Database(dsn, retention=config.retention) as opened,
         _cleared_remains(OrchestratorStores(opened), order),
         run_ray_supervisor(config, dsn, candidate.holder) as ray,

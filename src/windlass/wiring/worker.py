@@ -7,14 +7,17 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
+from windlass.model.auth import SECRET_PREFIX, new_token
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.model.redaction import add_known_secrets, secrets_in
 from windlass.store.connect import COMMAND_TIMEOUT_S
+from windlass.store.doctor_checks import WORKER
 from windlass.store.transport import PostgresTransport, open_postgres_transport
-from windlass.wiring.stores import database
+from windlass.wiring.stores import database_as
 from windlass.wiring.tracing import trace_attempts
 
 if TYPE_CHECKING:
@@ -35,23 +38,26 @@ async def run_worker(
     config: Config,
     settings: "WorkerSettings",
     *,
+    secret: str | None,
     handler: str | None,
     command: str | None,
     is_inline: bool,
     run_as: str | None = None,
     redact: Sequence[str] = (),
 ) -> "ExitReason":
-    """Run a worker over the database until it is drained."""
+    """Run a worker over the database until it is drained. Without a secret it generates one."""
     from windlass.worker.lifecycle import WorkerRuntime
 
     executor = _executor(
         config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
     )
-    async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
+    secret = secret or new_token(SECRET_PREFIX, SystemRandom())
+    async with database_as(WORKER, config) as dsn, trace_attempts(config, settings.version) as traced:
 
         def connect() -> "AbstractAsyncContextManager[PostgresTransport]":
             return open_postgres_transport(
                 dsn,
+                secret=secret,
                 retention=config.retention,
                 # One for the loop, one for the wait for work.
                 max_connections=2,

@@ -1,18 +1,18 @@
 """The constraints of the SQL tables. Checks raise BadInput before anything is changed."""
 
 import json
-import math
 import struct
 
 from windlass.model.errors import BadInput
 from windlass.model.task import (
     FIRST_RUN_AFTER,
+    MAX_TIMEOUT_S,
     MAX_UNIQUE_KEY_LENGTH,
     RUN_AFTER_BEFORE,
     NewTask,
     check_queue_name,
 )
-from windlass.model.worker import Registration
+from windlass.model.worker import MAX_CONCURRENCY, MAX_LEASE_S, MIN_LEASE_S, Registration
 
 # PostgreSQL's integer.
 MAX_INTEGER = 2**31 - 1
@@ -24,8 +24,8 @@ def check_new(doing: str, task: NewTask) -> None:
         raise BadInput(f"{doing}: priority {task.priority} is out of range.")
     if not 1 <= task.max_attempts <= MAX_INTEGER:
         raise BadInput(f"{doing}: max_attempts is {task.max_attempts}, but a task needs at least 1 attempt.")
-    if task.timeout_s is not None and not 0 < task.timeout_s < math.inf:
-        raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but a time limit must be above 0 and finite.")
+    if task.timeout_s is not None and not 0 < task.timeout_s <= MAX_TIMEOUT_S:
+        raise BadInput(f"{doing}: timeout_s is {task.timeout_s}, but it must be above 0 and at most ten years.")
     if task.run_after is not None and not FIRST_RUN_AFTER <= task.run_after < RUN_AFTER_BEFORE:
         raise BadInput(f"{doing}: run_after is {task.run_after}, but its year must be 2 to 9998.")
     if task.unique_key is not None and not 1 <= len(task.unique_key) <= MAX_UNIQUE_KEY_LENGTH:
@@ -49,11 +49,12 @@ def _refuse_constant(name: str) -> None:
 
 
 def check_registration(registration: Registration) -> None:
-    check_queue_name(registration.fleet)
-    if registration.concurrency < 1:
-        raise BadInput(f"registering the worker: concurrency is {registration.concurrency}, at least 1 is needed.")
-    if not 0 < registration.lease_s < math.inf:
-        raise BadInput(f"registering the worker: lease_s is {registration.lease_s} and must be above 0 and finite.")
+    for name in (registration.fleet, *registration.queues):
+        check_queue_name(name)
+    if not 1 <= registration.concurrency <= MAX_CONCURRENCY:
+        raise BadInput(f"registering the worker: concurrency is {registration.concurrency}, but it must be 1 to 10000.")
+    if not MIN_LEASE_S <= registration.lease_s <= MAX_LEASE_S:
+        raise BadInput(f"registering the worker: lease_s is {registration.lease_s}, but it must be 1 to 86400.")
 
 
 def check_limit(doing: str, limit: int) -> None:

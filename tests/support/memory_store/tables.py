@@ -250,7 +250,8 @@ class Tables:
     def _spawn(self, fleet: FleetRow, intent: Intent) -> None:
         row = MemoryWorker(
             intent.worker_id, fleet.name, intent.slot, WorkerStatus.SPAWNING, created_at=self.now(),
-            queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused,
+            queues=fleet.queues, lease_s=intent.lease_s, is_paused=fleet.is_paused, concurrency=intent.concurrency,
+            kind=intent.kind,
         )  # fmt: skip
         row.spawned.provider = fleet.provider
         if intent.join_token_hash is not None and intent.join_ttl_s is not None:

@@ -103,7 +103,7 @@ class MemoryTransport(MemoryWorkSignal):
             now, fleet = self._clock(), self._tables.fleet(registration.fleet)
             row = MemoryWorker(
                 registration.worker_id, fleet.name, None, WorkerStatus.ACTIVE, created_at=now, activated_at=now,
-                is_paused=fleet.is_paused,
+                is_paused=fleet.is_paused, kind=registration.kind,
             )  # fmt: skip
             self._workers.add(row)
         elif row.status not in LIVE:

@@ -148,8 +148,9 @@ class MemoryWorker:
         self.reason = self.reason if self.reason is not None else reason
 
     def apply_registration(self, registration: Registration) -> None:
-        self.queues, self.concurrency = registration.queues, registration.concurrency
-        self.lease_s, self.kind = registration.lease_s, registration.kind
+        if self.slot is None:  # otherwise its order decides
+            self.queues, self.concurrency = registration.queues, registration.concurrency
+            self.lease_s = registration.lease_s
         self.host, self.pid, self.version = registration.host, registration.pid, registration.version
         self.start_id = registration.start_id
 

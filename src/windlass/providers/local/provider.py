@@ -133,7 +133,7 @@ class LocalProvider:
         deadline = time.monotonic() + CREATE_TIMEOUT_S
         try:
             async with asyncio.timeout(CREATE_TIMEOUT_S):
-                return await asyncio.to_thread(self._create, request.name, doing, deadline)
+                return await asyncio.to_thread(self._create, request.name, request.secret, doing, deadline)
         except TimeoutError:
             raise Ambiguous(f"{doing}: the host did not start a process within {CREATE_TIMEOUT_S:g} s") from None
 
@@ -176,7 +176,7 @@ class LocalProvider:
 
     # ------------------------------------------------------------------------------------------------------ create
 
-    def _create(self, name: str, doing: str, deadline: float) -> Machine:
+    def _create(self, name: str, secret: str | None, doing: str, deadline: float) -> Machine:
         problem = startup_problem(self._fleet, self._config, self._spawn.environment(name).get("PATH"))
         if problem is not None:
             raise Refused(f"{doing}: {problem}")
@@ -188,7 +188,7 @@ class LocalProvider:
                 raise Ambiguous(f"{doing}: cannot tell whether it already runs ({error})") from error
             log = self._open_log(name, doing)
             try:
-                child = self._spawn.start(name, self._logs.path_of(name), log, doing, deadline)
+                child = self._spawn.start(name, secret, self._logs.path_of(name), log, doing, deadline)
             except BaseException:
                 self._logs.discard(name)
                 raise

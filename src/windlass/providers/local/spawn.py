@@ -27,6 +27,7 @@ WORKER_ID = "WINDLASS_WORKER_ID"
 FLEET = "WINDLASS_FLEET"
 NEEDS_GPU = "WINDLASS_NEEDS_GPU"
 DATABASE_URL = "WINDLASS_WORKER_DATABASE_URL"
+SECRET = "WINDLASS_WORKER_SECRET"  # noqa: S105 - the name of a variable
 
 # Temporary lack of resources: the host, or our limit, has no room for another process or file.
 OUT_OF_RESOURCES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
@@ -87,7 +88,7 @@ class WorkerProcess:
             command += ["--data-dir", str(self.data_dir.absolute())]
         return command
 
-    def environment(self, name: str) -> dict[str, str]:
+    def environment(self, name: str, secret: str | None = None) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if key not in self.withheld}
         environment = {**inherited, **self.settings, **self.config.env}
         # The worker drains for exactly as long as the control loop waits for it.
@@ -95,12 +96,16 @@ class WorkerProcess:
         if self.database_url is not None:
             # Not as DATABASE_URL, which handlers read: an address that only windlass.toml has is not theirs.
             environment[DATABASE_URL] = self.database_url
+        if secret is not None:
+            environment[SECRET] = secret
         if self.config.has_gpu and self.config.engine is None:
             # The GPUs of a Ray node are reported by Ray.
             environment[NEEDS_GPU] = "yes"
         return environment | {MARK: f"{self.mark_prefix}{name}", WORKER_ID: name, FLEET: self.fleet}
 
-    def start(self, name: str, log_path: Path, log: int, doing: str, deadline: float) -> ChildProcess:
+    def start(
+        self, name: str, secret: str | None, log_path: Path, log: int, doing: str, deadline: float
+    ) -> ChildProcess:
         """Start the process with `log` as its output. Raises Refused, NoCapacity or Unavailable."""
         if time.monotonic() > deadline:
             # The caller has timed out: a process started now would be unexpected.
@@ -108,7 +113,7 @@ class WorkerProcess:
         try:
             return ChildProcess(
                 self.command(name, log_path),
-                env=self.environment(name),
+                env=self.environment(name, secret),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -45,7 +45,10 @@ create domain windlass.name as text check (windlass_internal.is_name(value));
 create domain windlass.task_status as text check (value in ('queued', 'running', 'complete', 'error', 'failed'));
 create domain windlass.task_key as text check (length(value) between 1 and 200);
 create domain windlass.attempt_limit as integer check (value >= 1);
-create domain windlass.time_limit_s as double precision check (value > 0 and value < 'infinity');
+-- At most ten years, like every duration of the configuration.
+create domain windlass.time_limit_s as double precision check (value > 0 and value <= 315360000);
+-- A code for programs, such as HANDLER_ERROR. Workers choose it.
+create domain windlass.error_code as text check (length(value) <= 100);
 -- The range that every client's calendar can represent in every time zone. A client could not read any list that
 -- contains a time outside it.
 create domain windlass.due_time as timestamptz

@@ -126,9 +126,10 @@ create table windlass.workers (
   kind text not null default 'worker' check (kind in ('worker', 'node', 'dispatcher')),
   -- Nodes only: what Ray last reported about it (see report_nodes).
   node jsonb,
-  concurrency integer not null default 1 check (concurrency >= 1),
+  concurrency integer not null default 1 check (concurrency between 1 and 10000),
   -- A worker without a heartbeat for longer than this is lost, and its tasks are requeued.
-  lease_s double precision not null default 30 check (lease_s > 0 and lease_s < 'infinity'),
+  -- A longer lease than a day would hide a lost worker from everybody.
+  lease_s double precision not null default 30 check (lease_s between 1 and 86400),
   created_at timestamptz not null default windlass.now(),
   activated_at timestamptz,
   -- Without a default: only the worker's own heartbeat proves that it runs.
@@ -213,6 +214,9 @@ create table windlass.workers (
   joined_at timestamptz,
   -- The API token with which the worker registered itself. Revoking that token ends the worker's access.
   registered_by bigint references windlass.tokens (id),
+  -- The secret of a worker that calls the functions of this schema itself. Not token_hash: a secret of the database must
+  -- not open the HTTP server, which sends a fleet's environment to its workers.
+  secret_hash bytea,
 
   foreign key (fleet, slot) references windlass.slots (fleet, slot)
 )
@@ -265,11 +269,12 @@ create table windlass.tasks (
   unique_key windlass.task_key,
   progress real,
   progress_note text,
-  error_code text,
+  error_code windlass.error_code,
   error text,
   payload jsonb not null default 'null',
   result jsonb,
-  -- Who enqueued it: the actor of the session (model/actor.py). A producer's token reads its own tasks only.
+  -- Who enqueued it: the actor of the session (model/actor.py), or the signed-in end user of PostgREST (`jwt:SUB`). A
+  -- producer's token reads its own tasks only.
   owner text default nullif(current_setting('windlass.actor', true), '')
 )
 -- Claimed tasks leave dead entries at the head of tasks_ready, and every claim scans them. So autovacuum starts after a
@@ -297,9 +302,22 @@ create index tasks_complete on windlass.tasks (finished_at)
 create index tasks_failed on windlass.tasks (finished_at)
   where status = 'failed';
 
+-- Serves the list of an end user's tasks, and the limit on them. Tasks of other producers are not in it.
+create index tasks_of_end_user on windlass.tasks (owner, id)
+  where owner like 'jwt:%';
+
 -- One row per key while the row exists: enqueueing the same key twice is safe.
 create unique index tasks_unique_key on windlass.tasks (queue, unique_key)
   where unique_key is not null;
+
+
+-- The queues that signed-in end users may enqueue into (submit_task). The owner inserts them; at first there are none.
+create table windlass.open_queues (
+  queue windlass.name primary key,
+  -- Tasks of one user in this queue that are not finished.
+  max_unfinished integer not null default 100 check (max_unfinished between 1 and 10000),
+  max_payload_bytes integer not null default 65536 check (max_payload_bytes between 1 and 1048576)
+);
 
 
 -- ------------------------------------------------------------------------------- events, cycles, leases, logs

@@ -66,13 +66,14 @@ as $$
   end
 $$;
 
+-- Workers and producers choose some reasons: the list of events stays readable whatever they send.
 create function windlass_internal.add_event(
   p_code text, p_reason text, p_fleet text, p_worker_id text, p_task_id bigint, p_detail jsonb default null
 ) returns void
 language sql
 as $$
   insert into windlass.events (code, reason, fleet, worker_id, task_id, detail)
-  values (p_code, p_reason, p_fleet, p_worker_id, p_task_id, p_detail)
+  values (p_code, left(p_reason, 8000), p_fleet, p_worker_id, p_task_id, p_detail)
 $$;
 
 -- Seconds to wait before attempt p_attempts + 1: doubles from 5 s to at most 15 min, less a random share of up to half,
@@ -146,10 +147,11 @@ as $$
 declare
   v_id bigint;
 begin
-  if octet_length(p_payload::text) > p_max_payload_bytes then
+  perform windlass_internal.check_settings();
+  if octet_length(p_payload::text) > least(p_max_payload_bytes, 67108864) then
     raise exception 'the payload has % bytes and at most % are accepted: '
       'store large data elsewhere and put its address into the task',
-      octet_length(p_payload::text), p_max_payload_bytes
+      octet_length(p_payload::text), least(p_max_payload_bytes, 67108864)
       using errcode = 'program_limit_exceeded';
   end if;
 
@@ -174,6 +176,63 @@ begin
 end
 $$;
 
+-- Add tasks in the caller's transaction, in order. The arrays belong together; a missing array means the defaults of
+-- enqueue. Tasks with a unique key that exists are skipped. Returns the number of added tasks. At most 10,000 per call.
+create function windlass.enqueue_many(
+  p_queues text[],
+  p_payloads jsonb[],
+  p_priorities integer[] default null,
+  p_run_after timestamptz[] default null,
+  p_max_attempts integer[] default null,
+  p_timeouts_s double precision[] default null,
+  p_unique_keys text[] default null,
+  p_max_payload_bytes integer default 1048576
+) returns integer
+language plpgsql
+as $$
+declare
+  v_limit integer := least(p_max_payload_bytes, 67108864);
+  v_count integer := cardinality(p_queues);
+begin
+  perform windlass_internal.check_settings();
+  if v_count > 10000 then
+    raise exception 'at most 10000 tasks are accepted in one call, not %', v_count
+      using errcode = 'program_limit_exceeded';
+  end if;
+  if cardinality(p_payloads) is distinct from v_count
+    or v_count <> all (array[
+      coalesce(cardinality(p_priorities), v_count), coalesce(cardinality(p_run_after), v_count),
+      coalesce(cardinality(p_max_attempts), v_count), coalesce(cardinality(p_timeouts_s), v_count),
+      coalesce(cardinality(p_unique_keys), v_count)
+    ])
+  then
+    raise exception 'each task needs an element in each array: the arrays differ in length'
+      using errcode = 'invalid_parameter_value';
+  end if;
+  if exists (select from unnest(p_payloads) as p where octet_length(p::text) > v_limit) then
+    raise exception 'a payload has more than % bytes: store large data elsewhere and put its address into the task',
+      v_limit using errcode = 'program_limit_exceeded';
+  end if;
+  insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
+  select t.queue, coalesce(t.payload, 'null'), coalesce(t.priority, 0), t.run_after, coalesce(t.max_attempts, 3),
+    t.timeout_s, t.unique_key
+  from unnest(p_queues, p_payloads, p_priorities, p_run_after, p_max_attempts, p_timeouts_s, p_unique_keys)
+    with ordinality as t (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key, position)
+  order by t.position
+  on conflict (queue, unique_key) where unique_key is not null do nothing;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+-- Whether the caller's transaction added this task: enqueue also returns the id of a task that existed.
+create function windlass.is_new_task(p_task_id bigint) returns boolean
+language sql stable
+as $$
+  select t.xmin::text::bigint = txid_current() % (2 ^ 32)::bigint from windlass.tasks t
+  where t.id = p_task_id
+$$;
+
 -- Requeue a failed or retrying task at its old position with all its attempts. True if it did.
 create function windlass.retry_task(p_task_id bigint) returns boolean
 language plpgsql
@@ -181,6 +240,7 @@ as $$
 declare
   v_queue text;
 begin
+  perform windlass_internal.check_settings();
   update windlass.tasks
   set status = 'queued', run_after = null, ready_at = windlass.now(), attempts = 0, claim_token = null,
       worker_id = null, started_at = null, finished_at = null, progress = null, progress_note = null
@@ -212,6 +272,7 @@ set enable_seqscan = off
 as $$
 #variable_conflict use_column
 begin
+  perform windlass_internal.check_settings();
   return query
     with dead as (
       select f.id, f.finished_at from windlass.tasks f
@@ -219,7 +280,7 @@ begin
         and f.finished_at between coalesce(p_failed_from, '-infinity') and p_failed_before
         and f.queue = p_queue
         and (p_include_cancelled or f.error_code is distinct from 'CANCELLED')
-      order by f.finished_at limit p_limit for update skip locked
+      order by f.finished_at limit least(p_limit, 10000) for update skip locked
     ),
     retried as (
       update windlass.tasks t
@@ -247,6 +308,7 @@ as $$
 declare
   v_before windlass.tasks;
 begin
+  perform windlass_internal.check_settings();
   select t.* into v_before from windlass.tasks t
   where t.id = p_task_id and t.status in ('queued', 'running', 'error')
   for no key update;
@@ -254,7 +316,7 @@ begin
     return false;
   end if;
   update windlass.tasks
-  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = p_reason,
+  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = windlass_internal.truncate_error(p_reason),
       claim_token = null, finished_at = windlass.now()
   where id = p_task_id;
   if v_before.status = 'running' then

@@ -58,14 +58,16 @@ end
 $$;
 
 -- The attempt succeeded. False if the claim is no longer valid: then nothing has changed.
-create function windlass.complete_task(p_worker_id text, p_task_id bigint, p_token uuid, p_result jsonb default null)
-returns boolean
+create function windlass.complete_task(
+  p_worker_id text, p_task_id bigint, p_token uuid, p_result jsonb default null, p_secret text default null
+) returns boolean
 language plpgsql
 set enable_seqscan = off
 as $$
 declare
   v_task windlass.tasks;
 begin
+  perform windlass_internal.check_worker(p_worker_id, p_secret);
   update windlass.tasks t
   set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
   where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
@@ -93,7 +95,8 @@ create function windlass.fail_task(
   p_error text,
   p_code text default 'HANDLER_ERROR',
   p_retry boolean default true,
-  p_jitter double precision default random()
+  p_jitter double precision default random(),
+  p_secret text default null
 ) returns text
 language plpgsql
 set enable_seqscan = off
@@ -104,6 +107,7 @@ declare
   v_task windlass.tasks;
   v_failed_attempts jsonb;
 begin
+  perform windlass_internal.check_worker(p_worker_id, p_secret);
   update windlass.tasks t
   set status = case when p_retry and t.attempts < t.max_attempts then 'error' else 'failed' end,
       run_after = case when p_retry and t.attempts < t.max_attempts
@@ -139,9 +143,8 @@ begin
 end
 $$;
 
--- Return a claimed task to the queue as if it had never been claimed: the attempt does not count. It can be claimed
--- again after p_delay_s. False if the claim is no longer valid.
-create function windlass.release_task(
+-- release_task without the check of the caller.
+create function windlass_internal.release_claim(
   p_worker_id text, p_task_id bigint, p_token uuid, p_reason text, p_delay_s double precision default 0
 ) returns boolean
 language plpgsql
@@ -171,7 +174,22 @@ begin
 end
 $$;
 
--- Complete tasks and claim the next ones in one round trip. The three arrays belong together. Returns the new claims,
+-- Return a claimed task to the queue as if it had never been claimed: the attempt does not count. It can be claimed
+-- again after p_delay_s. False if the claim is no longer valid.
+create function windlass.release_task(
+  p_worker_id text, p_task_id bigint, p_token uuid, p_reason text, p_delay_s double precision default 0,
+  p_secret text default null
+) returns boolean
+language plpgsql
+as $$
+begin
+  perform windlass_internal.check_worker(p_worker_id, p_secret);
+  return windlass_internal.release_claim(p_worker_id, p_task_id, p_token, p_reason, p_delay_s);
+end
+$$;
+
+-- Complete tasks and claim the next ones in one round trip. A worker with a secret claims only from the queues that it
+-- registered for. The three arrays belong together. Returns the new claims,
 -- and a row with is_lost for every finished task whose claim was not valid. With a limit of 0 it only completes.
 -- Accepts at most 1,000 results and claims at most 10,000 tasks.
 --
@@ -184,7 +202,8 @@ create function windlass.finish_and_claim(
   p_tokens uuid[],
   p_results jsonb[],
   p_queues text[],
-  p_limit integer default 1
+  p_limit integer default 1,
+  p_secret text default null
 ) returns setof windlass.claim
 language plpgsql
 set plan_cache_mode = force_generic_plan
@@ -205,6 +224,7 @@ declare
   v_left integer := v_limit;
   v_count integer := cardinality(p_task_ids);
 begin
+  perform windlass_internal.check_worker(p_worker_id, p_secret);
   if v_count > 1000 then
     raise exception 'at most 1000 results are accepted in one call, not %', v_count
       using errcode = 'program_limit_exceeded';
@@ -248,6 +268,7 @@ begin
 
   select w.status, w.paused or w.status not in ('spawning', 'active') as is_barred,
     w.first_claimed_at is null as is_first,
+    p_secret is null or p_queues <@ w.queues as is_served,
     -- Spans are recorded only for workers with a price. A dispatcher completes tasks of nodes, which may have one.
     w.price_micros_per_hour is not null or (w.slot is not null and w.machine_id is null) or w.kind = 'dispatcher'
       as has_price,
@@ -274,6 +295,11 @@ begin
         using errcode = 'no_data_found';
     end if;
     return;
+  end if;
+
+  if not v_worker.is_served then
+    raise exception 'worker % claims from queues that it did not register for', p_worker_id
+      using errcode = 'invalid_parameter_value';
   end if;
 
   -- Make due tasks ready. Bounded: the next claims handle the rest.
@@ -325,16 +351,17 @@ end
 $$;
 
 -- Claim up to p_limit tasks.
-create function windlass.claim_tasks(p_worker_id text, p_queues text[], p_limit integer default 1)
-returns setof windlass.claim
+create function windlass.claim_tasks(
+  p_worker_id text, p_queues text[], p_limit integer default 1, p_secret text default null
+) returns setof windlass.claim
 language sql
-as $$ select * from windlass.finish_and_claim(p_worker_id, null, null, null, p_queues, p_limit) $$;
+as $$ select * from windlass.finish_and_claim(p_worker_id, null, null, null, p_queues, p_limit, p_secret) $$;
 
 -- Claim one task: one row, or none.
-create function windlass.claim_task(p_worker_id text, p_queues text[])
+create function windlass.claim_task(p_worker_id text, p_queues text[], p_secret text default null)
 returns setof windlass.claim
 language sql
-as $$ select * from windlass.claim_tasks(p_worker_id, p_queues, 1) $$;
+as $$ select * from windlass.finish_and_claim(p_worker_id, null, null, null, p_queues, 1, p_secret) $$;
 
 -- When the next scheduled or retrying task of these queues is due. Null if there is none.
 create function windlass.next_run_after(p_queues text[]) returns timestamptz

@@ -134,7 +134,7 @@ begin
     )
     select count(*) into v_released
     from held
-    where windlass.release_task(p_worker_id, held.id, held.claim_token, 'not the fault of the task: ' || p_reason);
+    where windlass_internal.release_claim(p_worker_id, held.id, held.claim_token, 'not the fault of the task: ' || p_reason);
   end if;
   select r.requeued + r.failed + v_released into v_requeued
   from windlass_internal.requeue_tasks_of(
@@ -153,7 +153,7 @@ $$;
 --
 -- Tasks of workers that have ended are recovered too, for every caller. A claim does not lock its worker's row, so a
 -- claim that ran while its worker deregistered commits after the worker's tasks were released.
-create function windlass.recover_lost_workers(p_judge_id text, p_limit integer default 100)
+create function windlass.recover_lost_workers(p_judge_id text, p_limit integer default 100, p_secret text default null)
 returns table (worker_id text, tasks_requeued integer, tasks_failed integer)
 language plpgsql
 set enable_seqscan = off
@@ -168,6 +168,7 @@ declare
   v_can_end boolean;
   v_reason text;
 begin
+  perform windlass_internal.check_worker(p_judge_id, p_secret);
   perform windlass_internal.follow_clock();
 
   select w.lease_s, extract(epoch from v_now - w.heartbeat_gapless_since)
@@ -202,7 +203,7 @@ begin
       and (w.slot is null or coalesce(v_leaderless_s > 2 * w.lease_s, true))
       and silence.allowed_s <= v_gapless_s
       and coalesce(w.last_heartbeat, w.created_at) < v_now - make_interval(secs => silence.allowed_s)
-    order by w.id limit p_limit for update of w skip locked
+    order by w.id limit least(p_limit, 1000) for update of w skip locked
   loop
     v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
     v_holder_ids := case
@@ -252,7 +253,7 @@ begin
       and not exists (
         select from windlass.workers w where w.id = t.worker_id and w.status in ('spawning', 'active', 'terminating')
       )
-    order by t.worker_id limit p_limit
+    order by t.worker_id limit least(p_limit, 1000)
   loop
     worker_id := v_lost.id;
     select r.requeued, r.failed

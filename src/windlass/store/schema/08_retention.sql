@@ -1,5 +1,19 @@
 -- Retention. Each kind of row has its own statement: the planner needs the literal status to use the partial index.
 
+-- The times that a trusted caller last applied, at first those of a new configuration. Workers delete nothing younger,
+-- whatever they ask for.
+create table windlass.retention (
+  complete_s double precision not null,
+  failed_s double precision not null,
+  events_s double precision not null,
+  cycles_s double precision not null,
+  logs_s double precision not null,
+  charges_s double precision not null,
+  is_only boolean primary key default true check (is_only)
+);
+insert into windlass.retention (complete_s, failed_s, events_s, cycles_s, logs_s, charges_s)
+values (604800, 2592000, 2592000, 172800, 259200, 34560000);
+
 -- Delete rows older than their limit, at most p_limit of each kind, oldest first. Returns the number of deleted rows; a
 -- caller repeats while it is p_limit or more. Runs once at a time: a second caller returns at once.
 create function windlass.sweep(
@@ -19,8 +33,22 @@ declare
   v_deleted integer := 0;
   v_count integer;
 begin
+  perform windlass_internal.check_settings();
   if not pg_try_advisory_xact_lock(hashtext('windlass.sweep')) then
     return 0;
+  end if;
+  p_limit := least(p_limit, 10000);
+  if windlass_internal.is_trusted() then
+    update windlass.retention r
+    set complete_s = p_complete_s, failed_s = p_failed_s, events_s = p_events_s, cycles_s = p_cycles_s,
+        logs_s = p_logs_s, charges_s = p_charges_s
+    where (r.complete_s, r.failed_s, r.events_s, r.cycles_s, r.logs_s, r.charges_s)
+      <> (p_complete_s, p_failed_s, p_events_s, p_cycles_s, p_logs_s, p_charges_s);
+  else
+    select greatest(p_complete_s, r.complete_s), greatest(p_failed_s, r.failed_s), greatest(p_events_s, r.events_s),
+      greatest(p_cycles_s, r.cycles_s), greatest(p_logs_s, r.logs_s), greatest(p_charges_s, r.charges_s)
+    into p_complete_s, p_failed_s, p_events_s, p_cycles_s, p_logs_s, p_charges_s
+    from windlass.retention r;
   end if;
 
   delete from windlass.tasks where id = any (array(

@@ -59,6 +59,14 @@ as $$
   update windlass.leases set expires_at = windlass.now() where name = p_name and holder = p_holder
 $$;
 
+-- Release all leases of a process that died, for its successor. An uncommitted plan of the dead process either commits
+-- before this, or is refused.
+create function windlass_internal.release_leases(p_holder text) returns void
+language sql
+as $$
+  update windlass.leases set expires_at = windlass.now() where holder = p_holder and expires_at > windlass.now()
+$$;
+
 create function windlass_internal.require_lease(p_name text, p_holder text, p_term bigint) returns void
 language plpgsql
 as $$

@@ -43,10 +43,14 @@ begin
 
   with reserved as (
     insert into windlass.workers (
-      id, fleet, slot, status, paused, provider, queues, reason, lease_s, join_token_hash, join_expires_at
+      id, fleet, slot, status, paused, provider, queues, reason, lease_s, concurrency, kind, secret_hash,
+      join_token_hash, join_expires_at
     )
     select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.provider, f.queues, null,
       coalesce((i ->> 'lease_s')::double precision, 30),
+      coalesce((i ->> 'concurrency')::integer, 1),
+      coalesce(i ->> 'kind', 'worker'),
+      decode(i ->> 'secret_hash', 'hex'),
       decode(i ->> 'join_token_hash', 'hex'),
       windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision)
     from jsonb_array_elements(p_intents) with ordinality as e (i, position)

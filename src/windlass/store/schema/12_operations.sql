@@ -85,6 +85,71 @@ begin
 end
 $$;
 
+-- Pause or resume workers. Returns how many changed.
+create function windlass_internal.pause_workers(p_worker_ids text[], p_paused boolean) returns integer
+language sql
+as $$
+  with changed as (
+    update windlass.workers set paused = p_paused
+    where id = any (p_worker_ids) and status in ('spawning', 'active', 'terminating') and paused <> p_paused
+    returning id, fleet
+  ),
+  recorded as (
+    insert into windlass.events (code, reason, fleet, worker_id)
+    select case when p_paused then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'by hand', c.fleet, c.id from changed c
+  )
+  select count(*)::integer from changed
+$$;
+
+-- Drain workers. Returns how many changed.
+create function windlass_internal.drain_workers(p_worker_ids text[], p_reason text) returns integer
+language sql
+as $$
+  with changed as (
+    update windlass.workers
+    set status = 'terminating', terminating_at = windlass.now(), code = 'MANUAL', reason = p_reason
+    where id = any (p_worker_ids) and status in ('spawning', 'active')
+    returning id, fleet
+  ),
+  recorded as (
+    insert into windlass.events (code, reason, fleet, worker_id)
+    select 'WORKER_TERMINATING', p_reason, c.fleet, c.id from changed c
+  )
+  select count(*)::integer from changed
+$$;
+
+-- Delete finished tasks of these statuses, at most p_limit of each: `windlass tasks purge`, in bounded rounds, each
+-- starting where the previous one ended. Indexes tasks_complete, tasks_failed.
+create function windlass_internal.purge_tasks(
+  p_queue text, p_statuses text[], p_until timestamptz, p_complete_from timestamptz, p_failed_from timestamptz,
+  p_limit integer, out count bigint, out complete_to timestamptz, out failed_to timestamptz
+)
+language sql
+as $$
+  with deleted as (
+    delete from windlass.tasks
+    where id = any (
+      array(
+        select t.id from windlass.tasks t
+        where t.status = 'complete' and 'complete' = any (p_statuses)
+          and t.finished_at between coalesce(p_complete_from, '-infinity') and p_until
+          and (p_queue is null or t.queue = p_queue)
+        order by t.finished_at limit p_limit for update skip locked
+      ) || array(
+        select t.id from windlass.tasks t
+        where t.status = 'failed' and 'failed' = any (p_statuses)
+          and t.finished_at between coalesce(p_failed_from, '-infinity') and p_until
+          and (p_queue is null or t.queue = p_queue)
+        order by t.finished_at limit p_limit for update skip locked
+      )
+    )
+    returning status, finished_at
+  )
+  select count(*), max(d.finished_at) filter (where d.status = 'complete'),
+    max(d.finished_at) filter (where d.status = 'failed')
+  from deleted d
+$$;
+
 -- End a worker at once, with its running tasks. Counts as a failure of neither its slot nor its fleet. A spawned worker
 -- keeps its slot until its machine is deleted; one started by hand is terminated. False if it had ended already.
 create function windlass_internal.terminate_worker(p_worker_id text, p_reason text) returns boolean

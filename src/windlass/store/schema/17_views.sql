@@ -1,5 +1,17 @@
 -- Views for people and dashboards. They are computed, not stored.
 
+-- All tasks for producers: everything but the tokens of claims.
+create view windlass.task_details as
+select
+  t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.ready_at,
+  t.started_at, t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner,
+  t.payload, t.result
+from windlass.tasks t;
+
+-- What was applied to this database, for programs that check their version.
+create view windlass.schema_history as
+select m.version, m.name, m.checksum, m.applied_at from windlass.migrations m;
+
 -- Per queue: queued, scheduled, retrying and running tasks. Finished tasks are not counted, so it stays cheap.
 create view windlass.queue_depth as
 select

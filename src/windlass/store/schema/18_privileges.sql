@@ -1,3 +1,169 @@
--- PUBLIC gets nothing. grants.sql has the privileges of producers and workers.
+-- Who may do what. The whole access model is in this file; docs/security.md shows it as a table.
+--
+-- PUBLIC gets nothing, and row-level security without a policy hides every row. The functions below are the only way in:
+-- they run with the rights of the schema's owner and with a search_path of their own. Functions and views that this file
+-- does not name are closed to all roles but the owner.
+
 revoke all on schema windlass, windlass_internal from public;
-revoke execute on all functions in schema windlass_internal from public;
+revoke execute on all functions in schema windlass, windlass_internal from public;
+revoke all on all tables in schema windlass, windlass_internal from public;
+
+-- The functions and views of each role, by name.
+--   orchestrator  `windlass up`, the HTTP server, operators with the command line
+--   producer      programs that enqueue; Supabase's service_role
+--   worker        workers that connect to the database
+--   viewer        people and monitoring
+--   end_user      Supabase's authenticated
+create function windlass_internal.rights() returns table (role text, object text)
+language sql immutable
+as $$
+  select r.name, o.name
+  from (
+    values
+      ('{orchestrator,producer,worker,viewer,end_user}'::text[], '{windlass.now}'::text[]),
+      ('{orchestrator,producer,worker,viewer}', '{windlass.contract_versions,windlass.schema_history}'),
+      (
+        '{orchestrator,producer}',
+        '{
+          windlass.enqueue,windlass.enqueue_many,windlass.is_new_task,windlass.retry_task,windlass.retry_failed,
+          windlass.cancel_task,windlass.task_details
+        }'
+      ),
+      (
+        '{orchestrator,worker}',
+        '{
+          windlass.register_worker,windlass.activate_worker,windlass.heartbeat,windlass.deregister_worker,
+          windlass.claim_task,windlass.claim_tasks,windlass.finish_and_claim,windlass.complete_task,windlass.fail_task,
+          windlass.release_task,windlass.next_run_after,windlass.recover_lost_workers,windlass.sweep
+        }'
+      ),
+      ('{orchestrator,producer,viewer}', '{windlass.queue_depth}'),
+      (
+        '{orchestrator,viewer}',
+        '{
+          windlass.orchestrator_status,windlass.active_workers_health,windlass.boot_phases,windlass.boot_times,
+          windlass.machine_hosts,windlass.worker_performance,windlass.recent_errors,windlass.cost_estimates,windlass.daily_costs,
+          windlass.task_costs,windlass.health,windlass_internal.component_name
+        }'
+      ),
+      ('{end_user}', '{windlass.submit_task,windlass.my_tasks}'),
+      (
+        '{orchestrator}',
+        '{
+          windlass_internal.acquire_lease,windlass_internal.authenticate,windlass_internal.claim_messages,
+          windlass_internal.commit_plan,windlass_internal.drain_workers,windlass_internal.exchange_join_token,
+          windlass_internal.instance_id,windlass_internal.is_held,windlass_internal.is_name,
+          windlass_internal.mark_message_delivered,windlass_internal.matches_error,windlass_internal.matches_search,
+          windlass_internal.observe,windlass_internal.record_volume,
+          windlass_internal.open_accounts,windlass_internal.pause_fleet,windlass_internal.pause_workers,
+          windlass_internal.place_tasks,windlass_internal.purge_tasks,windlass_internal.record_alerts,
+          windlass_internal.record_heartbeats,windlass_internal.record_outcomes,windlass_internal.release_lease,
+          windlass_internal.release_leases,
+          windlass_internal.report_boot_step,windlass_internal.report_nodes,windlass_internal.report_start_failure,
+          windlass_internal.request_workers,windlass_internal.restart_slots,
+          windlass_internal.self_register_worker,windlass_internal.settle_accounts,windlass_internal.share_rates,
+          windlass_internal.sweep_alerts,windlass_internal.sweep_dashboard,windlass_internal.take_over_nodes,
+          windlass_internal.terminate_worker
+        }'
+      )
+  ) as g (roles, objects)
+  cross join unnest(g.roles) as r (name)
+  cross join unnest(g.objects) as o (name)
+$$;
+
+-- Functions of these roles that read no table and need no rights: PostgreSQL can put them into the caller's query.
+create function windlass_internal.is_plain(p_function text) returns boolean
+language sql immutable
+as $$
+  select p_function = any ('{
+    windlass.now,windlass.contract_versions,windlass.claim_task,windlass.claim_tasks,windlass_internal.is_held,
+    windlass_internal.is_name,windlass_internal.matches_error,windlass_internal.matches_search
+  }'::text[])
+$$;
+
+do $$
+declare
+  v_name text;
+begin
+  for v_name in select format('windlass.%I', t.tablename) from pg_tables t where t.schemaname = 'windlass' loop
+    execute format('alter table %s enable row level security', v_name);
+  end loop;
+  for v_name in
+    select distinct r.object from windlass_internal.rights() r
+    where to_regclass(r.object) is null and not windlass_internal.is_plain(r.object)
+  loop
+    execute format('alter function %s security definer', v_name);
+    execute format('alter function %s set search_path = pg_catalog, pg_temp', v_name);
+  end loop;
+end
+$$;
+
+-- Give the roles that exist in this database server exactly these rights, and Supabase's roles theirs. The owner calls
+-- it (`windlass db roles`, and every migration after that); it may be repeated.
+create function windlass_internal.apply_roles() returns void
+language plpgsql
+as $$
+declare
+  v_role record;
+  v_object text;
+  v_table text;
+  -- Tables that the processes of `windlass up` write rows of without a function.
+  v_written text[] := '{tokens,sessions,processes,counters,cycle_requests,logs,samples,sample_averages,messages}';
+begin
+  for v_role in
+    select n.kind, n.name
+    from (
+      values
+        ('orchestrator', 'windlass_orchestrator'), ('producer', 'windlass_producer'), ('worker', 'windlass_worker'),
+        ('viewer', 'windlass_viewer'), ('producer', 'service_role'), ('end_user', 'authenticated'), (null, 'anon')
+    ) as n (kind, name)
+    join pg_roles r on r.rolname = n.name
+  loop
+    execute format('revoke all on schema windlass, windlass_internal from %I', v_role.name);
+    execute format('revoke all on all tables in schema windlass, windlass_internal from %I', v_role.name);
+    execute format('revoke all on all functions in schema windlass, windlass_internal from %I', v_role.name);
+    continue when v_role.kind is null;
+    execute format('grant usage on schema windlass to %I', v_role.name);
+    for v_object in select r.object from windlass_internal.rights() r where r.role = v_role.kind loop
+      if to_regclass(v_object) is not null then
+        execute format('grant select on %s to %I', v_object, v_role.name);
+      else
+        execute format('grant execute on function %s to %I', v_object, v_role.name);
+      end if;
+    end loop;
+    continue when v_role.kind <> 'orchestrator';
+
+    -- The schema of internal functions is what makes a caller trusted (03_callers.sql).
+    grant usage on schema windlass_internal to windlass_orchestrator;
+    for v_table in select t.tablename from pg_tables t where t.schemaname = 'windlass' loop
+      if v_table <> 'workers' then
+        execute format('grant select on windlass.%I to windlass_orchestrator', v_table);
+      end if;
+      execute format('drop policy if exists orchestrator on windlass.%I', v_table);
+      if v_table = any (v_written) then
+        execute format('grant insert, update, delete on windlass.%I to windlass_orchestrator', v_table);
+        execute format(
+          'create policy orchestrator on windlass.%I to windlass_orchestrator using (true) with check (true)', v_table);
+      else
+        execute format(
+          'create policy orchestrator on windlass.%I for select to windlass_orchestrator using (true)', v_table);
+      end if;
+    end loop;
+    -- It adds events of logins and tokens, and can neither change nor delete one.
+    grant insert (code, reason, fleet, worker_id, task_id, detail, actor) on windlass.events to windlass_orchestrator;
+    drop policy if exists orchestrator_adds on windlass.events;
+    create policy orchestrator_adds on windlass.events for insert to windlass_orchestrator with check (true);
+    -- Without the hashes of tokens and secrets.
+    execute format(
+      'grant select (%s) on windlass.workers to windlass_orchestrator',
+      (
+        select string_agg(quote_ident(a.attname), ', ' order by a.attnum) from pg_attribute a
+        where a.attrelid = 'windlass.workers'::regclass and a.attnum > 0 and not a.attisdropped
+          and a.attname not in ('token_hash', 'join_token_hash', 'secret_hash')
+      ));
+  end loop;
+end
+$$;
+revoke execute on function
+  windlass_internal.rights, windlass_internal.is_plain, windlass_internal.apply_roles
+from public;

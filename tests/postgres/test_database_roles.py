@@ -1,0 +1,332 @@
+"""Every table, view and function of the schema, tried as every role, and end users as PostgREST serves them."""
+
+import importlib.util
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from support.queue_sql import RoleDsn, connected
+from windlass.store.export_sql import ROLES
+
+PLACE = Path(__file__).parent.parent.parent
+SUPABASE = ("anon", "authenticated", "service_role")
+VIEWS = {
+    "active_workers_health",
+    "boot_phases",
+    "boot_times",
+    "cost_estimates",
+    "daily_costs",
+    "health",
+    "machine_hosts",
+    "orchestrator_status",
+    "recent_errors",
+    "task_costs",
+    "worker_performance",
+}
+EVERYBODY = {"now"}
+PROGRAMS = EVERYBODY | {"contract_versions", "schema_history"}
+PRODUCER = PROGRAMS | {
+    "cancel_task",
+    "enqueue",
+    "enqueue_many",
+    "is_new_task",
+    "queue_depth",
+    "retry_failed",
+    "retry_task",
+    "task_details",
+}
+# What each role may call or read in the schema windlass. Everything else must be refused.
+ALLOWED = {
+    "windlass_producer": PRODUCER,
+    "windlass_worker": PROGRAMS
+    | {
+        "activate_worker",
+        "claim_task",
+        "claim_tasks",
+        "complete_task",
+        "deregister_worker",
+        "fail_task",
+        "finish_and_claim",
+        "heartbeat",
+        "next_run_after",
+        "recover_lost_workers",
+        "register_worker",
+        "release_task",
+        "sweep",
+    },
+    # component_name is part of the view health.
+    "windlass_viewer": PROGRAMS | VIEWS | {"queue_depth"},
+    "service_role": PRODUCER,
+    "authenticated": EVERYBODY | {"my_tasks", "submit_task"},
+    "anon": set[str](),
+}
+# Tables that the orchestrator writes without a function. It reads all of them, without the hashes of workers.
+WRITTEN_BY_ORCHESTRATOR = {
+    "counters",
+    "cycle_requests",
+    "logs",
+    "messages",
+    "processes",
+    "sample_averages",
+    "samples",
+    "sessions",
+    "tokens",
+}
+USER_OF = {"windlass_producer": "shop", "windlass_worker": "hand", "windlass_viewer": "guest"}
+OBJECTS = """
+select n.nspname as schema, p.proname as name, 'function' as kind,
+  format('select * from %I.%I(%s)', n.nspname, p.proname, (
+    select string_agg('null::' || format_type(t, null), ', ' order by o)
+    from unnest(p.proargtypes::oid[]) with ordinality as a (t, o)
+  )) as use
+from pg_proc p join pg_namespace n on n.oid = p.pronamespace
+where n.nspname in ('windlass', 'windlass_internal') and p.prorettype <> 'trigger'::regtype
+union all
+select n.nspname, c.relname, case c.relkind when 'v' then 'view' else 'table' end,
+  format('select * from %I.%I limit 1', n.nspname, c.relname)
+from pg_class c join pg_namespace n on n.oid = c.relnamespace
+where n.nspname in ('windlass', 'windlass_internal') and c.relkind in ('r', 'p', 'v', 'm', 'f')
+order by 1, 3, 2
+"""
+
+
+@pytest.fixture
+async def roles(role_dsn: RoleDsn, connection: Any) -> RoleDsn:
+    """Supabase's roles too, with what Supabase lets them inherit, and PostgREST's user."""
+    for role in SUPABASE:
+        if not await connection.fetchval("select exists (select from pg_roles where rolname = $1)", role):
+            bypass = "bypassrls" if role == "service_role" else ""
+            await connection.execute(f"create role {role} nologin noinherit {bypass}")
+    if not await connection.fetchval("select exists (select from pg_roles where rolname = 'postgrest')"):
+        await connection.execute(f"create role postgrest login noinherit in role {', '.join(SUPABASE)}")
+    await connection.execute(ROLES)
+    return role_dsn
+
+
+@asynccontextmanager
+async def acting_as(roles: RoleDsn, role: str, **claims: Any) -> AsyncIterator[Any]:
+    """A session of a login user; for Supabase's roles a request of PostgREST, which sets role and claims."""
+    if role not in SUPABASE:
+        async with connected(roles(USER_OF[role])) as sql:
+            yield sql
+        return
+    async with connected(roles("postgrest")) as sql, sql.transaction():
+        await sql.execute(f"set local role {role}")
+        await sql.execute("select set_config('request.jwt.claims', $1, true)", json.dumps(claims))
+        yield sql
+
+
+async def is_denied(sql: Any, statement: str) -> bool:
+    """Whether the server refuses the statement for a missing right. Other errors mean that it was let in."""
+    savepoint = sql.transaction()
+    await savepoint.start()
+    try:
+        await sql.execute(statement)
+    except asyncpg.InsufficientPrivilegeError as error:
+        return str(error).startswith(("permission denied for", "must be owner"))
+    except asyncpg.PostgresError:
+        return False
+    finally:
+        await savepoint.rollback()
+    return False
+
+
+async def objects_of(connection: Any) -> list[Any]:
+    # Qualified names in all statements, whatever the user's search_path.
+    await connection.execute("set search_path = pg_catalog")
+    objects: list[Any] = await connection.fetch(OBJECTS)
+    assert len(objects) > 100
+    return objects
+
+
+@pytest.mark.parametrize("role", ALLOWED)
+async def test_role_reaches_only_its_functions_and_views(roles: RoleDsn, connection: Any, role: str) -> None:
+    objects = await objects_of(connection)
+    async with acting_as(roles, role, sub="ann") as sql:
+        reached = {f"{each['schema']}.{each['name']}" for each in objects if not await is_denied(sql, each["use"])}
+    assert reached == {f"windlass.{name}" for name in ALLOWED[role]}
+
+
+@pytest.mark.parametrize("role", ALLOWED)
+async def test_no_role_but_the_owner_writes_a_table(roles: RoleDsn, connection: Any, role: str) -> None:
+    tables = [each for each in await objects_of(connection) if each["kind"] != "function"]
+    async with acting_as(roles, role, sub="ann") as sql:
+        for each in tables:
+            name = f"{each['schema']}.{each['name']}"
+            column = await connection.fetchval(
+                "select quote_ident(attname) from pg_attribute where attrelid = $1::text::regclass and attnum = 1", name
+            )
+            for statement in (
+                f"insert into {name} default values",
+                f"update {name} set {column} = default",  # noqa: S608
+                f"delete from {name}",  # noqa: S608
+                f"truncate {name}",
+                f"alter table {name} disable row level security",
+            ):
+                # A view without rights of its own cannot be written at all, which another error says.
+                assert each["kind"] == "view" or await is_denied(sql, statement), statement
+
+
+async def test_orchestrator_reaches_listed_functions_and_reads_tables(roles: RoleDsn, connection: Any) -> None:
+    granted = {
+        row["object"]
+        for row in await connection.fetch("select * from windlass_internal.rights()")
+        if row["role"] == "orchestrator"
+    }
+    async with connected(roles("conductor")) as sql:
+        for each in await objects_of(connection):
+            name = f"{each['schema']}.{each['name']}"
+            if each["kind"] != "table":
+                assert await is_denied(sql, each["use"]) is (name not in granted), name
+                continue
+            assert await is_denied(sql, each["use"]) is (each["name"] == "workers"), name
+            is_written = each["name"] in WRITTEN_BY_ORCHESTRATOR
+            assert await is_denied(sql, f"delete from {name}") is not is_written, name  # noqa: S608
+            # Of events it names some columns only. It adds them, and can neither change nor delete one.
+            is_added = is_written or each["name"] == "events"
+            assert await is_denied(sql, f"insert into {name} default values") is not is_added, name
+            assert await is_denied(sql, f"insert into {name} values (default)") is not is_written, name  # noqa: S608
+            assert await is_denied(sql, f"truncate {name}"), name
+            assert await is_denied(sql, f"alter table {name} disable row level security"), name
+
+
+def test_every_internal_function_that_programs_call_is_listed() -> None:
+    """A call that is not listed works for the owner, so other tests would not notice."""
+    source = PLACE / "src" / "windlass"
+    files = [*source.rglob("*.py"), *(source / "store").glob("*.sql")]
+    called = {name for file in files for name in re.findall(r"windlass_internal\.\w+(?!\w|\()", file.read_text())}
+    called |= {name for file in files for name in re.findall(r"(windlass_internal\.\w+)\(", file.read_text())}
+    listed = (source / "store" / "schema" / "18_privileges.sql").read_text()
+    # error_headline is only compared with, in a comment; apply_roles is for the owner.
+    others = {"windlass_internal.error_headline", "windlass_internal.apply_roles"}
+    assert {name for name in called - others if not re.search(rf"{name}\b", listed)} == set()
+
+
+async def test_every_table_has_row_level_security(connection: Any) -> None:
+    open_tables = await connection.fetch(
+        "select relname from pg_class where relnamespace = 'windlass'::regnamespace and relkind in ('r', 'p')"
+        " and not relrowsecurity"
+    )
+    assert [row["relname"] for row in open_tables] == []
+
+
+async def test_row_level_security_hides_rows_after_a_mistaken_grant(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute("select windlass.enqueue('q')")
+    await connection.execute("grant all on all tables in schema windlass to windlass_viewer, authenticated, anon")
+    async with acting_as(roles, "windlass_viewer") as sql:
+        assert await sql.fetchval("select count(*) from windlass.tasks") == 0
+        assert await sql.execute("update windlass.tasks set payload = '1'") == "UPDATE 0"
+        with pytest.raises(asyncpg.InsufficientPrivilegeError, match="row-level security|denied for function"):
+            await sql.execute("insert into windlass.tasks (queue) values ('q')")
+    async with acting_as(roles, "authenticated", sub="ann") as sql:
+        assert await sql.fetchval("select count(*) from windlass.tasks") == 0
+
+
+async def test_functions_with_the_owners_rights_pin_their_search_path(roles: RoleDsn, connection: Any) -> None:
+    rows = await connection.fetch(
+        "select p.oid::regprocedure::text as name, prosecdef,"
+        " coalesce(array_to_string(proconfig, ' '), '') as settings,"
+        " (select bool_or(has_function_privilege(r, p.oid, 'execute')) from unnest($1::text[]) as r) as is_granted,"
+        " windlass_internal.is_plain(n.nspname || '.' || proname) as is_plain"
+        " from pg_proc p join pg_namespace n on n.oid = pronamespace"
+        " where nspname in ('windlass', 'windlass_internal')",
+        [*ALLOWED, "windlass_orchestrator"],
+    )
+    for row in rows:
+        if row["prosecdef"]:
+            assert "search_path=pg_catalog, pg_temp" in row["settings"], row["name"]
+        if row["is_granted"]:
+            assert row["prosecdef"] is not row["is_plain"], row["name"]
+    assert not await connection.fetchval(
+        "select bool_or(has_function_privilege('public', p.oid, 'execute')) from pg_proc p"
+        " where pronamespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)"
+    )
+
+
+async def test_the_owner_role_owns_everything_and_is_no_superuser(roles: RoleDsn, connection: Any) -> None:
+    owners = await connection.fetch(
+        "select distinct owner::regrole::text from ("
+        " select relowner as owner, relnamespace as namespace from pg_class where relkind in ('r', 'v')"
+        " union all select proowner, pronamespace from pg_proc union all select nspowner, oid from pg_namespace"
+        ") as o where namespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)"
+    )
+    assert [row["owner"] for row in owners] == ["windlass_owner"]
+    assert not await connection.fetchval("select rolsuper from pg_roles where rolname = 'windlass_owner'")
+
+
+async def test_end_user_submits_and_reads_own_tasks_only(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute("insert into windlass.open_queues (queue, max_unfinished) values ('renders', 2)")
+    submit = "select windlass.submit_task($1, $2, $3)"
+    async with acting_as(roles, "authenticated", sub="ann") as sql:
+        mine = await sql.fetchval(submit, "renders", '{"prompt": "a lighthouse"}', "k")
+        assert await sql.fetchval(submit, "renders", "1", "k") == mine
+    async with acting_as(roles, "authenticated", sub="bob") as sql:
+        his = await sql.fetchval(submit, "renders", "2", "k")
+        assert his != mine
+        assert [row["id"] for row in await sql.fetch("select * from windlass.my_tasks")] == [his]
+        # A filter that shows what it sees must not see rows of others.
+        await sql.execute(
+            "create function pg_temp.spy(bigint) returns boolean cost 0.0001 language plpgsql"
+            " as $$ begin raise notice '%', $1; return true; end $$"
+        )
+        seen: list[str] = []
+        sql.add_log_listener(lambda _, message: seen.append(message.message))
+        await sql.fetch("select * from windlass.my_tasks where pg_temp.spy(id)")
+        assert seen == [str(his)]
+    async with acting_as(roles, "authenticated", sub="ann") as sql:
+        (row,) = await sql.fetch("select * from windlass.my_tasks")
+        assert (row["id"], row["status"], row["payload"]) == (mine, "queued", '{"prompt": "a lighthouse"}')
+    owners = await connection.fetch("select owner from windlass.tasks order by id")
+    assert [row["owner"] for row in owners] == ["jwt:ann", "jwt:bob"]
+
+
+@pytest.mark.parametrize(
+    ("claims", "arguments", "refusal"),
+    [
+        pytest.param({"sub": "ann"}, ("payroll", "1", None), "not open to end users", id="a closed queue"),
+        pytest.param({}, ("renders", "1", None), "sign in", id="not signed in"),
+        pytest.param({"sub": ""}, ("renders", "1", None), "sign in", id="without a name"),
+        pytest.param(
+            {"sub": "ann"}, ("renders", json.dumps("x" * 70_000), None), "at most 65536", id="a large payload"
+        ),
+        pytest.param({"sub": "ann"}, ("renders", "1", "k" * 91), "1 to 90 characters", id="a long key"),
+    ],
+)
+async def test_end_user_cannot_submit(
+    roles: RoleDsn, connection: Any, claims: dict[str, str], arguments: tuple[Any, ...], refusal: str
+) -> None:
+    await connection.execute("insert into windlass.open_queues (queue) values ('renders')")
+    async with acting_as(roles, "authenticated", **claims) as sql:
+        with pytest.raises(asyncpg.PostgresError, match=refusal):
+            await sql.fetchval("select windlass.submit_task($1, $2, $3)", *arguments)
+
+
+async def test_unfinished_tasks_of_an_end_user_are_limited(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute("insert into windlass.open_queues (queue, max_unfinished) values ('renders', 2)")
+    async with acting_as(roles, "authenticated", sub="ann") as sql:
+        for _ in range(2):
+            await sql.fetchval("select windlass.submit_task('renders')")
+        with pytest.raises(asyncpg.ProgramLimitExceededError, match="2 unfinished tasks"):
+            await sql.fetchval("select windlass.submit_task('renders')")
+
+
+async def test_without_claims_there_are_no_own_tasks(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute("select windlass.enqueue('q')")
+    async with acting_as(roles, "authenticated") as sql:
+        assert await sql.fetch("select * from windlass.my_tasks") == []
+
+
+async def test_security_page_has_the_table_of_roles(roles: RoleDsn, connection: Any) -> None:
+    spec = importlib.util.spec_from_file_location("database_roles", PLACE / "tools" / "database_roles.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = (PLACE / "docs" / "security.md").read_text()
+    is_current = tool.with_table(page, await tool.table_of_roles(connection)) == page
+    assert is_current, "run: python tools/database_roles.py"
