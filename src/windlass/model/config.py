@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, fi
 from windlass.model.comma_separated import TextList
 from windlass.model.fleet import MIN_INTERVAL_S, FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
+from windlass.model.oidc import OidcConfig
 from windlass.model.runpod import RUNPOD_ENDPOINT
 from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
 from windlass.model.urls import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
@@ -315,6 +316,7 @@ class Config(_Section):
     worker: WorkerConfig = WorkerConfig()
     control: ControlConfig = ControlConfig()
     api: ApiConfig = ApiConfig()
+    oidc: OidcConfig = OidcConfig()
     alerts: AlertsConfig = AlertsConfig()
     logs: LogsConfig = LogsConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")

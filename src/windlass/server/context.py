@@ -26,6 +26,7 @@ from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
+from windlass.server.oidc import OidcClient
 from windlass.server.wheel import Wheel
 
 
@@ -119,3 +120,5 @@ class AppContext(WorkerApiContext):
     cors_origins: tuple[str, ...] = ()
     # Parts of payloads and results that are hidden on pages, and from viewers.
     privacy: PayloadPrivacy = field(default_factory=PayloadPrivacy)
+    # Login through an identity provider, if one is configured.
+    oidc: OidcClient | None = None

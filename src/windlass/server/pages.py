@@ -76,7 +76,9 @@ def html(request: Request, page: str, status: int = 200) -> Response:
 def render_error(context: AppContext, request: Request, error: ApiError) -> Response:
     message = error.detail
     if error.status_code == 401:
-        message = "Open a login link. `windlass tokens link` and `windlass up` print one; each works for one browser."
+        message = f"{message} " if context.oidc is not None else ""
+        message += "Sign in at /login/oidc. " if context.oidc is not None else ""
+        message += "Open a login link. `windlass tokens link` and `windlass up` print one; each works for one browser."
     title = _ERROR_TITLES.get(error.status_code, "Error")
     shown = page_context(context, request, datetime.now(UTC), is_live=False)
     return html(request, error_page(shown, title, message[:1].upper() + message[1:]), error.status_code)

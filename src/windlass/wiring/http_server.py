@@ -18,13 +18,14 @@ import structlog
 
 from windlass.model.auth import Role
 from windlass.model.config import ApiConfig, Config, Retention
-from windlass.model.errors import BadInput, WindlassError
+from windlass.model.errors import BadInput, ConfigError, WindlassError
 from windlass.model.urls import LOOPBACK
 from windlass.wiring.stores import auth_store
 
 # Modules of the server import FastAPI and uvicorn, which commands without a server must not load.
 if TYPE_CHECKING:
     from windlass.server.event_stream import OverviewFeed
+    from windlass.server.oidc import OidcClient
     from windlass.server.tls import ReloadingTls
     from windlass.wiring.store_roles import AccessStores, DashboardStores, WorkerProtocolStores
 
@@ -48,6 +49,9 @@ def open_listener(config: Config) -> socket.socket | None:
             f"api.host is {config.api.host} without TLS, which would send tokens unencrypted: set api.tls_cert and "
             "api.tls_key, or api.plain_http = true if a proxy or the network encrypts."
         )
+    # Before any process starts: an unusable certificate or a missing package would end each of them.
+    load_tls(config.api)
+    make_oidc_client(config, "")
     from windlass.server.connections import raise_file_limit
     from windlass.server.server import listen
 
@@ -76,6 +80,20 @@ async def server_stores(
         ) as user_database,
     ):
         yield WorkerProtocolStores(worker_database), DashboardStores(user_database)
+
+
+def make_oidc_client(config: Config, url: str) -> "OidcClient | None":
+    """`url`: of the dashboard. Raises ConfigError if the extra is missing."""
+    if config.oidc.issuer is None:
+        return None
+    from windlass.server.oidc import OidcClient
+    from windlass.server.routes.login import OIDC_CALLBACK
+
+    try:
+        from windlass.server.id_token import verify_id_token
+    except ModuleNotFoundError:
+        raise ConfigError("oidc.issuer is set, which needs the extra: pip install 'windlass[oidc]'.") from None
+    return OidcClient(config.oidc, f"{url.rstrip('/')}{OIDC_CALLBACK}", verify_id_token)
 
 
 def load_tls(api: ApiConfig) -> "ReloadingTls | None":

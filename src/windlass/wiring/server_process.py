@@ -38,6 +38,7 @@ from windlass.wiring.http_server import (
     browser_url,
     is_open_to_localhost,
     load_tls,
+    make_oidc_client,
     server_stores,
     take_samples,
 )
@@ -156,6 +157,7 @@ async def run_server(
         link.on_config = set_config
         overview_feed = OverviewFeed(user_store, lambda: control.fleet_names)
         counters = CounterBuffer()
+        url = browser_url(config, listener.getsockname()[1])
 
         async def has_tasks(queues: Sequence[str]) -> bool:
             return bool(await user_store.queues_with_tasks(queues))
@@ -176,9 +178,9 @@ async def run_server(
             is_open_to_localhost=is_open_to_localhost(config.api),
             rate_limit=config.api.rate_limit,
             cors_origins=config.api.cors_origins,
+            oidc=make_oidc_client(config, url),
             privacy=privacy_of([(fleet.queues, fleet.redact) for fleet in config.fleets.values()]),
         )
-        url = browser_url(config, listener.getsockname()[1])
         async with (
             stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),
             serving(make_app(context), listener, tls=load_tls(config.api)) as connections,

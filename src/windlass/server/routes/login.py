@@ -1,27 +1,40 @@
-"""Browser sessions: a login link is exchanged for a session cookie, and logging out ends the session.
+"""Browser sessions: a login link or a login at the identity provider opens one, and logging out ends it.
 
-A link works once. The session cookie is not readable by scripts and not sent by other sites; pages also prove
-themselves with a CSRF token. Addresses that keep sending made-up links get 429; a valid link is never refused.
+A link works once. A login at the provider starts at LOGIN_OIDC and returns to OIDC_CALLBACK. The session cookie is not
+readable by scripts and not sent by other sites; pages also prove themselves with a CSRF token. Addresses that keep
+sending made-up links get 429; a valid link is never refused.
 """
 
 import asyncio
 import secrets
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request, Response
+import structlog
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from windlass.model.auth import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
+from windlass.ports import http
 from windlass.ports.auth import AuthStore
 from windlass.server.auth import MAX_LOOKUPS, anyone, check_csrf, session_cookie
 from windlass.server.context import AppContext
-from windlass.server.errors import gone, unauthorized
+from windlass.server.errors import ApiError, gone, unauthorized
 from windlass.server.forms import read_form
 from windlass.server.json_api import OPEN
+from windlass.server.oidc import LoginRefused, OidcClient, PendingLogin, ProviderUnavailable
 
 LOGIN = "/login"
 HTTPS = "https"
 LINK_TTL_S = 86_400.0
 SESSION_TTL_S = 7 * 86_400.0
+LOGIN_OIDC = "/login/oidc"
+OIDC_CALLBACK = "/login/oidc/callback"
+# Shorter than that of a link: whoever loses access at the provider loses it here on the same day.
+OIDC_SESSION_TTL_S = 12 * 3_600.0
+# Time to log in at the provider.
+PENDING_TTL_S = 600
+PENDING_COOKIE = "windlass_login"
+log = structlog.get_logger(__name__)
 # A page that redirects, not a redirect response: a browser that comes from another site would not send the new cookie
 # to the target of a redirect.
 _WELCOME = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=/">
@@ -46,6 +59,8 @@ def routes(context: AppContext) -> APIRouter:
 
     @router.get(LOGIN, dependencies=[OPEN])
     async def login(request: Request, key: str = "", over: str = "") -> Response:
+        if not key and context.oidc is not None:
+            return RedirectResponse(LOGIN_OIDC, 303)
         if not key:
             raise unauthorized("a login link is needed: `windlass tokens link` prints one")
         session = new_token(SESSION_PREFIX, secrets.SystemRandom())
@@ -56,16 +71,7 @@ def routes(context: AppContext) -> APIRouter:
         if not is_opened:
             request.state.count_failure()
             raise gone("this login link was used or has expired: `windlass tokens link` prints another")
-        response = HTMLResponse(_WELCOME)
-        response.set_cookie(
-            session_cookie(request.headers.get("host", "")),
-            session,
-            max_age=int(SESSION_TTL_S),
-            httponly=True,
-            samesite="strict",
-            secure=HTTPS in (request.url.scheme, over),
-        )
-        return response
+        return _welcome(request, session, SESSION_TTL_S, is_secure=HTTPS in (request.url.scheme, over))
 
     @router.post("/logout", dependencies=[Depends(anyone)])
     async def logout(request: Request) -> Response:
@@ -77,4 +83,68 @@ def routes(context: AppContext) -> APIRouter:
         response.delete_cookie(session_cookie(request.headers.get("host", "")), httponly=True, samesite="strict")
         return response
 
+    if context.oidc is not None:
+        _add_oidc_routes(router, context.oidc, store)
     return router
+
+
+def _welcome(request: Request, session: str, ttl_s: float, *, is_secure: bool) -> HTMLResponse:
+    response = HTMLResponse(_WELCOME)
+    response.set_cookie(
+        session_cookie(request.headers.get("host", "")),
+        session,
+        max_age=int(ttl_s),
+        httponly=True,
+        samesite="strict",
+        secure=is_secure,
+    )
+    return response
+
+
+def _add_oidc_routes(router: APIRouter, client: OidcClient, store: AuthStore) -> None:
+    # With this prefix a browser accepts the cookie from this host only, not from a neighbour in its domain.
+    cookie = f"__Host-{PENDING_COOKIE}" if client.is_https else PENDING_COOKIE
+
+    @router.get(LOGIN_OIDC, dependencies=[OPEN])
+    async def begin() -> Response:
+        try:
+            address, pending = await client.begin()
+        except ProviderUnavailable as error:
+            raise _provider_unavailable(error) from None
+        response = RedirectResponse(address, 302)
+        # Lax: the browser returns from the provider's site.
+        response.set_cookie(
+            cookie,
+            pending.to_cookie(),
+            max_age=PENDING_TTL_S,
+            httponly=True,
+            samesite="lax",
+            secure=client.is_https,
+        )
+        return response
+
+    @router.get(OIDC_CALLBACK, dependencies=[OPEN])
+    async def finish(
+        request: Request,
+        state: Annotated[str, Query(max_length=200)] = "",
+        code: Annotated[str, Query(max_length=4_000)] = "",
+        error: Annotated[str, Query(max_length=200)] = "",
+    ) -> Response:
+        pending = PendingLogin.from_cookie(request.cookies.get(cookie))
+        try:
+            person = await client.finish(pending, state, code, error)
+        except LoginRefused as refused:
+            request.state.count_failure()
+            raise unauthorized(str(refused)) from None
+        except ProviderUnavailable as failed:
+            raise _provider_unavailable(failed) from None
+        session = new_token(SESSION_PREFIX, secrets.SystemRandom())
+        await store.create_session(hash_of(session), person.role, OIDC_SESSION_TTL_S, person.name)
+        response = _welcome(request, session, OIDC_SESSION_TTL_S, is_secure=client.is_https)
+        response.delete_cookie(cookie, httponly=True, samesite="lax", secure=client.is_https)
+        return response
+
+
+def _provider_unavailable(error: ProviderUnavailable) -> ApiError:
+    log.warning("identity provider unavailable", error=str(error))
+    return ApiError(502, http.UNAVAILABLE, "the identity provider does not answer: retry later, or use a login link")

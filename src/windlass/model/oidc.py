@@ -1,0 +1,80 @@
+"""Settings of the login through an identity provider (OpenID Connect), and the mapping of its claims to roles."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from windlass.model.auth import MAX_PERSON_CHARACTERS, Role
+from windlass.model.comma_separated import TextList
+from windlass.model.urls import is_private_host, problem_of_web_address
+
+# Stands for everybody whom the provider authenticates.
+EVERYBODY = "*"
+
+
+class OidcConfig(BaseModel):
+    """Login to the dashboard through an identity provider. Needs the extra windlass[oidc]."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    issuer: str | None = Field(default=None, description="URL of the identity provider. Default: no such login.")
+    client_id: str | None = Field(default=None, description="Client that is registered there for this dashboard.")
+    client_secret: SecretStr | None = Field(default=None, description="Its secret, if it has one.")
+    role_claim: str = Field(default="groups", description="Claim of the ID token that decides the role.")
+    name_claim: str = Field(default="email", description="Claim that names the person in the audit list.")
+    admins: TextList = Field(default=(), description="Values of `role_claim` for the role admin.")
+    operators: TextList = Field(default=(), description="Values of `role_claim` for the role operator.")
+    viewers: TextList = Field(default=(), description="Values of `role_claim` for the role viewer; * for everybody.")
+    scopes: TextList = Field(default=("openid", "email", "profile"), description="Scopes to ask for.")
+
+    @field_validator("issuer")
+    @classmethod
+    def _check_issuer(cls, issuer: str | None) -> str | None:
+        if issuer is None:
+            return None
+        problem = problem_of_web_address(issuer)
+        if problem is not None:
+            raise ValueError(f"it {problem}")
+        host = issuer.partition("://")[2].partition("/")[0].rpartition(":")[0] or issuer.partition("://")[2]
+        if issuer.startswith("http://") and not is_private_host(host.strip("[]")):
+            raise ValueError("it must begin with https://: anyone on the way could log in as anyone")
+        return issuer
+
+    @model_validator(mode="after")
+    def _check_client(self) -> Self:
+        if self.issuer is None:
+            return self
+        if self.client_id is None:
+            raise ValueError("issuer is set and client_id is not: register a client at the provider")
+        if not (self.admins or self.operators or self.viewers):
+            raise ValueError("nobody could log in: set admins, operators or viewers")
+        if EVERYBODY in (*self.admins, *self.operators):
+            raise ValueError("* is allowed for viewers only")
+        return self
+
+
+def role_of(config: OidcConfig, claims: Mapping[str, Any]) -> Role | None:
+    """The highest role that the claims of a person allow; None if they allow none."""
+    given = claims.get(config.role_claim)
+    values = {str(each) for each in given} if isinstance(given, list) else {str(given)} if given is not None else set()
+    for role, allowed in (
+        (Role.ADMIN, config.admins),
+        (Role.OPERATOR, config.operators),
+        (Role.VIEWER, config.viewers),
+    ):
+        if values & set(allowed):
+            return role
+    return Role.VIEWER if EVERYBODY in config.viewers else None
+
+
+def name_of(config: OidcConfig, claims: Mapping[str, Any]) -> str:
+    """The person's name for the audit list: the configured claim, or the subject, which is always there.
+
+    An e-mail address that the provider did not verify could be anyone's, so it is not used.
+    """
+    name = claims.get(config.name_claim)
+    is_unverified = config.name_claim == "email" and claims.get("email_verified") is False
+    if not isinstance(name, str) or not name.strip() or is_unverified:
+        name = str(claims["sub"])
+    return "".join(c for c in name if c.isprintable())[:MAX_PERSON_CHARACTERS] or "unnamed"
