@@ -120,14 +120,28 @@ def test_unknown_user_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> No
 
 
 @is_root
-def test_up_as_root_warns_that_handlers_run_as_root(tmp_path: Path, dsn: str) -> None:
+@pytest.mark.parametrize(("user", "warns"), [("root", True), ("nobody", False)])
+async def test_up_as_root_warns_that_handlers_run_as_root(tmp_path: Path, dsn: str, user: str, warns: bool) -> None:
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
+    log = tmp_path / "up.log"
+    with log.open("w") as output:
+        arguments = ("up", "--config", _configuration(tmp_path, user))
+        process = windlass.start(*arguments, stdout=output, stderr=output)
+    try:
+        async with asyncio.timeout(100):
+            while "cycle finished" not in log.read_text():
+                await asyncio.sleep(0.1)
+        assert ("handlers run as root" in log.read_text()) is warns
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait, 60)
+
+
+def test_plain_http_beyond_loopback_ends_up_with_one_sentence(tmp_path: Path, dsn: str) -> None:
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "WINDLASS_API__HOST": "0.0.0.0"})  # noqa: S104
-    # It stops at the address, after the warning.
-    arguments = ("up", "--queue", "q", "--exec", "true", "--port", "0")
-    assert "handlers run as root" in windlass(*arguments).err
-    with_user = windlass(*arguments, "--config", str(_configuration(tmp_path, "nobody")))
-    assert "handlers run as root" not in with_user.err
-    assert "api.host is 0.0.0.0 without TLS" in with_user.err
+    done = windlass("up", "--queue", "q", "--exec", "true", "--port", "0")
+    assert done.code == 2
+    assert done.err.startswith("windlass: api.host is 0.0.0.0 without TLS, which would send tokens unencrypted")
 
 
 @pytest.mark.parametrize("settings", [{"provider": "hetzner"}, {"is_inline": True}])
