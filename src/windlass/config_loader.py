@@ -30,17 +30,9 @@ from windlass.config_sources import (
 from windlass.model.config import Config
 from windlass.model.errors import WORDS_OF_TYPES, ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS
 from windlass.model.redaction import HIDDEN, masked, secrets_in
 from windlass.model.urls import is_database_url, problem_of_database_url
-
-# Settings that only one policy reads.
-POLICY_SETTINGS = {
-    "tasks_per_worker": "threshold",
-    "idle_buffer": "buffered",
-    "scale_up_multiplier": "buffered",
-    "scale_down_multiplier": "buffered",
-    "clear_time_s": "clear-time",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +138,13 @@ def _settings_without_effect(config: Config, sources: Mapping[Key, Source]) -> I
                 yield (
                     f"fleets.{name}.{setting} (from {source}) has no effect with policy {fleet.policy}: "
                     f'remove it, or set policy = "{policy}"'
+                )
+        for setting in IGNORED_BY_ADAPTIVE if fleet.policy == "adaptive" else ():
+            source = sources.get(("fleets", name, setting))
+            if source is not None:
+                yield (
+                    f"fleets.{name}.{setting} (from {source}) has no effect with policy adaptive, which learns its "
+                    "idle timeouts: remove it, or set another policy"
                 )
 
 

@@ -38,6 +38,7 @@ NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 # Settings of the original GPU orchestrator. Settings that only delay scaling are off.
 GPU = FleetConfig(
+    policy="buffered",
     has_gpu=True,
     min_workers=0,
     max_workers=10,
@@ -49,7 +50,7 @@ GPU = FleetConfig(
     stuck_timeout_s=1200,
 )
 # Defaults of the provider `local`.
-LOCAL = FleetConfig()
+LOCAL = FleetConfig(policy="buffered")
 # A provider whose machine list lags: new machines appear late, and listed machines may be missing for a while.
 LAGGING_LIST = ProviderTraits(absence_grace_s=60, creation_lateness_s=120, orphan_grace_s=60)
 

@@ -570,3 +570,22 @@ def test_ray_local_fleet_has_engine_ray() -> None:
     Path("windlass.toml").write_text('[fleets.x]\nprovider = "ray-local"\n[fleets.x.ray.queues.default]\nnum_gpus = 1')
     fleet = load_config().config.fleets["x"]
     assert (fleet.engine, fleet.ray.needs_of("default").num_gpus, fleet.ray.needs_of("other").num_gpus) == ("ray", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("provider", "settings", "policy"),
+    [
+        ("local", {}, "adaptive"),
+        ("hetzner", {"max_workers": 9}, "adaptive"),
+        ("local", {"tasks_per_worker": 5}, "threshold"),
+        ("local", {"tasks_per_worker": 5, "idle_buffer": 1}, "buffered"),
+        ("local", {"scale_up_multiplier": 2}, "buffered"),
+        ("local", {"clear_time_s": 60}, "clear-time"),
+        ("local", {"idle_timeout_s": 60}, "buffered"),
+        ("hetzner", {"idle_timeout_s": 60}, "clear-time"),
+        ("local", {"idle_timeout_s": 60, "policy": "adaptive"}, "adaptive"),
+        ("local", {"price_of_waiting": 1}, "adaptive"),
+    ],
+)
+def test_settings_of_a_policy_select_it(provider: str, settings: dict[str, Any], policy: str) -> None:
+    assert FleetConfig(provider=provider, **settings).policy == policy

@@ -215,7 +215,9 @@ def test_minimum_is_two_only_for_a_fleet_of_variables(tmp_path: Path, monkeypatc
 
 
 def test_all_settings_are_logged_with_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "windlass.toml").write_text("[fleets.a]\nhandler = 'app:run'\nclear_time_s = 7\nenv.A = 'x-marker'\n")
+    (tmp_path / "windlass.toml").write_text(
+        "[fleets.a]\nhandler = 'app:run'\nclear_time_s = 7\npolicy = 'buffered'\nenv.A = 'x-marker'\n"
+    )
     monkeypatch.setenv("RUNPOD_API_KEY", "rp_marker_123")
     monkeypatch.setenv("DATABASE_URL", "postgresql://u:pw-marker@h/d")
     with structlog.testing.capture_logs() as lines:

@@ -26,7 +26,7 @@ def test_hetzner_defaults_are_those_of_the_original_cluster() -> None:
     fleet = FleetConfig(provider="hetzner")
     assert (fleet.heartbeat_timeout_s, fleet.default_spawn_timeout_s, fleet.poll_interval_s) == (120, 600, 10)
     assert (fleet.max_workers, fleet.max_changes_per_cycle, fleet.concurrency) == (50, 10, 2)
-    assert fleet.policy == "clear-time"
+    assert fleet.policy == "adaptive"
     assert fleet.hetzner.ordered == (Choice("cx23", "nbg1"), Choice("cx23", "fsn1"), Choice("cx23", "hel1"))
     assert fleet.hetzner.ssh_keys == ()
     assert fleet.stuck_timeout_s is None, "tasks may run for hours"

@@ -22,12 +22,12 @@ def load(folder: Path, text: str) -> Config:
     return load_config(folder / "windlass.toml").config
 
 
-def test_runpod_defaults_are_those_of_the_original_orchestrator() -> None:
+def test_runpod_timeouts_are_those_of_the_original_orchestrator() -> None:
     fleet = FleetConfig(provider="runpod", runpod=RunpodSettings(image="i"))
-    assert (fleet.default_spawn_timeout_s, fleet.heartbeat_timeout_s, fleet.stuck_timeout_s) == (900, 600, 1200)
-    assert (fleet.poll_interval_s, fleet.heartbeat_interval_s, fleet.stop_timeout_s) == (30, 20, 600)
-    assert (fleet.min_workers, fleet.max_workers, fleet.has_gpu, fleet.policy) == (0, 10, True, "buffered")
-    assert (fleet.min_scaling_interval_s, fleet.spawn_grace_s, fleet.scale_down_grace_s) == (45, 180, 60)
+    assert (fleet.default_spawn_timeout_s, fleet.heartbeat_timeout_s, fleet.stuck_timeout_s) == (900, 600, None)
+    assert (fleet.poll_interval_s, fleet.heartbeat_interval_s, fleet.stop_timeout_s) == (10, 20, 600)
+    assert (fleet.min_workers, fleet.max_workers, fleet.has_gpu, fleet.policy) == (0, 10, True, "adaptive")
+    assert (fleet.min_scaling_interval_s, fleet.spawn_grace_s, fleet.scale_down_grace_s) == (0, 180, 60)
     assert (fleet.startup_grace_s, fleet.not_claiming_timeout_s, fleet.gpu_not_detected_timeout_s) == (600, 180, 300)
 
 

@@ -17,7 +17,12 @@ from windlass.model.errors import BadInput
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.json_path import parse_path
 from windlass.model.money import to_micros
-from windlass.model.provider_defaults import MIN_REMOTE_SPAWN_TIMEOUT_S, PROVIDER_DEFAULTS, SPAWN_TIMEOUTS_S
+from windlass.model.provider_defaults import (
+    MIN_REMOTE_SPAWN_TIMEOUT_S,
+    PROVIDER_DEFAULTS,
+    SPAWN_TIMEOUTS_S,
+    policy_by_settings,
+)
 from windlass.model.ray import RaySettings
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import check_queue_name
@@ -60,7 +65,8 @@ class FleetConfig(BaseModel):
     )
     queues: TextList = _setting(("default",), "Queues that the fleet's workers serve.", min_length=1)
     policy: Literal["adaptive", "threshold", "buffered", "clear-time"] = _setting(
-        "buffered", "Scaling policy: how many workers are wanted."
+        "adaptive",
+        "Scaling policy: how many workers are wanted. A setting that only one policy reads selects it.",
     )
 
     # --- what a worker runs
@@ -141,10 +147,10 @@ class FleetConfig(BaseModel):
 
     # --- intervals
     poll_interval_s: float = _setting(
-        30.0, "Time between cycles, at least 0.05.", env="ORCHESTRATOR_POLL_SEC", ge=MIN_INTERVAL_S
+        10.0, "Time between cycles, at least 0.05.", env="ORCHESTRATOR_POLL_SEC", ge=MIN_INTERVAL_S
     )
     min_scaling_interval_s: float = _setting(
-        45.0, "Minimum time between two spawns.", env="MIN_SCALING_INTERVAL_SEC", ge=0
+        0.0, "Minimum time between two spawns.", env="MIN_SCALING_INTERVAL_SEC", ge=0
     )
     spawn_grace_s: float = _setting(
         180.0,
@@ -291,7 +297,8 @@ class FleetConfig(BaseModel):
     def _take_defaults_of_provider(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return PROVIDER_DEFAULTS.get(str(given.get("provider", "local")), {}) | given
+        provider = str(given.get("provider", "local"))
+        return PROVIDER_DEFAULTS.get(provider, {}) | {"policy": policy_by_settings(provider, given)} | given
 
     _durations = field_validator("*")(within_ten_years)
 

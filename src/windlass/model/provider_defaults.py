@@ -1,6 +1,20 @@
 """Defaults of fleet settings that differ between providers: a process starts in a second, a GPU pod in minutes."""
 
+from collections.abc import Collection
 from typing import Any
+
+# Settings that only one policy reads.
+POLICY_SETTINGS = {
+    "wait_goal_s": "adaptive",
+    "price_of_waiting": "adaptive",
+    "tasks_per_worker": "threshold",
+    "idle_buffer": "buffered",
+    "scale_up_multiplier": "buffered",
+    "scale_down_multiplier": "buffered",
+    "clear_time_s": "clear-time",
+}
+# Settings that every policy but `adaptive` reads: it learns its idle timeouts.
+IGNORED_BY_ADAPTIVE = ("idle_timeout_s", "spawn_grace_s", "scale_down_grace_s")
 
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     "local": {
@@ -16,7 +30,6 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
         "scale_down_grace_s": 0.0,
     },
     "hetzner": {
-        "policy": "clear-time",
         "concurrency": 2,
         "min_workers": 0,
         "max_workers": 50,
@@ -43,18 +56,15 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     # An existing Ray cluster: no worker is spawned, so scaling settings have no effect.
     "ray": {"engine": "ray", "heartbeat_interval_s": 5.0, "heartbeat_timeout_s": 30.0, "stop_timeout_s": 30.0},
-    # A pod takes minutes to start and is billed from its first second: long timeouts, slow scaling.
+    # A pod takes minutes to start and is billed from its first second: long timeouts.
     "runpod": {
-        "policy": "buffered",
         "concurrency": 1,
         "has_gpu": True,
         "min_workers": 0,
         "max_workers": 10,
-        "poll_interval_s": 30.0,
+        "poll_interval_s": 10.0,
         "heartbeat_interval_s": 20.0,
         "heartbeat_timeout_s": 600.0,
-        # A GPU that hangs is common and expensive. Other providers have no limit unless it is set.
-        "stuck_timeout_s": 1200.0,
         "stop_timeout_s": 600.0,
     },
 }
@@ -63,3 +73,14 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
 # pulls an image of 20 GB in 10 to 15 minutes; while Runpod reports the pull, twice this applies.
 SPAWN_TIMEOUTS_S = {"local": 30.0, "ray-local": 60.0, "ray": 60.0, "hetzner": 600.0, "runpod": 900.0}
 MIN_REMOTE_SPAWN_TIMEOUT_S = 300.0
+
+
+def policy_by_settings(provider: str, given: Collection[str]) -> str:
+    """The default policy of a fleet with these settings: that which reads them, so that none is without effect."""
+    policies = {policy for setting, policy in POLICY_SETTINGS.items() if setting in given}
+    for policy in ("buffered", "threshold", "clear-time", "adaptive"):
+        if policy in policies:
+            return policy
+    if any(setting in given for setting in IGNORED_BY_ADAPTIVE):
+        return "clear-time" if provider == "hetzner" else "buffered"
+    return "adaptive"

@@ -5,9 +5,9 @@
            where billing periods are long: idle workers at the end of their period
 
 Two settings, of which one is enough: `wait_goal_s` (the longest wait that tasks should see; unset: one boot time and
-10 s), or `price_of_waiting` (what a second of waiting is worth, in machine seconds). All else is learned: durations,
-boot times, arrivals and idle gaps. It never spawns and drains in one cycle, and a worker that drains was idle for its
-whole timeout, so that it does not flap.
+10 s, and none for processes of this host, which cost nothing), or `price_of_waiting` (what a second of waiting is
+worth, in machine seconds). All else is learned: durations, boot times, arrivals and idle gaps. It never spawns and
+drains in one cycle, and a worker that drains was idle for its whole timeout, so that it does not flap.
 """
 
 from dataclasses import dataclass, replace
@@ -31,8 +31,11 @@ PATIENCE_WITH_PRICE = 2.0
 # Tasks that miss their goal anyway may start this much later, if another worker costs a long billing period.
 LATE_SLACK_S = 10.0
 LATE_SLACK_LONG_UNIT_S = 30.0
+# Processes of this host cost nothing: they are kept at least this long, because starting one takes processor time.
+MIN_FREE_IDLE_S = 30.0
 # Before the first worker has booted.
 UNKNOWN_BOOT_S = 60.0
+UNKNOWN_PROCESS_START_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,15 @@ class AdaptiveDecision:
 
 
 def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, price: float | None) -> AdaptiveDecision:
-    goal_s = wait_goal_s if wait_goal_s is not None else load.boot_s + GOAL_MARGIN_S
+    goal_s = wait_goal_s if wait_goal_s is not None else 0.0 if load.is_free else load.boot_s + GOAL_MARGIN_S
     has_price = price is not None and price > 0
     restart_s = load.boot_s * (1 + TASKS_PER_RESTART * (price or 0.0) if has_price else RESTART_BOOTS)
     is_long_unit = load.billing_unit_s >= billing.LONG_UNIT_S
     late_slack_s = LATE_SLACK_LONG_UNIT_S if is_long_unit else LATE_SLACK_S
+    if has_price or load.is_free:
+        late_slack_s = 0.0
     memory = adaptive_keep.observe(load, memory)
-    spawn = spawns_needed(load, memory, goal_s, 0.0 if has_price else late_slack_s) if load.queued else 0
+    spawn = spawns_needed(load, memory, goal_s, late_slack_s) if load.queued else 0
     allowed = max(0, min(spawn, load.max_workers - load.workers))
     memory = adaptive_keep.learn_gaps(load, memory, allowed, restart_s)
     floor, drain, valid_until = 0, list[int](), float("inf")
@@ -79,7 +84,8 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
                 else:
                     valid_until = min(valid_until, load.now + max(1.0, worker.billed_s))
                 continue
-            left_s = adaptive_keep.timeout_s(memory, rank, restart_s) - worker.idle_s
+            least_s = MIN_FREE_IDLE_S if load.is_free else 0.0
+            left_s = max(least_s, adaptive_keep.timeout_s(memory, rank, restart_s)) - worker.idle_s
             if left_s <= 0.001:
                 drain.append(position)
             else:
@@ -96,7 +102,8 @@ def adaptive(demand: Demand) -> ScalingDecision:
     busy = [state for state in demand.active if state.has_active_task]
     ages = [(demand.now - task.started_at).total_seconds() for state in busy for task in state.worker.running]
     boots = queue.boots_s
-    boot_s = boots[len(boots) // 2] if boots else UNKNOWN_BOOT_S
+    unknown_s = UNKNOWN_PROCESS_START_S if demand.is_free else UNKNOWN_BOOT_S
+    boot_s = boots[len(boots) // 2] if boots else unknown_s
     durations = queue.durations_s
 
     def billed_s(worker_id: str) -> float | None:
@@ -120,6 +127,7 @@ def adaptive(demand: Demand) -> ScalingDecision:
         billing_unit_s=demand.billing_unit_s,
         window_s=demand.window_s,
         max_workers=fleet.max_workers,
+        is_free=demand.is_free,
     )
     decision = decide(load, demand.memory or AdaptiveMemory(), fleet.wait_goal_s, fleet.price_of_waiting)
     spare = tuple(idle[position] for position in decision.drain)

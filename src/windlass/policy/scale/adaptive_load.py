@@ -49,6 +49,8 @@ class FleetLoad:
     # An idle worker of a fleet with long billing periods may drain when this much of its period is left.
     window_s: float = 0.0
     max_workers: int = 100_000
+    # Machines are processes of this host and cost nothing: no task has to wait for another's worker.
+    is_free: bool = False
 
     @property
     def workers(self) -> int:

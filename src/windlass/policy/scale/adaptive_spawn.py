@@ -29,7 +29,7 @@ def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_s
     """
     # One more than allowed, so that the decision can say that max_workers is too low.
     limit = load.max_workers - load.workers + 1
-    if not load.durations_s:
+    if not load.durations_s and not load.is_free:
         starting = len(load.starting_ages_s)
         # A doubling ramp: without a known duration every queued task may be short or long.
         allowed = max(1, RAMP_FACTOR * (load.busy + starting)) if load.workers else 1

@@ -27,6 +27,8 @@ class Demand:
     # Length of a billing period, and how long before its end an idle worker may drain.
     billing_unit_s: int = 1
     window_s: float = 0.0
+    # Machines are processes of this host.
+    is_free: bool = False
     # What the policy kept from the last cycle.
     memory: AdaptiveMemory | None = None
 

@@ -90,6 +90,7 @@ def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[
         now=context.now,
         billing_unit_s=context.snapshot.traits.billing_unit_s if windows else 1,
         window_s=max(((w.boundary - w.opens).total_seconds() for w in windows.values()), default=0.0),
+        is_free=context.snapshot.traits.host is not None,
         memory=context.planner_state.scaling.adaptive,
     )
 

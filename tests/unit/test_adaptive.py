@@ -1,0 +1,203 @@
+"""The adaptive policy: forward look, idle timeouts by rank, floor, decisions in words, and no flapping."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.snapshots import snapshot as seen_snapshot
+from support.snapshots import worker
+from windlass.model.action import Drain, Spawn
+from windlass.model.adaptive import AdaptiveMemory, ArrivalRecord
+from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import QueueView
+from windlass.policy.plan import plan
+from windlass.policy.scale.adaptive import decide
+from windlass.policy.scale.adaptive_keep import cheapest_timeout_s, floor_of_workers
+from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker
+from windlass.policy.scale.adaptive_spawn import MAX_PLAYED
+from windlass.simulator.engine import World
+from windlass.simulator.runs import RunRequest, run_policy
+from windlass.simulator.trace import GENERATORS, GeneratorSettings, Trace, generate
+
+
+def load(**values: Any) -> FleetLoad:
+    durations = values.pop("durations", (30.0,) * 20)
+    given: dict[str, Any] = {
+        "now": 1000.0,
+        "slots": 1,
+        "queued": 0,
+        "arrived": values.get("queued", 0),
+        "oldest_queued_age_s": 0.0,
+        "busy": 0,
+        "running_ages_s": (),
+        "idle": (),
+        "starting_ages_s": (),
+        "durations_s": durations,
+        "duration_mean_s": sum(durations) / len(durations) if durations else None,
+        "boot_s": 120.0,
+    }
+    return FleetLoad(**(given | values))
+
+
+def spawned(**values: Any) -> int:
+    return decide(load(**values), AdaptiveMemory(), None, None).spawn
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param({"queued": 1}, 1, id="a first task spawns one worker"),
+        pytest.param({"queued": 1, "starting_ages_s": (60.0,)}, 0, id="a starting worker will take it"),
+        pytest.param(
+            {"queued": 3, "busy": 1, "running_ages_s": (5.0,)}, 0, id="a running worker takes all three in time"
+        ),
+        pytest.param(
+            {"queued": 20, "busy": 1, "running_ages_s": (5.0,)}, 16, id="a longer queue needs more before its goal"
+        ),
+        pytest.param(
+            {"queued": 2, "busy": 2, "running_ages_s": (5.0, 9.0), "durations": (3600.0,) * 9},
+            2,
+            id="tasks of an hour do not end before a boot",
+        ),
+        pytest.param({"queued": 100, "durations": ()}, 1, id="without a known duration the first worker comes alone"),
+        pytest.param(
+            {"queued": 100, "durations": (), "starting_ages_s": (9.0, 5.0)}, 2, id="and then the number doubles"
+        ),
+        pytest.param({"queued": 4, "durations": (300.0,) * 5, "slots": 2}, 2, id="two slots halve the workers"),
+        pytest.param({"queued": 9, "durations": (), "is_free": True, "boot_s": 1.0}, 9, id="processes cost nothing"),
+    ],
+)
+def test_spawns_only_what_would_miss_the_goal(values: dict[str, Any], expected: int) -> None:
+    assert spawned(**values) == expected
+
+
+def test_longer_goal_needs_fewer_workers() -> None:
+    given = load(queued=40, busy=1, running_ages_s=(1.0,))
+    short, long = (decide(given, AdaptiveMemory(), goal_s, None).spawn for goal_s in (130.0, 600.0))
+    assert 0 < long < short
+
+
+@pytest.mark.parametrize(
+    ("gaps", "restart_s", "expected"),
+    [
+        pytest.param((20.0,) * 8, 100.0, 30.0, id="short gaps are kept"),
+        pytest.param((900.0,) * 8, 100.0, 0.0, id="long gaps are cut at once"),
+        pytest.param((15.0,) * 8 + (900.0,), 100.0, 25.0, id="one long gap among short ones is cut after them"),
+    ],
+)
+def test_timeout_is_the_cheapest_of_the_last_gaps(gaps: tuple[float, ...], restart_s: float, expected: float) -> None:
+    assert cheapest_timeout_s(gaps, restart_s) == expected
+
+
+def test_idle_worker_drains_after_the_timeout_of_its_rank() -> None:
+    memory = AdaptiveMemory(at=990.0, machines=2, timeouts={1: 300.0, 2: 50.0})
+    idle = (IdleWorker(60.0), IdleWorker(60.0))
+    decision = decide(load(idle=idle), memory, None, None)
+    assert decision.drain == (1,)
+    # The first rank has 240 s left.
+    assert decision.valid_until == 1240.0
+
+
+def test_billed_worker_drains_only_at_the_end_of_its_period() -> None:
+    idle = (IdleWorker(900.0, 50.0), IdleWorker(900.0, 2000.0))
+    given = load(idle=idle, billing_unit_s=3600, window_s=60.0)
+    assert decide(given, AdaptiveMemory(), None, None).drain == (0,)
+
+
+def test_floor_keeps_workers_for_a_steady_load() -> None:
+    records = tuple(ArrivalRecord(float(at), 30, at * 20.0) for at in range(0, 1000, 10))
+    memory = AdaptiveMemory(at=1000.0, machines=20, machine_s=20_000.0, arrivals=records)
+    given = load(durations=(3.0,) * 50)
+    assert 9 <= floor_of_workers(given, memory, 130.0, 1.5) <= 12
+    # After a silence longer than any before, nothing is kept.
+    assert floor_of_workers(replace(given, now=1200.0), memory, 130.0, 1.5) == 0
+
+
+def test_work_per_cycle_is_bounded() -> None:
+    given = load(
+        queued=1_000_000, busy=1000, running_ages_s=(10.0,) * 1000, durations=(30.0,) * 200, max_workers=100_000
+    )
+    decision = decide(given, AdaptiveMemory(), None, None)
+    assert 0 < decision.spawn <= MAX_PLAYED
+    assert len(decision.memory.unneeded_since) <= 64
+
+
+def test_memory_survives_storage_as_json() -> None:
+    from pydantic import TypeAdapter
+
+    from windlass.model.snapshot import PlannerState, ScalingState
+
+    memory = AdaptiveMemory(5.0, 2, 9.0, (ArrivalRecord(1.0, 2, 3.0),), {3: 1.0}, {1: (4.0, 5.0)}, {1: 7.0})
+    adapter = TypeAdapter(PlannerState)
+    state = PlannerState(scaling=ScalingState(adaptive=memory))
+    assert adapter.validate_json(adapter.dump_json(state)) == state
+
+
+def test_decision_is_one_sentence_with_its_numbers() -> None:
+    config = FleetConfig(policy="adaptive", max_workers=9)
+    queue = QueueView(queued=2, durations_s=(600.0,) * 5, duration_mean_s=600.0, arrived=2, boots_s=(120.0,))
+    snapshot = replace(seen_snapshot(), queue=queue)
+    planned = plan(snapshot, config)
+    assert planned.decision == "spawn 2: 2 queued, 0 busy, tasks of 600 s, boot 120 s, goal 130 s"
+    assert sum(isinstance(action, Spawn) for action in planned.actions) == 2
+    full = plan(snapshot, FleetConfig(policy="adaptive", max_workers=1))
+    assert full.decision.startswith("waiting to spawn 2") or "max_workers 1" in full.decision
+
+
+def test_idle_worker_of_a_rented_fleet_drains_through_plan() -> None:
+    idle = seen_snapshot(worker("w0", created=2000), idle=500)
+    planned = plan(replace(idle, queue=QueueView(boots_s=(120.0,))), FleetConfig(policy="adaptive"))
+    assert [action.code for action in planned.actions if isinstance(action, Drain)] == ["IDLE"]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_constant_settings_never_spawn_and_drain_in_turns(kind: str) -> None:
+    trace = generate(kind, GeneratorSettings(tasks=300, days=0.2, duration_s=40.0))
+    result = run_policy(RunRequest("adaptive", FleetConfig(policy="adaptive", max_workers=200), World()), trace)
+    # Every worker that was started had at least one task on average.
+    assert result.machines_started <= len(trace.arrivals)
+
+
+def test_steady_load_keeps_its_workers() -> None:
+    """Constant load: after convergence no worker is spawned or drained."""
+    arrivals = tuple(float(at) for at in range(0, 36_000, 10))
+    trace = Trace("steady", arrivals, (25.0,) * len(arrivals))
+    result = run_policy(RunRequest("adaptive", FleetConfig(policy="adaptive", max_workers=200), World()), trace)
+    assert result.machines_started <= 16
+    assert result.wait_p95_s <= 130.0
+
+
+@given(
+    queued=st.integers(0, 50),
+    busy=st.integers(0, 5),
+    idle=st.lists(st.floats(0, 5000), max_size=5),
+    starting=st.lists(st.floats(0, 500), max_size=5),
+    durations=st.lists(st.floats(0.1, 5000), max_size=20),
+    price=st.sampled_from((None, 0.0, 1.0, 50.0)),
+)
+def test_never_spawns_and_drains_at_once(
+    queued: int,
+    busy: int,
+    idle: list[float],
+    starting: list[float],
+    durations: list[float],
+    price: float | None,
+) -> None:
+    given = load(
+        queued=queued,
+        busy=busy,
+        running_ages_s=(7.0,) * busy,
+        idle=[IdleWorker(idle_s) for idle_s in sorted(idle)],
+        starting_ages_s=starting,
+        durations=tuple(sorted(durations)),
+    )
+    memory = AdaptiveMemory()
+    for step in range(3):
+        decision = decide(replace(given, now=1000.0 + 10 * step), memory, None, price)
+        assert not (decision.spawn and decision.drain)
+        assert len(set(decision.drain)) == len(decision.drain) <= len(idle)
+        assert decision == decide(replace(given, now=1000.0 + 10 * step), memory, None, price)
+        memory = decision.memory
