@@ -1,8 +1,12 @@
 """The contract of ports/auth.py, over memory and over PostgreSQL in the same virtual time."""
 
+import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any
 
@@ -41,6 +45,7 @@ from windlass.model.task import new_task
 from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
 from windlass.server.app import make_app
 from windlass.server.long_poll import LongPollHub
+from windlass.worker.bootstrap import fetch_wheel
 from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
 Stores = MemoryStores | PostgresStores
@@ -151,6 +156,25 @@ async def test_boot_steps_prove_progress_until_the_first_heartbeat(store: Stores
     assert joined is not None
     assert (joined.boot_step, joined.reachable_at) == ("installing windlass", first)
     assert joined.joined_at == await store.now()
+
+
+async def test_booting_machine_reports_steps_with_its_join_token(store: Stores, tmp_path: Path) -> None:
+    """By the program that cloud-init runs, which knows only the join file."""
+    token = new_token(JOIN_PREFIX, SystemRandom())
+    await spawn_worker(store, join=hash_of(token))
+    await spawn_worker(store, "w1", slot=1, join=OTHER_JOIN)
+    app = make_app(worker_api_context(store, store, LongPollHub(store.wait_for_work)))
+    async with serve_asgi(app) as url:
+        for worker_id, is_accepted in (("w0", True), ("w1", False)):
+            file = tmp_path / f"{worker_id}.json"
+            file.write_text(json.dumps({"worker_id": worker_id, "url": url, "join_token": token}))
+            program = (sys.executable, fetch_wheel.__file__, str(file), "--step", "pulling images: \u00fcber 20 GB")
+            process = await asyncio.create_subprocess_exec(*program)
+            assert (await process.wait() == 0) is is_accepted
+    found = await store.worker("w0")
+    assert found is not None and found.boot_step == "pulling images: ?ber 20 GB"
+    other = await store.worker("w1")
+    assert other is not None and other.boot_step is None
 
 
 async def test_start_failure_is_ignored_after_heartbeat(store: Stores) -> None:

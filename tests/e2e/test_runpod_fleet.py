@@ -188,7 +188,7 @@ async def test_image_starts_the_worker(site: Site, processes: "list[subprocess.P
     lines = {line["name"]: line for line in site.emulator.bill()["pods"]}
     assert set(accounts) == set(lines)
     for name, bill in accounts.items():
-        assert (bill.tariff.price_micros_per_hour, bill.tariff.currency, bill.tariff.unit_s) == (270_000, "USD", 1)
+        assert (bill.tariff.price_micros_per_hour, bill.tariff.currency, bill.tariff.unit_s) == (276_944, "USD", 1)
         assert bill.since == datetime.fromisoformat(lines[name]["created"])
         # That it was gone is known as soon as the vendor says so, and not only when it is missing in a list.
         assert bill.until is not None

@@ -20,6 +20,12 @@ VIEWS = {
         "worker_id fleet slot status paused created_at last_heartbeat heartbeat_age_s is_stale vram_total_mb"
         " vram_used_mb vram_used_percent vram_age_s running_tasks oldest_task_id oldest_task_age_s"
     ),
+    "boot_phases": (
+        "worker_id fleet provider place status code boot_step requested_at running_at reachable_at joined_at"
+        " first_claimed_at running_s reachable_s joined_s first_claim_s"
+    ),
+    "boot_times": "fleet phase count p50_s p95_s p99_s",
+    "machine_hosts": "fleet place host machines lost failed_checks last_used_at",
     "worker_performance": (
         "worker_id fleet status completed_tasks failed_attempts success_percent duration_p50_s duration_mean_s"
         " late_results uptime_s"
@@ -226,3 +232,26 @@ async def test_machine_booting_longer_than_its_lease_is_starting(connection: Any
     )
     (row,) = await rows_of(connection, clock, "health")
     assert row["status"] == "starting"
+
+
+async def test_boot_times_are_percentiles_of_each_phase(connection: Any) -> None:
+    await connection.execute("insert into windlass.fleets (name) values ('gpu')")
+    await connection.execute("insert into windlass.slots (fleet, slot) values ('gpu', 0)")
+    await connection.execute(
+        """
+        insert into windlass.workers (
+          id, fleet, slot, status, created_at, running_at, reachable_at, joined_at, first_claimed_at, terminated_at)
+        select 'w' || n, 'gpu', 0, 'terminated', b.at, b.at + n * interval '1 second', b.at + n * interval '2 seconds',
+          b.at + n * interval '3 seconds', null, b.at + interval '1 hour'
+        from generate_series(1, 100) as n
+        cross join lateral (select timestamptz '2030-01-01T00:00:00Z' + n * interval '1 hour' as at) as b
+        """
+    )
+    rows = {row["phase"]: row for row in await connection.fetch("select * from windlass.boot_times")}
+    assert set(rows) == {"running", "reachable", "joined"}, "no worker has claimed a task"
+    assert [rows["running"][name] for name in ("count", "p50_s", "p95_s", "p99_s")] == [
+        100, 50.5, pytest.approx(95.05), pytest.approx(99.01),
+    ]  # fmt: skip
+    assert rows["joined"]["p50_s"] == pytest.approx(151.5)
+    (phase,) = await connection.fetch("select * from windlass.boot_phases where worker_id = 'w7'")
+    assert (float(phase["running_s"]), float(phase["joined_s"]), phase["first_claim_s"]) == (7.0, 21.0, None)
