@@ -45,6 +45,11 @@ def response(status: int, detail: object = "detail", **headers: str) -> httpx.Re
         (400, NO_CAPACITY, ErrorKind.NO_CAPACITY),
         (400, "No machines with enough GPUs are available right now", ErrorKind.NO_CAPACITY),
         (400, "This GPU type is currently unavailable", ErrorKind.NO_CAPACITY),
+        (400, "Insufficient GPU capacity", ErrorKind.NO_CAPACITY),
+        (400, "There are no available GPUs", ErrorKind.NO_CAPACITY),
+        (400, "NVIDIA L40S is unavailable in EU-RO-1", ErrorKind.NO_CAPACITY),
+        (409, "pod is locked: unlock it first", ErrorKind.PROTECTED),
+        (409, "another action is in progress", ErrorKind.BUSY),
         (
             400,
             "This machine does not have the resources to deploy your pod. Please try another.",
