@@ -52,6 +52,8 @@ PAGES = {
     "cycles-fleet": "/cycles?fleet=crunch&range=24h",
     "cycles-all": "/cycles?all=yes&fleet=renders",
     "cost": "/cost",
+    "audit": "/audit",
+    "access": "/access",
     "not-found": "/tasks/99999999",
     "invalid": "/tasks?status=bogus",
 }
@@ -121,7 +123,7 @@ def wait_until_ready(port: int, log: Path) -> None:
 
 
 def create_link(folder: Path, port: int) -> str:
-    command = [sys.executable, "-m", "windlass", "tokens", "link", "--url", f"http://127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "windlass", "tokens", "link", "--role", "admin", "--url", f"http://127.0.0.1:{port}"]
     done = subprocess.run(
         [*command, "--data-dir", str(folder / "data")], cwd=folder, capture_output=True, text=True, check=True
     )

@@ -182,7 +182,7 @@ on conflict do nothing;
 -- name: long_history
 -- Charts of days; primary keys of sample_averages, and of samples since the last average. Bounded by retention.
 select
-  date_bin(make_interval(secs => $3::float8), s.at, 'epoch') as at,
+  min(s.at) as at,
   avg(s.queued)::float8 as queued, avg(s.running)::float8 as running, avg(s.spawning)::float8 as spawning,
   avg(s.active)::float8 as active, avg(s.terminating)::float8 as terminating, avg(s.error)::float8 as error,
   avg(s.completed_per_minute)::float8 as completed_per_minute, max(s.wait_p95_s)::float8 as wait_p95_s,
@@ -200,18 +200,18 @@ from (
       (select max(l.at) + interval '5 minutes' from windlass.sample_averages l where l.fleet = $1), '-infinity'
     )
 ) as s
-group by 1 order by 1;
+group by date_bin(make_interval(secs => $3::float8), s.at, 'epoch') order by 1;
 
 -- name: history
 -- Charts; primary key of samples, bounded by retention.
 select
-  date_bin(make_interval(secs => $3::float8), s.at, 'epoch') as at,
+  min(s.at) as at,
   avg(s.queued)::float8 as queued, avg(s.running)::float8 as running, avg(s.spawning)::float8 as spawning,
   avg(s.active)::float8 as active, avg(s.terminating)::float8 as terminating, avg(s.error)::float8 as error,
   avg(s.completed_per_minute)::float8 as completed_per_minute, max(s.wait_p95_s)::float8 as wait_p95_s,
   avg(s.burn_micros_per_hour)::float8 as burn_micros_per_hour, max(s.currency) as currency
 from windlass.samples s where s.fleet = $1 and s.at > windlass.now() - make_interval(secs => $2::float8)
-group by 1 order by 1;
+group by date_bin(make_interval(secs => $3::float8), s.at, 'epoch') order by 1;
 
 -- name: fleet_metrics
 -- Metrics; for each fleet workers_managed, workers_failed, workers_terminated_by_fleet, and its slots.
