@@ -123,7 +123,17 @@ def wait_until_ready(port: int, log: Path) -> None:
 
 
 def create_link(folder: Path, port: int) -> str:
-    command = [sys.executable, "-m", "windlass", "tokens", "link", "--role", "admin", "--url", f"http://127.0.0.1:{port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "tokens",
+        "link",
+        "--role",
+        "admin",
+        "--url",
+        f"http://127.0.0.1:{port}",
+    ]
     done = subprocess.run(
         [*command, "--data-dir", str(folder / "data")], cwd=folder, capture_output=True, text=True, check=True
     )

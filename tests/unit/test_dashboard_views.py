@@ -1,0 +1,109 @@
+"""View models of the dashboard: queues that nothing serves, currencies, settings, ranges and marked decisions."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from windlass.dashboard.alerts import MAX_UNSERVED_ITEMS, attention_items, fleet_items
+from windlass.dashboard.charts import RANGE_S, ChartRange, fleet_charts, history_s
+from windlass.dashboard.cost import MIN_CHART_DAYS, currency_summaries, days_with_cost
+from windlass.dashboard.cycles import REPLAY_SETTINGS, replay_options
+from windlass.dashboard.fleets import settings_of
+from windlass.model.cost import Cost
+from windlass.model.cycle import Cycle, Fleet
+from windlass.model.fleet import FleetConfig
+from windlass.model.overview import FleetOverview, Leader, OpenAlert, Overview, Work
+from windlass.model.worker import WorkerStatus
+
+NOW = datetime(2026, 11, 18, 3, 0, tzinfo=UTC)
+FLEET = Fleet("gpus", "local", ("renders",), 0, 6, False, 0, None, (), NOW - timedelta(days=9), NOW, 10.0, True)
+STANDING = FleetOverview(FLEET, Work(), {WorkerStatus.ACTIVE: 2}, 2, 0, 0, 0, 0, "steady: 0 queued", 7, NOW, (), ())
+
+
+def overview(queues: dict[str, Work], **changed: Any) -> Overview:
+    return replace(Overview(NOW, (STANDING,), queues, (), Leader("us", 1, 20.0), 0), **changed)
+
+
+def test_queue_with_tasks_that_nothing_serves_needs_attention() -> None:
+    queues = {"renders": Work(queued=3), "nosuch": Work(queued=2), "empty": Work(dead=1), "by-hand": Work(queued=1)}
+    (item,) = attention_items(overview(queues, workers_by_queue={"by-hand": 1}))
+    assert item.what == "No fleet and no worker serves queue nosuch, which has 2 tasks."
+    assert (item.link, item.link_label) == ("/queues/nosuch", "View queue")
+    # Tasks that wait for later or for their retry wait in vain too.
+    (item,) = attention_items(overview({"later": Work(scheduled=1, retrying=1)}))
+    assert "which has 2 tasks" in item.what
+
+
+def test_many_unserved_queues_are_one_item() -> None:
+    queues = {f"made-up-{number}": Work(queued=1) for number in range(MAX_UNSERVED_ITEMS + 1)}
+    (item,) = attention_items(overview(queues))
+    assert "4 queues with tasks (made-up-0, made-up-1, made-up-2, ...)" in item.what
+    assert item.link == "/queues"
+
+
+def test_fleet_page_lists_its_own_conditions_only() -> None:
+    failed = OpenAlert(1, None, "DEAD_LETTERS", "warning", "6 tasks in queue other failed", NOW, NOW, None)
+    paused = replace(STANDING, fleet=replace(FLEET, name="other", is_paused=True))
+    seen = overview({"nosuch": Work(queued=1)}, alerts=(failed,), fleets=(STANDING, paused))
+    assert len(attention_items(seen)) == 3
+    assert fleet_items(seen, "gpus") == []
+    assert [item.id for item in fleet_items(seen, "other")] == ["paused-other"]
+
+
+def test_each_currency_has_its_own_summary() -> None:
+    summaries = currency_summaries([Cost(None, "USD", 5), Cost(None, "EUR", 3)], [])
+    assert [(one.currency, one.total and one.total.task_micros, one.forecast) for one in summaries] == [
+        ("EUR", 3, None),
+        ("USD", 5, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "shown"), [(0, 30), (10, 20), (29, MIN_CHART_DAYS), (None, MIN_CHART_DAYS)],
+    ids=["all days", "from the tenth", "only today", "no cost"],
+)  # fmt: skip
+def test_cost_chart_begins_with_the_first_day_that_has_cost(first: int | None, shown: int) -> None:
+    days = [f"2026-10-{day:02}" for day in range(1, 31)]
+    costs = [Cost(day, "EUR", 1) for day in days[first:]] if first is not None else []
+    chosen = days_with_cost(days, costs)
+    assert len(chosen) == shown
+    assert chosen[-1] == days[-1]
+
+
+def test_settings_are_masked_and_changed_ones_come_first() -> None:
+    config = FleetConfig(queues=("renders",), handler="app:work", max_workers=3, env={"API_KEY": "hunter2hunter2"})
+    settings = settings_of(config)
+    assert "hunter2" not in repr(settings)
+    assert {setting.name for setting in settings} == set(FleetConfig.model_fields)
+    changed = [setting.name for setting in settings if not setting.is_default]
+    assert {"env", "handler", "max_workers", "queues"} <= set(changed)
+    assert [setting.name for setting in settings][: len(changed)] == changed
+
+
+def test_every_replay_setting_has_a_group_label_and_description() -> None:
+    options = replay_options(FleetConfig(queues=("renders",), handler="app:work"), {})
+    assert [option.name for option in options] == list(REPLAY_SETTINGS)
+    assert all(option.group and option.label != option.name and option.description for option in options)
+
+
+def test_chart_range_is_the_chosen_one_or_the_age_of_the_fleet() -> None:
+    young = replace(FLEET, created_at=NOW - timedelta(minutes=10))
+    assert history_s(young, NOW) == 600
+    assert history_s(FLEET, NOW) == 3_600
+    assert {history_s(young, NOW, chosen) for chosen in ChartRange} == set(RANGE_S.values())
+
+
+def test_decisions_are_marked_in_the_chart_of_workers() -> None:
+    def cycle(minutes: int) -> Cycle:
+        at = NOW - timedelta(minutes=minutes)
+        return Cycle(minutes, "gpus", 1, at, at, f"spawn {minutes}: 9 queued", (), None, 0, None)
+
+    charts = fleet_charts(STANDING, NOW, [], [cycle(0)])
+    assert json.loads(charts[0].data)["marks"] == []
+    assert json.loads(charts[1].data)["marks"] == [{"at": NOW.timestamp(), "text": "spawn 0: 9 queued"}]
+    # Older than the chart.
+    charts = fleet_charts(STANDING, NOW, [], [cycle(5)])
+    assert json.loads(charts[1].data)["marks"] == []
