@@ -10,11 +10,17 @@ import pytest
 from windlass.dashboard.alerts import MAX_UNSERVED_ITEMS, attention_items, fleet_items
 from windlass.dashboard.charts import RANGE_S, ChartRange, fleet_charts, history_s
 from windlass.dashboard.cost import MIN_CHART_DAYS, currency_summaries, days_with_cost
-from windlass.dashboard.cycles import REPLAY_SETTINGS, replay_options
+from windlass.dashboard.cycles import REPLAY_SETTINGS, cycles_page, replay_options
 from windlass.dashboard.fleets import settings_of
+from windlass.dashboard.overview import overview_page
+from windlass.dashboard.queues import queues_page
+from windlass.dashboard.render import PageContext
+from windlass.dashboard.tasks import tasks_page
+from windlass.dashboard.workers import workers_page
 from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.fleet import FleetConfig
+from windlass.model.listing import Page
 from windlass.model.overview import FleetOverview, Leader, OpenAlert, Overview, Work
 from windlass.model.worker import WorkerStatus
 
@@ -87,6 +93,30 @@ def test_every_replay_setting_has_a_group_label_and_description() -> None:
     options = replay_options(FleetConfig(queues=("renders",), handler="app:work"), {})
     assert [option.name for option in options] == list(REPLAY_SETTINGS)
     assert all(option.group and option.label != option.name and option.description for option in options)
+
+
+def test_empty_pages_show_commands_as_code() -> None:
+    context = PageContext(NOW, "1.0")
+    empty: Page[Any] = Page((), None)
+    nothing = Overview(NOW, (), {}, (), Leader("us", 1, 20.0), 0)
+    pages = [
+        overview_page(context, nothing, {}, ()),
+        queues_page(context, nothing),
+        workers_page(
+            context, empty, fleets=[], maps=[], counts={}, ray_dashboards={}, fleet=None, is_terminated=False,
+            is_first=True,
+        ),
+        tasks_page(
+            context, empty, work=Work(), queues=[], has_more_queues=False, queue=None, which=None, search=None,
+            histories={}, is_first=True,
+        ),
+        cycles_page(
+            context, empty, fleets=[], fleet=None, has_all=False, charts=[], chosen=None, is_first=True
+        ),
+    ]  # fmt: skip
+    for page in pages:
+        assert "`" not in page
+        assert "<code>windlass" in page
 
 
 def test_chart_range_is_the_chosen_one_or_the_age_of_the_fleet() -> None:
