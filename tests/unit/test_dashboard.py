@@ -319,7 +319,7 @@ def test_attempts_are_listed_newest_first_with_outcome() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- replay
 
-SETTINGS = FleetConfig(queues=("renders",), handler="app:work", max_workers=4)
+SETTINGS = FleetConfig(queues=("renders",), handler="app:work", max_workers=4, policy="buffered")
 SEEN = Snapshot(NOW, "renders", QueueView(queued=8), machines=(), listed_at=NOW, settings=SETTINGS)
 
 
