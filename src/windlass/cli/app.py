@@ -74,6 +74,9 @@ COMMANDS = {
             "simulate",
             "Simulate a scaling policy on a trace of tasks: cost, waits and machines.",
         ),
+        CommandEntry(
+            "tune", "tune", "tune", "Search settings for the least cost that holds a goal, on part of a trace."
+        ),
         CommandEntry("cost", "cost", "cost", "Show the cost of machines by day, fleet, queue, worker or task."),
     ),
     "Set-up": (

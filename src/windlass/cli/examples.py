@@ -56,6 +56,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "windlass simulate --trace week.csv --policy adaptive --policy keda --billing hour",
         "windlass simulate --generate bursts --boot 60 --set price_of_waiting=1 --report what-if.html",
     ),
+    "tune": (
+        "windlass tune --trace week.csv --slo p95_wait=60s --boot 90 --billing hour",
+        "windlass tune --trace week.csv --price-of-waiting 1 --write fleet.toml",
+    ),
     "cost": ("windlass cost --by queue --since 30d", "windlass cost --by task --fleet gpus --json"),
     "doctor": ("windlass doctor", "windlass doctor --config /etc/windlass.toml"),
     "config": ("windlass config show", "windlass config show --json"),
