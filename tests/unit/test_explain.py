@@ -10,6 +10,7 @@ import pytest
 from support.memory_store.stores import MemoryStores
 from windlass.control.explain import explain, explain_fleet, explain_task, explain_worker
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
+from windlass.model.actor import acting_as
 from windlass.model.config import Retention
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
@@ -394,3 +395,12 @@ async def test_ambiguous_name_explains_every_match() -> None:
     assert answer[0] == "1 is a task, a worker and a fleet."
     assert [sentence for sentence in answer if sentence.startswith(("Task 1 ", "Worker 1 ", "Fleet 1 "))]
     assert {sentence.split()[0] for sentence in answer} >= {"Task", "Worker", "Fleet"}
+
+
+async def test_history_names_the_person_who_caused_an_event() -> None:
+    store = MemoryStores(lambda: NOW)
+    task_id = await store.enqueue(NewTask("renders"))
+    with acting_as("session:ann"):
+        await store.cancel_task(task_id, "no longer needed")
+    history = [text for _, text in (await explain(store, str(task_id))).history]
+    assert any("TASK_CANCELLED: no longer needed (by session:ann)" in text for text in history), history

@@ -310,7 +310,7 @@ def _attempt_of(event: Event) -> Iterator[tuple[int, datetime]]:
 
 
 def _event_line(event: Event) -> str:
-    return f"{event.code}: {event.reason}"
+    return f"{event.code}: {event.reason}" + (f" (by {event.actor})" if event.actor is not None else "")
 
 
 def _clause(reason: str | None) -> str:
