@@ -7,7 +7,7 @@ RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test check histories setup runtime bench bench-queue bench-control bench-api bench-http bench-live bench-ray clean
+.PHONY: demo test check histories setup runtime bench bench-queue bench-roles bench-control bench-api bench-http bench-live bench-ray clean
 
 demo: runtime
 	@$(BIN)/windlass demo
@@ -29,11 +29,14 @@ check: setup
 histories: setup
 	WINDLASS_SEEDS=1000 $(BIN)/pytest -n 2 -q tests/simulator/test_runpod_histories.py tests/simulator/test_hetzner_histories.py
 
-bench: bench-queue bench-control bench-api bench-http bench-live bench-ray
+bench: bench-queue bench-roles bench-control bench-api bench-http bench-live bench-ray
 
 bench-queue: setup
 	@$(INSTALL) ".[bench]"
 	$(BIN)/python -m bench.queue
+
+bench-roles: setup
+	$(BIN)/python -m bench.roles
 
 bench-control: setup
 	$(BIN)/python -m bench.control
