@@ -262,7 +262,8 @@ def report(
     ratio = statistics.median(phases[2].cycles_s or [float("inf")]) / statistics.median(quiet or [float("nan")])
     print(f"\ncycles under load to quiet: **{ratio:.2f}**\n")
     alone = phases[1]
-    cores, per_s = alone.serving_cores - phases[0].serving_cores, alone.heartbeats / alone.seconds
+    # At least one, so that a machine without time for any prints its figures too.
+    cores, per_s = alone.serving_cores - phases[0].serving_cores, max(alone.heartbeats, 1) / alone.seconds
     print(
         f"heartbeats alone: **{cores:.3f}** of one core for servers and PostgreSQL at {per_s:.0f} per second, "
         f"{1e6 * cores / per_s:.0f} us each\n"
@@ -277,7 +278,7 @@ def report(
     print(table(["memory, MiB", f"start of {given.seconds:g} s", "end"], rows))
     for failure, count in statistics_of(beats.failures + tasks.failures):
         print(f"{count} times: {failure}", file=sys.stderr)
-    is_cheap = cores <= GOAL_CORES * max(1.0, per_s / GOAL_CORES_AT_PER_S)
+    is_cheap = alone.heartbeats > 0 and cores <= GOAL_CORES * max(1.0, per_s / GOAL_CORES_AT_PER_S)
     return report_goals(
         {
             "no heartbeat is missed": not beats.failures and is_fresh,

@@ -1,7 +1,11 @@
 """Cached identities: forgotten at once when they are revoked, and bounded in time if a notification is lost."""
 
-from windlass.model.auth import Role, TokenCaller
+import asyncio
+from typing import Any
+
+from windlass.model.auth import WORKER_PREFIX, Role, TokenCaller, WorkerCaller, hash_of
 from windlass.server import identity_cache
+from windlass.server.auth import MAX_LOOKUPS, Authenticator
 from windlass.server.identity_cache import IDENTITY_TTL_S, CallerIdentity, IdentityCache
 
 KEY, OTHER = b"1" * 32, b"2" * 32
@@ -60,3 +64,29 @@ def test_number_of_identities_is_bounded() -> None:
     cache = cache_with(*(number.to_bytes(32, "big") for number in range(identity_cache.MAX_CACHED_IDENTITIES + 1)))
     assert cache.get((0).to_bytes(32, "big")) is None
     assert cache.get((1).to_bytes(32, "big")) is ANN
+
+
+async def test_revocation_of_another_does_not_repeat_waiting_lookups() -> None:
+    """After a restart thousands of workers wait to be looked up, and now and then one of them terminates."""
+    gate = asyncio.Event()
+
+    class SlowStore:
+        async def authenticate(self, token_hash: bytes) -> WorkerCaller:
+            await gate.wait()
+            return WorkerCaller(token_hash.hex()[:8], "default", ("q",), has_ended=False)
+
+    store: Any = SlowStore()
+    authenticator = Authenticator(worker_store=store)
+    authenticator.cache.set_listening(True)
+    tokens = [f"{WORKER_PREFIX}{number:064x}" for number in range(MAX_LOOKUPS + 3)]
+    scope: Any = {"client": ("192.0.2.7", 1)}
+    lookups = [
+        asyncio.create_task(authenticator.authenticate(scope, {b"authorization": f"Bearer {token}".encode()}))
+        for token in tokens
+    ]
+    await asyncio.sleep(0)
+    authenticator.cache.revoke(OTHER)
+    gate.set()
+    await asyncio.gather(*lookups)
+    cached = [authenticator.cache.get(hash_of(token)) is not None for token in tokens]
+    assert cached == [False] * MAX_LOOKUPS + [True] * 3

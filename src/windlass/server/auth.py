@@ -139,12 +139,15 @@ class Authenticator:
             return True  # cannot be checked now; the next check decides
 
     async def _look_up_token(self, token: str, token_hash: bytes, scope: Scope) -> CallerIdentity:
+        # The generation is read after the wait: a revocation during the wait does not concern this lookup.
         caller, generation = None, self.cache.generation
         if is_token(token, API_PREFIX):
             async with self._user_lookups:
+                generation = self.cache.generation
                 caller = await self._user_store.authenticate(token_hash)
         elif is_token(token, WORKER_PREFIX) or is_token(token, JOIN_PREFIX):
             async with self._machine_lookups:
+                generation = self.cache.generation
                 caller = await self._worker_store.authenticate(token_hash)
         if caller is None:
             self.failures.count(address_of(scope))
@@ -158,8 +161,8 @@ class Authenticator:
 
     async def _look_up_session(self, session: str, session_hash: bytes, scope: Scope) -> CallerIdentity | None:
         self._session_lookups.check(address_of(scope))
-        generation = self.cache.generation
         async with self._user_lookups:
+            generation = self.cache.generation
             caller = await self._user_store.session(session_hash)
         if caller is None:
             return None
