@@ -8,7 +8,7 @@ import pytest
 from support.queue_actions import add, claim_one, claimed, codes, complete, fail, held, register, status_of, task_of
 from support.stores import AnyStore
 from windlass.model.errors import BadInput
-from windlass.model.task import TaskStatus
+from windlass.model.task import Claim, Finished, TaskStatus
 from windlass.model.worker import HeldClaim, WorkerStatus
 from windlass.policy.backoff import RETRY_FIRST_S
 
@@ -66,10 +66,25 @@ async def test_heartbeat_stores_progress(store: AnyStore) -> None:
     assert (task.progress, task.progress_note) == (0.25, "frame 1 of 4")
     await store.heartbeat("w1", [held(claim)])
     assert (await task_of(store, claim)).progress == 0.25
-    await store.heartbeat("w1", [held(claim, 0.1)])
+    await store.heartbeat("w1", [held(claim, 0.15)])
     task = await task_of(store, claim)
-    assert task.progress == pytest.approx(0.1, abs=1e-6)
+    assert task.progress == 0.15, "not 0.15000000596046448"
     assert task.progress_note is None
+
+
+async def test_complete_task_has_progress_one(store: AnyStore) -> None:
+    await register(store, "w1")
+    for finish in (complete, complete_in_a_batch):
+        await add(store)
+        claim = await claim_one(store)
+        await store.heartbeat("w1", [held(claim, 0.9, "frame 30 of 30")])
+        assert not await finish(store, claim)
+        task = await task_of(store, claim)
+        assert (task.progress, task.progress_note) == (1.0, "frame 30 of 30")
+
+
+async def complete_in_a_batch(store: AnyStore, claim: Claim) -> list[Any]:
+    return (await store.finish_and_claim("w1", [Finished(claim.task_id, claim.token, None)], (), 0)).lost
 
 
 async def test_progress_note_may_be_any_text(store: AnyStore) -> None:

@@ -192,7 +192,7 @@ async def test_silent_terminating_worker_is_lost(store: AnyStore, clock: Any) ->
     assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["lost"]
 
 
-@pytest.mark.parametrize("status", [WorkerStatus.SPAWNING, WorkerStatus.TERMINATING])
+@pytest.mark.parametrize("status", [WorkerStatus.ACTIVE, WorkerStatus.TERMINATING])
 async def test_without_a_leader_lost_spawned_worker_loses_its_tasks(
     store: AnyStore, spawn_worker: Any, clock: Any, status: WorkerStatus
 ) -> None:
@@ -219,6 +219,7 @@ async def test_without_a_leader_lost_spawned_worker_loses_its_tasks(
         await store.claim("h1", ("q",))
     assert await codes(store, worker_id="h1") == [
         "WORKER_REGISTERED",
+        "WORKER_ACTIVATED",
         *(["WORKER_TERMINATING"] if status is WorkerStatus.TERMINATING else []),
         "WORKER_LOST",
         "TASK_REQUEUED",

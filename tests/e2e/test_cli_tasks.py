@@ -203,6 +203,25 @@ async def test_control_characters_in_errors_are_escaped(windlass: CommandLine, d
         assert "ZeroDivisionError: [red]by\\x1b[2Jzero[/red]" in out
 
 
+async def test_list_names_states_as_status_does(windlass: CommandLine, dsn: str) -> None:
+    for options in ((), ("--run-after", "1h"), (), ()):
+        windlass("enqueue", "q", "1", *options)
+    await set_status(dsn, "error", 3)
+    windlass("tasks", "cancel", 4)
+    rows = [line.split() for line in windlass("tasks", "list").out.splitlines()[1:]]
+    assert {row[0]: row[2] for row in rows} == {"1": "queued", "2": "scheduled", "3": "retrying", "4": "cancelled"}
+    assert [task["id"] for task in windlass("tasks", "list", "--status", "retrying", "--json").json] == [3]
+    assert "0 failed" in windlass("status").out, "a cancelled task is no failure"
+
+
+def test_enqueue_names_the_configured_fleet_that_is_not_running(windlass: CommandLine) -> None:
+    (windlass.folder / "windlass.toml").write_text('[fleets.gpus]\nqueues = ["renders"]\nhandler = "app:f"\n')
+    assert windlass("enqueue", "renders", "1").err == (
+        "windlass: no fleet or worker serves queue renders yet. "
+        "Fleet gpus of the configuration does when `windlass up` runs.\n"
+    )
+
+
 def test_cancel_all_queued_leaves_other_queues_and_finished_tasks(windlass: CommandLine) -> None:
     for queue in ("q", "q", "r"):
         windlass("enqueue", queue, "1")
@@ -349,17 +368,20 @@ async def test_status_shows_queues_workers_and_the_last_hour(windlass: CommandLi
     assert [q["queue"] for q in windlass("status", "--queue", "q", "--json").json["queues"]] == ["q"]
     assert windlass("status", "--queue", "other", "--json").json["queues"] == []
     out = windlass("status").out
-    assert "active, silent" in out
+    assert "active, started by hand, silent" in out
     assert "last hour: 1 complete, 0 failed" in out
 
 
-async def test_unconfigured_fleet_has_no_limits(windlass: CommandLine, dsn: str) -> None:
+async def test_worker_started_by_hand_is_shown_as_such(windlass: CommandLine, dsn: str) -> None:
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
-    (row,) = [line for line in windlass("status").out.splitlines() if line.startswith("default ")]
-    assert "to 10" not in row
-    await ask(dsn, "select windlass.deregister_worker('w1')")
-    assert "default" not in windlass("status").out
-    assert "default" in windlass("status", "--all").out
+    lines = windlass("status").out.splitlines()
+    (row,) = [line for line in lines if line.startswith("w1 ")]
+    assert " active, started by hand " in row
+    assert not [line for line in lines if line.startswith("default ")], "no fleet of that name is configured"
+    assert windlass("explain", "default").out == (
+        "Fleet default has 1 worker started by hand with `windlass worker`. "
+        "Nothing spawns or replaces them: no orchestrator has a fleet of that name.\n"
+    )
 
 
 def test_status_of_an_empty_database(windlass: CommandLine) -> None:

@@ -16,6 +16,9 @@ VIEWS = {
         "at queued_tasks running_tasks delayed_tasks oldest_queued_age_s completed_last_hour failed_last_hour"
         " spawning_workers active_workers terminating_workers error_workers total_workers stale_workers"
     ),
+    "worker_counts": "fleet spawning active terminating error terminated terminated_last_hour",
+    "terminations": "worker_id fleet slot created_at activated_at terminated_at lifetime_s code reason",
+    "processing_rate": "queue minute completed failed",
     "active_workers_health": (
         "worker_id fleet slot status paused created_at last_heartbeat heartbeat_age_s is_stale vram_total_mb"
         " vram_used_mb vram_used_percent vram_age_s running_tasks oldest_task_id oldest_task_age_s"
@@ -43,6 +46,49 @@ async def test_views_have_documented_columns(connection: Any) -> None:
     for view, columns in VIEWS.items():
         statement = await connection.prepare(f"select * from windlass.{view}")  # noqa: S608
         assert [attribute.name for attribute in statement.get_attributes()] == columns.split()
+
+
+async def test_terminated_workers_are_counted_with_their_reasons(connection: Any, clock: Any) -> None:
+    await connection.execute("insert into windlass.fleets (name) values ('gpus')")
+    await connection.execute("insert into windlass.slots (fleet, slot) select 'gpus', generate_series(0, 100)")
+    await connection.execute(
+        """
+        insert into windlass.workers
+          (id, fleet, slot, status, instance_type, created_at, activated_at, terminated_at, code, reason)
+        select 'w' || n, 'gpus', n, case when n = 0 then 'active' else 'terminated' end, 'H200',
+          $1::timestamptz - interval '2 hours', $1::timestamptz - interval '2 hours' + n * interval '1 s',
+          case when n > 0 then $1::timestamptz - n * interval '1 s' end,
+          case when n > 0 then 'IDLE' end, case when n > 0 then 'idle 31 s' end
+        from generate_series(0, 100) as n
+        """,
+        clock(),
+    )
+    (counts,) = await rows_of(connection, clock, "worker_counts")
+    assert (counts["active"], counts["terminated"], counts["terminated_last_hour"]) == (1, 100, 100)
+    newest, *_ = await rows_of(connection, clock, "terminations", "terminated_at desc")
+    assert (newest["worker_id"], newest["code"], newest["reason"], float(newest["lifetime_s"])) == (
+        *("w1", "IDLE", "idle 31 s"),
+        7199.0,
+    )
+
+
+async def test_processing_rate_counts_tasks_per_queue_and_minute(connection: Any, clock: Any) -> None:
+    await connection.execute(
+        """
+        insert into windlass.tasks (queue, status, finished_at)
+        select case when n % 2 = 0 then 'a' else 'b' end, case when n < 3 then 'failed' else 'complete' end,
+          date_trunc('minute', $1::timestamptz) - (n / 4) * interval '1 minute'
+        from generate_series(0, 7) as n
+        """,
+        clock(),
+    )
+    rows = await rows_of(connection, clock, "processing_rate", "queue, minute desc")
+    assert [(row["queue"], row["completed"], row["failed"]) for row in rows] == [
+        ("a", 0, 2),
+        ("a", 2, 0),
+        ("b", 1, 1),
+        ("b", 2, 0),
+    ]
 
 
 async def rows_of(connection: Any, clock: Any, view: str, order: str = "1") -> list[dict[str, Any]]:

@@ -354,7 +354,24 @@ def test_paused_fleet_neither_spawns_nor_drains() -> None:
     assert plan(seen, BUFFERED).actions == ()
     planned = plan(snapshot(queued=9, is_paused=True), fleet(BUFFERED, min_workers=1))
     assert planned.actions == ()
-    assert planned.decision.startswith("paused: ")
+    assert planned.decision == "paused: 9 queued, 0 workers"
+    paused = snapshot(*(worker(f"w{slot}", slot, is_paused=True) for slot in range(2)), queued=9, is_paused=True)
+    assert plan(paused, BUFFERED).decision == "paused: 9 queued, 2 workers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "cause"),
+    [
+        ({"queued": 1}, {}, "queue_depth"),
+        ({}, {"min_workers": 1}, "min_workers"),
+        ({}, {"idle_buffer": 1}, "idle_buffer"),
+        ({"requested": 1}, {}, "requested"),
+    ],
+)
+def test_spawn_names_its_cause(changes: dict[str, Any], settings: dict[str, Any], cause: str) -> None:
+    (spawn,) = plan(snapshot(**changes), fleet(BUFFERED, **{"min_workers": 0, "idle_buffer": 0, **settings})).actions
+    assert isinstance(spawn, Spawn)
+    assert spawn.cause == cause
 
 
 def test_initializing_worker_is_capacity_but_not_idle() -> None:

@@ -21,6 +21,7 @@ import typer
 from windlass.cli.options import AsJson, ConfigFile, DataDir, load, person_command
 from windlass.cli.output import format_count, print_json, progress
 from windlass.cli.times import parse_when
+from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.task import NewTask, new_task, to_json
 from windlass.operations import OperationOutcome, enqueue_task
@@ -95,7 +96,7 @@ async def enqueue(
                 return
             print(result.task_id)
             if is_new:
-                await _warn_if_unserved(store, queue)
+                await _warn_if_unserved(store, queue, loaded.config)
             else:
                 # On standard error: programs read the id from standard output.
                 print(f"windlass: {result.message}; nothing was added.", file=sys.stderr)
@@ -117,25 +118,26 @@ async def enqueue(
                 print_json({"enqueued": count, "queue": queue})
                 return
             print(f"enqueued {format_count(count, 'task')} in {queue}")
-            await _warn_if_unserved(store, queue)
+            await _warn_if_unserved(store, queue, loaded.config)
 
 
 class ServedQueueStore(TaskStore, Protocol):
     async def is_queue_served(self, queue: str, /) -> bool: ...
 
 
-async def _warn_if_unserved(store: ServedQueueStore, queue: str) -> None:
+async def _warn_if_unserved(store: ServedQueueStore, queue: str, config: Config) -> None:
     """The tasks are added, so an error of this query, such as missing privileges, is ignored."""
     try:
         if await store.is_queue_served(queue):
             return
     except WindlassError:
         return
-    print(
-        f"windlass: no fleet or worker serves queue {queue} yet. Start `windlass worker --queue {queue}`, or add it to "
-        "a fleet's queues.",
-        file=sys.stderr,
-    )
+    fleet = next((name for name, fleet in config.fleets.items() if queue in fleet.queues), None)
+    if fleet is not None:
+        advice = f"Fleet {fleet} of the configuration does when `windlass up` runs."
+    else:
+        advice = f"Start `windlass worker --queue {queue}`, or add it to a fleet's queues."
+    print(f"windlass: no fleet or worker serves queue {queue} yet. {advice}", file=sys.stderr)
 
 
 async def _schedule(task: NewTask, when: datetime | timedelta | None, store: TaskStore) -> NewTask:

@@ -185,23 +185,30 @@ def _fleet_table(report: StatusReport, *, is_short: bool) -> TextTable:
         (
             fleet.name,
             sum(worker.fleet == fleet.name and worker.slot is not None for worker in report.workers),
-            # A fleet that exists only because of workers started by hand has no limits.
-            f"{fleet.min_workers} to {fleet.max_workers}" if fleet.planned_at else None,
-            _notes(fleet, report.at, decided),
+            f"{fleet.min_workers} to {fleet.max_workers}",
+            _notes(fleet, report, decided),
             duration((report.at - (cycle.repeated_at or cycle.started_at)).total_seconds()) if cycle else "never",
             decided,
         )
+        # A fleet without a plan exists only because of workers started by hand; the table of workers has those.
         for fleet, cycle in report.fleets
+        if fleet.planned_at is not None
         for decided in [(one_line(cycle.decision, 80) if is_short else cycle.decision) if cycle else None]
     ]
     headings = ("fleet", "workers", "limits", "notes", "last cycle", "decision")
     return TextTable(rows, headings, ("workers", "last cycle"))
 
 
-def _notes(fleet: Fleet, now: datetime, decided: str | None) -> str | None:
-    """What keeps the fleet from spawning. The reason of a hold is omitted if the decision contains it."""
+def _notes(fleet: Fleet, report: StatusReport, decided: str | None) -> str | None:
+    """Workers started by hand, and what keeps the fleet from spawning.
+
+    The reason of a hold is omitted if the decision contains it.
+    """
     parts = []
-    without_orchestrator_s = fleet.without_orchestrator_s(now)
+    by_hand = sum(worker.fleet == fleet.name and worker.is_by_hand for worker in report.workers)
+    if by_hand:
+        parts.append(f"{by_hand} more started by hand")
+    without_orchestrator_s = fleet.without_orchestrator_s(report.at)
     if without_orchestrator_s is not None:
         parts.append(f"no orchestrator: {no_orchestrator_reason(fleet, without_orchestrator_s)}")
     if fleet.is_paused:
@@ -300,6 +307,8 @@ def _plain(report: StatusReport) -> dict[str, Any]:
 
 def _state(worker: Worker, now: datetime) -> str:
     notes = [] if worker.kind is WorkerKind.WORKER else [worker.kind.value]
+    if worker.is_by_hand:
+        notes.append("started by hand")
     if worker.is_paused:
         notes.append("paused")
     if _is_silent(worker, now):

@@ -33,7 +33,7 @@ from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.listing import TaskList
 from windlass.model.money import with_currency
-from windlass.model.task import MAX_TASK_ID, Task, TaskStatus, TaskSummary
+from windlass.model.task import CANCELLED, MAX_TASK_ID, Task, TaskStatus, TaskSummary
 from windlass.operations import CANCEL_REASON, OperationResult
 from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
@@ -49,14 +49,19 @@ TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metav
 
 
 class StatusFilter(StrEnum):
-    """The statuses of tasks, and `scheduled` for queued tasks whose run_after is in the future."""
+    """The statuses of tasks as people see them: `scheduled` is queued for later, `retrying` is stored as error."""
 
     QUEUED = "queued"
     SCHEDULED = "scheduled"
     RUNNING = "running"
     COMPLETE = "complete"
-    ERROR = "error"
+    RETRYING = "retrying"
     FAILED = "failed"
+    # As the database and the JSON output name `retrying`.
+    ERROR = "error"
+
+
+_STORED_STATUS = {StatusFilter.SCHEDULED: TaskStatus.QUEUED, StatusFilter.RETRYING: TaskStatus.ERROR}
 
 
 class FinishedFilter(StrEnum):
@@ -94,10 +99,12 @@ async def list_(
         raise BadInput("--search and --before cannot be combined: raise --limit to find more.")
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         is_scheduled = status is StatusFilter.SCHEDULED
-        wanted = TaskStatus.QUEUED if is_scheduled else TaskStatus(status.value) if status is not None else None
+        wanted = _STORED_STATUS.get(status) or TaskStatus(status.value) if status is not None else None
         found: Sequence[TaskSummary]
         if search is not None:
-            which = TaskList(status.value) if status is not None else None
+            which = (
+                TaskList("error" if status is StatusFilter.RETRYING else status.value) if status is not None else None
+            )
             found = await search_tasks(store, search, queue=queue, which=which, limit=limit)
         else:
             found = await store.task_summaries(
@@ -127,7 +134,7 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
     return (
         task.id,
         task.queue,
-        task.status.value,
+        _shown_status(task, due_s),
         f"{task.attempts}/{task.max_attempts}",
         duration((now - task.created_at).total_seconds()),
         f"in {duration(due_s)}" if due_s > 0 else None,
@@ -135,6 +142,15 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
         task.worker_id,
         note,
     )
+
+
+def _shown_status(task: TaskSummary, due_s: float) -> str:
+    """As `windlass status` and the dashboard name it."""
+    if task.status is TaskStatus.ERROR:
+        return "retrying"
+    if task.status is TaskStatus.FAILED and task.error_code == CANCELLED:
+        return "cancelled"
+    return "scheduled" if task.status is TaskStatus.QUEUED and due_s > 0 else task.status.value
 
 
 app.command()(errors)

@@ -208,6 +208,7 @@ class FleetCycle:
                 is_requested=number < snapshot.requested,
                 concurrency=self._config.concurrency,
                 kind=WorkerKind.NODE if self._config.engine == "ray" else WorkerKind.WORKER,
+                cause=spawn.cause,
             )
             if self._provider.traits.is_remote:
                 token = tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)

@@ -46,7 +46,10 @@ async def explain(store: ExplainStore, name: str) -> Explanation:
         found["a worker"] = explain_worker(worker, await store.events(worker_id=name), cycle=seen)
     for fleet in fleets:
         if fleet.name == name:
-            found["a fleet"] = explain_fleet(fleet, await store.cycles(name, CYCLES_SHOWN), now=now)
+            cycles = await store.cycles(name, CYCLES_SHOWN)
+            workers = [] if cycles else await store.workers()
+            by_hand = sum(worker.fleet == name and worker.is_by_hand for worker in workers)
+            found["a fleet"] = explain_fleet(fleet, cycles, now=now, by_hand=by_hand)
     if len(found) > 1:
         return _together(name, found)
     for explanation in found.values():
@@ -224,8 +227,16 @@ def _details(state: WorkerState, known_reason: str | None) -> str:
 # --------------------------------------------------------------------------------------------------------------- fleet
 
 
-def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime) -> Explanation:
-    """`cycles`: newest first."""
+def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime, by_hand: int = 0) -> Explanation:
+    """`cycles`: newest first. `by_hand`: live workers that a person started in a fleet without cycles."""
+    if not cycles and by_hand:
+        return Explanation(
+            [
+                f"Fleet {fleet.name} has {_plural(by_hand, 'worker')} started by hand with `windlass worker`. "
+                "Nothing spawns or replaces them: no orchestrator has a fleet of that name."
+            ],
+            [],
+        )
     answer = _fleet_sentences(fleet, cycles, now)
     history = [(cycle.started_at, _cycle_line(cycle)) for cycle in cycles]
     return Explanation(answer, sorted(history))

@@ -138,10 +138,15 @@ class FailSlot:
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Spawn a worker into a free slot."""
+    """Spawn a worker into a free slot.
+
+    `cause`: queue_depth, min_workers, idle_buffer or requested. If the slot's last worker failed, the store makes it
+    worker_replacement.
+    """
 
     slot: int
     reason: str
+    cause: str = "queue_depth"
 
 
 @dataclass(frozen=True, slots=True)

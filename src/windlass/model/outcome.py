@@ -26,6 +26,8 @@ class Intent:
     kind: WorkerKind = WorkerKind.WORKER
     # For a worker that calls the database itself: the hash of its secret, which goes only to the provider.
     secret_hash: bytes | None = None
+    # As in Spawn.
+    cause: str = "queue_depth"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ MAX_RESULTS_PER_CALL = 1_000
 # The database truncates both to these lengths.
 MAX_NOTE_CHARACTERS = 500
 MAX_ERROR_CHARACTERS = 8_000
+# Error code of tasks that a person cancelled: they are failed, but not counted as failures.
+CANCELLED = "CANCELLED"
+# Decimal places of a task's progress.
+PROGRESS_DIGITS = 6
 _LEFT_OUT = " ... "
 # The same bounds as windlass.due_time in the database: valid in every time zone.
 FIRST_RUN_AFTER, RUN_AFTER_BEFORE = datetime(2, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)

@@ -151,6 +151,11 @@ class Worker:
     # None: the machine has no price.
     bill: Bill | None = None
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether a person started it, and no fleet or dispatcher of one."""
+        return self.slot is None and self.kind is WorkerKind.WORKER
+
 
 @dataclass(frozen=True, slots=True)
 class RecoveredTasks:

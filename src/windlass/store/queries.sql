@@ -132,12 +132,13 @@ from windlass.queue_depth
 order by queue;
 
 -- name: finished_since
--- `windlass status`; tasks_complete, tasks_failed.
+-- `windlass status`; tasks_complete, tasks_failed. Cancelled tasks are no failures.
 select 'complete' as status, count(*) as count from windlass.tasks
 where status = 'complete' and finished_at > windlass.now() - make_interval(secs => $1::float8)
 union all
 select 'failed', count(*) from windlass.tasks
-where status = 'failed' and finished_at > windlass.now() - make_interval(secs => $1::float8);
+where status = 'failed' and finished_at > windlass.now() - make_interval(secs => $1::float8)
+  and error_code is distinct from 'CANCELLED';
 
 -- name: events
 -- Events of a task or a worker; events_task, events_worker.

@@ -13,6 +13,7 @@ from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
 from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import Hold, Snapshot
+from windlass.model.task import PROGRESS_DIGITS, TaskStatus
 from windlass.model.worker import WorkerKind, WorkerStatus
 
 _BILL_COLUMNS = (
@@ -35,6 +36,14 @@ def _hold_adapter() -> TypeAdapter[Hold | None]:
 def event_of(row: Any) -> Event:
     detail = json.loads(row["detail"]) if row["detail"] is not None else None
     return Event(**{**row, "detail": detail})
+
+
+def task_fields(row: Any) -> dict[str, Any]:
+    """The fields of a Task, or of a type with some of them."""
+    progress = row["progress"]
+    # Stored as `real`: 0.15 would read as 0.15000000596046448.
+    rounded = round(progress, PROGRESS_DIGITS) if progress is not None else None
+    return {**row, "status": TaskStatus(row["status"]), "progress": rounded}
 
 
 def worker_fields(row: Any) -> dict[str, Any]:

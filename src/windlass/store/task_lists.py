@@ -24,6 +24,7 @@ from windlass.store.cursors import AT_AND_ID, ID, PRIORITY_AND_ID, next_cursor, 
 from windlass.store.database import DatabaseStore
 from windlass.store.overview import overview_queues
 from windlass.store.queries import read_queries
+from windlass.store.rows import task_fields
 
 QUERIES = read_queries("windlass.store", "task_lists.sql")
 
@@ -53,7 +54,7 @@ class PostgresTaskLists(DatabaseStore):
 
     async def task_in_full(self, task_id: int) -> TaskDetail | None:
         row = await self._database.fetchrow("reading a task", QUERIES["task_with_payload"], task_id)
-        return TaskDetail(**{**row, "status": TaskStatus(row["status"])}) if row is not None else None
+        return TaskDetail(**task_fields(row)) if row is not None else None
 
     async def task_errors(
         self,
@@ -113,7 +114,7 @@ class PostgresTaskLists(DatabaseStore):
 
     async def _task_rows(self, ids: Sequence[int]) -> list[TaskRow]:
         rows = await self._database.fetch("listing tasks", QUERIES["task_rows"], ids, PREVIEW_CHARACTERS)
-        return [TaskRow(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
+        return [TaskRow(**task_fields(row)) for row in rows]
 
     async def _exact_matches(self, search: str, queue: str | None, which: TaskList | None) -> list[int]:
         """Tasks of the list whose id or whole unique key is the search text."""

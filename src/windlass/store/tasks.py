@@ -12,6 +12,7 @@ from windlass.model.event import QueueDepth
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
 from windlass.store.database import BULK_TIMEOUT_S, DatabaseStore, row_count
 from windlass.store.queries import read_queries
+from windlass.store.rows import task_fields
 
 QUERIES = read_queries("windlass.store", "queries.sql")
 PURGE_BATCH = 5_000
@@ -124,7 +125,7 @@ class PostgresTaskStore(DatabaseStore):
 
     async def task(self, task_id: int) -> Task | None:
         row = await self._database.fetchrow("reading a task", QUERIES["task"], task_id)
-        return Task(**{**row, "status": TaskStatus(row["status"])}) if row is not None else None
+        return Task(**task_fields(row)) if row is not None else None
 
     async def tasks(
         self,
@@ -135,7 +136,7 @@ class PostgresTaskStore(DatabaseStore):
         before_id: int | None = None,
     ) -> list[Task]:
         rows = await self._database.fetch("listing tasks", QUERIES["tasks"], queue, status, before_id, limit)
-        return [Task(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
+        return [Task(**task_fields(row)) for row in rows]
 
     async def task_summaries(
         self,
@@ -149,7 +150,7 @@ class PostgresTaskStore(DatabaseStore):
         rows = await self._database.fetch(
             "listing tasks", QUERIES["task_summaries"], queue, status, before_id, limit, is_scheduled
         )
-        return [TaskSummary(**{**row, "status": TaskStatus(row["status"])}) for row in rows]
+        return [TaskSummary(**task_fields(row)) for row in rows]
 
     async def known_queues(self) -> list[str]:
         rows = await self._database.fetch("listing queues", QUERIES["known_queues"])

@@ -180,6 +180,37 @@ async def test_failed_preparation_is_ignored_after_a_heartbeat(store: ControlSto
     assert view.prepare_code is None
 
 
+async def test_spawn_event_tells_a_replacement_from_queue_depth(store: ControlStores, ann: Leader) -> None:
+    async def causes() -> list[object]:
+        events = [event for event in await store.events(limit=1000) if event.code == "WORKER_SPAWNED"]
+        return [(event.worker_id, (event.detail or {})["cause"]) for event in events]
+
+    await ann.commit(Spawn(0, "wanted", "min_workers"), intents=(replace(intent("w0", 0), cause="min_workers"),))
+    await ann.commit(Fail("w0", "STUCK_TASK", "Stuck task 7"))
+    await ann.report(Deleted("w0", None, "STUCK_TASK", "gone"))
+    await ann.commit(Spawn(0, "wanted"), intents=(intent("w1", 0),))
+    await ann.report(Deleted("w1", None, "IDLE", "gone"))
+    await store.terminate_worker("w1", "by hand")
+    await ann.commit(Spawn(0, "wanted"), intents=(intent("w2", 0),))
+    assert await causes() == [("w0", "min_workers"), ("w1", "worker_replacement"), ("w2", "queue_depth")]
+
+
+async def test_first_claim_activates_a_spawning_worker(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    await ann.spawn_worker(0)
+    await store.register(Registration("w0", ("q",), fleet="f"))
+    clock.advance(1)
+    assert await store.claim("w0", ("q",)) == []
+    assert (await store.worker("w0")).status is WorkerStatus.SPAWNING
+    await store.enqueue(NewTask("q"))
+    clock.advance(1)
+    assert len(await store.claim("w0", ("q",))) == 1
+    worker = await store.worker("w0")
+    assert (worker.status, worker.activated_at) == (WorkerStatus.ACTIVE, clock())
+    await ann.commit(Promote("w0", "heartbeat 1 s ago"))
+    activated = [event.reason for event in await store.events(worker_id="w0") if event.code == "WORKER_ACTIVATED"]
+    assert activated == ["claimed its first task"]
+
+
 async def test_failed_slot_and_alert_record_events(store: ControlStores, ann: Leader) -> None:
     await ann.spawn_worker(0)
     await ann.commit(FailSlot(0, "too often"), RaiseAlert("SLOT_FAILED", "slot 0 is failed", "w0", "0"))
@@ -237,7 +268,7 @@ async def test_spawned_worker_inherits_queues_and_pause_of_fleet(store: ControlS
         "WORKER_SPAWNED",
         "wanted",
         "f",
-        {"slot": 0},
+        {"slot": 0, "cause": "queue_depth"},
     )
 
 

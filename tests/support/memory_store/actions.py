@@ -37,7 +37,7 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:  # 
         case Requeue(worker_id, reason):
             return tables.requeue_tasks_of(worker_id, "WORKER_LOST", reason)
         case Promote():
-            _promote(tables, fleet, action)
+            _promote(tables, action)
         case Drain():
             _drain(tables, fleet, action)
         case Adopt():
@@ -63,12 +63,10 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:  # 
     return 0
 
 
-def _promote(tables: Tables, fleet: str, action: Promote) -> None:
+def _promote(tables: Tables, action: Promote) -> None:
     worker = tables.workers.among((WorkerStatus.SPAWNING,), action.worker_id)
     if worker is not None:
-        worker.move(WorkerStatus.ACTIVE)
-        worker.activated_at = tables.now()
-        tables.event_log.add("WORKER_ACTIVATED", action.reason, fleet=fleet, worker_id=worker.id)
+        tables.promote(worker, action.reason)
 
 
 def _record_machine(tables: Tables, action: RecordMachine) -> None:

@@ -8,6 +8,7 @@ from windlass.model.task import (
     FIRST_RUN_AFTER,
     MAX_TIMEOUT_S,
     MAX_UNIQUE_KEY_LENGTH,
+    PROGRESS_DIGITS,
     RUN_AFTER_BEFORE,
     NewTask,
     check_queue_name,
@@ -63,11 +64,11 @@ def check_limit(doing: str, limit: int) -> None:
 
 
 def real(progress: float | None) -> float | None:
-    """Rounded as PostgreSQL's type `real` rounds."""
+    """Rounded as PostgreSQL's type `real` and a store round."""
     if progress is None:
         return None
     try:
         rounded: float = struct.unpack("f", struct.pack("f", progress))[0]
     except (OverflowError, struct.error):
         raise BadInput(f"sending a heartbeat: {progress} cannot be a task's progress.") from None
-    return rounded
+    return round(rounded, PROGRESS_DIGITS)

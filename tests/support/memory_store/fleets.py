@@ -15,8 +15,11 @@ from windlass.model.snapshot import PlannerState
 class SlotRow:
     is_failed: bool = False
     restarts: list[datetime] = field(default_factory=list)
+    # Its last worker failed: the next one replaces it.
+    needs_replacement: bool = False
 
     def record_restart(self, now: datetime) -> None:
+        self.needs_replacement = True
         self.restarts = [*self.restarts, now][-MAX_RESTARTS:]
 
 

@@ -3,6 +3,7 @@
 Each step leaves all tables consistent and records its events.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -122,7 +123,8 @@ class Tables:
     ) -> None:
         detail: dict[str, object] = {"attempt": row.attempts, "error_code": code, "error": error}
         if started_at is not None:
-            detail["started_at"] = started_at.isoformat()
+            # Without trailing zeros, as PostgreSQL writes it.
+            detail["started_at"] = re.sub(r"(\.\d*?)0+(?=\+)", r"\1", started_at.isoformat())
         reason = f"attempt {row.attempts} of {row.max_attempts}: {error_headline(error)}"
         if event == "TASK_FAILED":
             last = {"attempt": row.attempts, "worker_id": worker_id, "error_code": code}
@@ -132,6 +134,12 @@ class Tables:
         self.event_log.add(event, reason, worker_id=worker_id, task_id=row.id, detail=detail)
 
     # ------------------------------------------------------------------------------------------------- workers
+
+    def promote(self, worker: MemoryWorker, reason: str) -> None:
+        if worker.status is WorkerStatus.SPAWNING:
+            worker.move(WorkerStatus.ACTIVE)
+            worker.activated_at = self.now()
+            self.event_log.add("WORKER_ACTIVATED", reason, fleet=worker.fleet, worker_id=worker.id)
 
     def terminate(self, worker: MemoryWorker) -> None:
         self.workers.terminate(worker, self.now())
@@ -257,7 +265,9 @@ class Tables:
         if intent.join_token_hash is not None and intent.join_ttl_s is not None:
             row.credentials = Credentials(intent.join_token_hash, self.now() + interval(intent.join_ttl_s))
         self.workers.add(row)
-        detail = {"slot": intent.slot}
+        slot = fleet.slots[intent.slot]
+        detail = {"slot": intent.slot, "cause": "worker_replacement" if slot.needs_replacement else intent.cause}
+        slot.needs_replacement = False
         self.event_log.add("WORKER_SPAWNED", intent.reason, fleet=fleet.name, worker_id=row.id, detail=detail)
 
 

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from windlass.model.actor import current_actor
 from windlass.model.event import QueueDepth
-from windlass.model.task import Claim, NewTask, Task, TaskStatus, TaskSummary
+from windlass.model.task import CANCELLED, Claim, NewTask, Task, TaskStatus, TaskSummary
 
 # The bound of windlass.claim_tasks: one call makes at most this many due tasks ready.
 MAX_DUE_PER_CLAIM = 1000
@@ -260,7 +260,8 @@ class TaskTable:
         for row in reversed(self.finished[status].values()):
             if _finish_time(row) <= after:
                 break
-            count += 1
+            # Cancelled tasks are no failures.
+            count += row.error_code != CANCELLED
         return count
 
 

@@ -143,6 +143,7 @@ class MemoryTransport(MemoryWorkSignal):
             self._tasks.start(row, worker.id, self._tables.chance, now)
         if taken and worker.first_claimed_at is None:
             worker.first_claimed_at = now
+            self._tables.promote(worker, "claimed its first task")
         # Queues are claimed one after the other; the reply is in claim order across queues.
         taken.sort(key=lambda row: (-row.priority, row.id))
         return [row.as_claim() for row in taken]
@@ -176,7 +177,7 @@ class MemoryTransport(MemoryWorkSignal):
         if row is None:
             return False
         self._tables.end(row, TaskStatus.COMPLETE, code=None, error=None)
-        row.result = done.result
+        row.result, row.progress = done.result, 1.0
         return True
 
     async def fail(

@@ -106,7 +106,9 @@ def _no_change_reason(
     if context.planner_state.hold is not None:
         return f"hold: {context.planner_state.hold.reason}"
     if context.snapshot.is_paused:
-        return f"paused: {proposal.reason}"
+        # Paused workers do not count for the policy, so its numbers would say that there are none.
+        workers = f"{len(staying)} worker{'' if len(staying) == 1 else 's'}"
+        return f"paused: {demand.queue.queued} queued, {workers}"
     if len(staying) >= max_workers and (proposal.spawn > 0 or proposal.target > max_workers):
         return f"at max_workers ({max_workers}): {proposal.reason}"
     if proposal.spawn > 0:

@@ -24,12 +24,12 @@ def spawn_workers(
 ) -> list[Action]:
     if context.snapshot.is_paused or context.is_stopped:
         return []
-    wanted, reason = _wanted_workers(context, demand, staying, proposal)
+    wanted, reason, cause = _wanted_workers(context, demand, staying, proposal)
     if wanted <= 0:
         return []
     allowed, requested, hold = wanted, context.snapshot.requested, context.planner_state.hold
     if hold is not None and hold.code in PROBE_ON_REQUEST and requested > 0:
-        allowed, reason = min(wanted, requested), f"{requested} requested by a person"
+        allowed, reason, cause = min(wanted, requested), f"{requested} requested by a person", "requested"
     elif hold is not None:
         context.is_cut_short = True
         context.decision = f"hold: {hold.reason}; would spawn {wanted}: {reason}"
@@ -54,27 +54,33 @@ def spawn_workers(
         context.decision = f"{verb}: {reason}; {limit}"
     if slots:
         context.remember_in("scaling", spawned_at=context.now)
-    return [Spawn(slot, reason) for slot in slots]
+    return [Spawn(slot, reason, cause) for slot in slots]
 
 
 def _wanted_workers(
     context: PlanningContext, demand: Demand, staying: list[WorkerState], proposal: ScalingDecision
-) -> tuple[int, str]:
-    """How many more the policy, a person or the minimum wants, whichever is most; and why. At most max_workers."""
+) -> tuple[int, str, str]:
+    """How many more the policy, a person or the minimum wants, whichever is most; why; and the cause as Spawn has it.
+
+    At most max_workers.
+    """
     fleet, requested = context.fleet, context.snapshot.requested
     wanted, reason = proposal.spawn, proposal.reason
+    counted = sum(not state.is_late for state in staying)
+    idle_cause = "min_workers" if counted < fleet.min_workers else "idle_buffer"
+    cause = "queue_depth" if demand.queue.queued > 0 else idle_cause
     if proposal.target > fleet.max_workers:
         reason += f", max_workers {fleet.max_workers}"
     # Two spawns in short order would answer the same tasks, so the policy waits; but not for the first worker.
     if demand.capacity > 0 and scaling_interval_left_s(context) > 0:
         wanted = 0
     if requested > wanted:
-        wanted, reason = requested, f"{requested} requested by a person"
-    counted = sum(not state.is_late for state in staying)
+        wanted, reason, cause = requested, f"{requested} requested by a person", "requested"
     below_min = fleet.min_workers - counted
     if below_min > wanted:
         wanted, reason = below_min, f"{counted} workers, min_workers {fleet.min_workers}"
-    return min(wanted, fleet.max_workers - len(staying)), reason
+        cause = "min_workers"
+    return min(wanted, fleet.max_workers - len(staying)), reason, cause
 
 
 def scaling_interval_left_s(context: PlanningContext) -> float:

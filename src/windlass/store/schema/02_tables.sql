@@ -103,6 +103,8 @@ create table windlass.slots (
   failed_at timestamptz,
   failed_reason text,
   created_at timestamptz not null default windlass.now(),
+  -- The last worker in this slot failed: the next one replaces it.
+  needs_replacement boolean not null default false,
   -- When workers in this slot failed, newest last, at most 100.
   restarts timestamptz[] not null default '{}',
   primary key (fleet, slot)

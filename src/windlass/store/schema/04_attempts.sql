@@ -69,7 +69,7 @@ declare
 begin
   perform windlass_internal.check_worker(p_worker_id, p_secret);
   update windlass.tasks t
-  set status = 'complete', result = p_result, finished_at = windlass.now(), error = null, error_code = null
+  set status = 'complete', result = p_result, finished_at = windlass.now(), progress = 1, error = null, error_code = null
   where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
     and windlass_internal.acts_for(p_worker_id, t.worker_id)
   returning t.* into v_task;
@@ -239,12 +239,12 @@ begin
   end if;
   if v_count = 1 then
     update windlass.tasks t
-    set status = 'complete', result = p_results[1], finished_at = v_now, error = null, error_code = null
+    set status = 'complete', result = p_results[1], finished_at = v_now, progress = 1, error = null, error_code = null
     where t.id = p_task_ids[1] and t.claim_token = p_tokens[1] and t.finished_at is null
       and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id));
   elsif v_count > 1 then
     update windlass.tasks t
-    set status = 'complete', result = f.result, finished_at = v_now, error = null, error_code = null
+    set status = 'complete', result = f.result, finished_at = v_now, progress = 1, error = null, error_code = null
     from unnest(p_task_ids, p_tokens, p_results) as f (task_id, token, result)
     where t.id = f.task_id and t.claim_token = f.token and t.finished_at is null
       and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id));
@@ -346,6 +346,10 @@ begin
 
   if v_worker.is_first and v_left < v_limit then
     update windlass.workers set first_claimed_at = v_now where id = p_worker_id and first_claimed_at is null;
+    -- A worker that runs tasks is active: it does not wait for the next cycle to say so.
+    if v_worker.status = 'spawning' then
+      perform windlass_internal.promote_worker(p_worker_id, 'claimed its first task');
+    end if;
   end if;
 end
 $$;

@@ -158,21 +158,29 @@ begin
 end
 $$;
 
+-- Make a spawning worker active.
+create function windlass_internal.promote_worker(p_worker_id text, p_reason text) returns void
+language plpgsql
+as $$
+declare
+  v_fleet text;
+begin
+  update windlass.workers set status = 'active', activated_at = windlass.now()
+  where id = p_worker_id and status = 'spawning'
+  returning fleet into v_fleet;
+  if found then
+    perform windlass_internal.add_event('WORKER_ACTIVATED', p_reason, v_fleet, p_worker_id, null);
+  end if;
+end
+$$;
+
 -- A spawning worker reports that it is ready. Returns its status.
 create function windlass.activate_worker(p_worker_id text, p_secret text default null) returns text
 language plpgsql
 as $$
-declare
-  v_worker windlass.workers;
 begin
   perform windlass_internal.check_worker(p_worker_id, p_secret);
-  update windlass.workers set status = 'active', activated_at = windlass.now()
-  where id = p_worker_id and status = 'spawning'
-  returning * into v_worker;
-  if found then
-    perform windlass_internal.add_event('WORKER_ACTIVATED', 'worker reported ready', v_worker.fleet, p_worker_id, null);
-    return 'active';
-  end if;
+  perform windlass_internal.promote_worker(p_worker_id, 'worker reported ready');
   return (select w.status from windlass.workers w where w.id = p_worker_id);
 end
 $$;

@@ -119,7 +119,7 @@ begin
     jsonb_strip_nulls(jsonb_build_object('code', p_code, 'evidence', p_evidence)));
   if p_counts and v_worker.slot is not null then
     update windlass.slots
-    set restart_count = restart_count + 1, last_restart_at = v_now,
+    set restart_count = restart_count + 1, last_restart_at = v_now, needs_replacement = true,
         -- The newest 100: no restart limit is higher.
         restarts = (restarts || v_now)[greatest(1, cardinality(restarts) - 98):]
     where fleet = v_worker.fleet and slot = v_worker.slot;

@@ -66,9 +66,19 @@ begin
   ),
   recorded as (
     insert into windlass.events (code, reason, fleet, worker_id, cycle_id, detail)
-    select 'WORKER_SPAWNED', i ->> 'reason', p_fleet, h.id, p_cycle_id, jsonb_build_object('slot', h.slot)
+    select 'WORKER_SPAWNED', i ->> 'reason', p_fleet, h.id, p_cycle_id,
+      jsonb_build_object(
+        'slot', h.slot,
+        'cause', case when s.needs_replacement then 'worker_replacement' else coalesce(i ->> 'cause', 'queue_depth') end
+      )
     from reserved h
+    join windlass.slots s on s.fleet = p_fleet and s.slot = h.slot
     join jsonb_array_elements(p_intents) as i on i ->> 'worker_id' = h.id
+  ),
+  replaced as (
+    update windlass.slots s set needs_replacement = false
+    from reserved h
+    where s.fleet = p_fleet and s.slot = h.slot and s.needs_replacement
   )
   select coalesce(array_agg(h.id order by h.id), '{}') into v_granted from reserved h;
 
@@ -169,12 +179,7 @@ begin
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
     case v_action ->> 'kind'
       when 'promote' then
-        update windlass.workers set status = 'active', activated_at = v_now
-        where id = v_action ->> 'worker_id' and status = 'spawning';
-        if found then
-          perform windlass_internal.add_event('WORKER_ACTIVATED', v_action ->> 'reason', p_fleet,
-            v_action ->> 'worker_id', null);
-        end if;
+        perform windlass_internal.promote_worker(v_action ->> 'worker_id', v_action ->> 'reason');
       when 'fail' then
         v_requeued := v_requeued + windlass_internal.fail_worker(
           v_action ->> 'worker_id', v_action ->> 'code', v_action ->> 'reason', true, v_cycle_id,

@@ -34,7 +34,8 @@ begin
   select count(*) into v_count from failed;
 
   update windlass.slots
-  set status = 'ok', restart_count = 0, last_restart_at = null, restarts = '{}', failed_at = null, failed_reason = null
+  set status = 'ok', restart_count = 0, last_restart_at = null, restarts = '{}', failed_at = null, failed_reason = null,
+      needs_replacement = false
   where fleet = p_fleet
     and (p_slot is null or slot = p_slot);
   update windlass.fleets

@@ -61,6 +61,7 @@ cross join (
     (
       select count(*) from windlass.tasks t
       where t.status = 'failed' and t.finished_at > windlass.now() - interval '1 hour'
+        and t.error_code is distinct from 'CANCELLED'
     ) as failed_last_hour
 ) as f
 cross join (
@@ -75,6 +76,49 @@ cross join (
     ) as stale
   from windlass.workers v where v.status <> 'terminated'
 ) as w;
+
+-- Per fleet: workers by status. Terminated ones are counted as long as their rows are kept; see terminations.
+create view windlass.worker_counts as
+select
+  w.fleet,
+  count(*) filter (where w.status = 'spawning') as spawning,
+  count(*) filter (where w.status = 'active') as active,
+  count(*) filter (where w.status = 'terminating') as terminating,
+  count(*) filter (where w.status = 'error') as error,
+  count(*) filter (where w.status = 'terminated') as terminated,
+  count(*) filter (where w.status = 'terminated' and w.terminated_at > windlass.now() - interval '1 hour')
+    as terminated_last_hour
+from windlass.workers w
+group by w.fleet;
+
+-- Workers that terminated in the last day, and why: idle, end of a billing hour, by hand, or a failure. Newest first.
+create view windlass.terminations as
+select
+  w.id as worker_id,
+  w.fleet, w.slot, w.created_at, w.activated_at, w.terminated_at,
+  extract(epoch from w.terminated_at - w.created_at) as lifetime_s,
+  w.code, w.reason
+from windlass.workers w
+where w.status = 'terminated'
+  and w.terminated_at > windlass.now() - interval '1 day'
+order by w.terminated_at desc;
+
+-- Per queue and minute of the last hour: tasks that were completed or failed permanently. Minutes without any are left out.
+create view windlass.processing_rate as
+select
+  t.queue,
+  date_trunc('minute', t.finished_at) as minute,
+  count(*) filter (where t.status = 'complete') as completed,
+  count(*) filter (where t.status = 'failed') as failed
+from (
+  select c.queue, c.status, c.finished_at from windlass.tasks c
+  where c.status = 'complete' and c.finished_at > windlass.now() - interval '1 hour'
+  union all
+  select f.queue, f.status, f.finished_at from windlass.tasks f
+  where f.status = 'failed' and f.finished_at > windlass.now() - interval '1 hour'
+    and f.error_code is distinct from 'CANCELLED'
+) as t
+group by t.queue, date_trunc('minute', t.finished_at);
 
 -- Per worker that is not terminated: age of its heartbeat, running tasks, GPU memory.
 create view windlass.active_workers_health as

@@ -43,7 +43,8 @@ as $$
         '{
           windlass.orchestrator_status,windlass.active_workers_health,windlass.boot_phases,windlass.boot_times,
           windlass.machine_hosts,windlass.worker_performance,windlass.recent_errors,windlass.cost_estimates,windlass.daily_costs,
-          windlass.task_costs,windlass.health,windlass_internal.component_name
+          windlass.task_costs,windlass.health,windlass.worker_counts,windlass.terminations,windlass.processing_rate,
+          windlass_internal.component_name
         }'
       ),
       ('{end_user}', '{windlass.submit_task,windlass.my_tasks}'),
