@@ -9,6 +9,8 @@ from windlass.control.summary import Summary
 from windlass.model.config import Config
 
 MAX_FLEETS_NAMED = 5
+# Workers that have become active. Failed ones are not forgotten when they fail, so there is a limit.
+MAX_REMEMBERED = 10_000
 
 
 class CycleLog:
@@ -19,6 +21,16 @@ class CycleLog:
         self._log: Any = get_logger("windlass.up")
         self._config: Config | None = None
         self._last: dict[str, tuple[bool, str, str | None]] = {}
+        # Workers whose activation was logged, oldest first.
+        self._active: dict[str, None] = {}
+
+    def _remember(self, worker_id: str, *, is_active: bool) -> None:
+        if not is_active:
+            self._active.pop(worker_id, None)
+            return
+        self._active[worker_id] = None
+        while len(self._active) > MAX_REMEMBERED:
+            del self._active[next(iter(self._active))]
 
     def announce(self, config: Config) -> None:
         """Log what to do next after the first cycle. A reload is not announced."""
@@ -31,6 +43,9 @@ class CycleLog:
         for worker_id, code, reason in summary.failures:
             self._log.warning("worker failed", fleet=summary.fleet, worker=worker_id, code=code, reason=reason)
         for worker_id, change, reason in summary.changes:
+            if change == "active" and worker_id in self._active:
+                continue
+            self._remember(worker_id, is_active=change == "active")
             self._log.info("worker changed", fleet=summary.fleet, worker=worker_id, change=change, reason=reason)
         for code, reason in summary.alerts:
             self._log.warning("alert fired", fleet=summary.fleet, code=code, reason=reason)

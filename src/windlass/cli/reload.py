@@ -10,6 +10,7 @@ from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.errors import BadInput
 from windlass.model.lease import process_of_holder
+from windlass.server.port_holder import main_process
 from windlass.wiring import stores
 
 
@@ -43,13 +44,10 @@ def _find_main_process(pid: int) -> int:
     """The process that handles signals: a process of `windlass up` may be the child of another. Raises BadInput."""
     try:
         process = psutil.Process(pid)
-        arguments = process.cmdline()
-        if not any("windlass" in argument for argument in arguments):
+        if not any("windlass" in argument for argument in process.cmdline()):
             raise BadInput(f"`windlass up` with pid {pid} has ended. Start it again, or wait for another leader.")
-        while (parent := process.parent()) is not None and parent.cmdline() == arguments:
-            process = parent
+        return main_process(process).pid
     except psutil.NoSuchProcess:
         raise BadInput(f"`windlass up` with pid {pid} has ended. Start it again, or wait for another leader.") from None
     except psutil.AccessDenied:
         return pid
-    return process.pid

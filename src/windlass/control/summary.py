@@ -25,6 +25,7 @@ from windlass.model.outcome import (
     VolumeNotGrown,
 )
 from windlass.model.snapshot import Snapshot
+from windlass.model.worker import WorkerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Summary:
     billed_machines: int | None = None
     # Workers that failed, and creations that were refused: worker id, code, reason.
     failures: tuple[tuple[str, str, str], ...] = ()
-    # Other changes of workers: worker id, change (active, draining, terminated), reason.
+    # Other changes of workers: worker id, change (active, draining, terminated), reason. An activation may occur twice.
     changes: tuple[tuple[str, str, str], ...] = ()
     # Machine choices of the fleet that the provider refused lately while it accepted others: choice, reason.
     refused_choices: tuple[tuple[str, str], ...] = ()
@@ -96,6 +97,14 @@ def summarize(
     failed = [(a.worker_id, a.code, a.reason) for a in plan.actions if isinstance(a, Fail)]
     refused = [(o.worker_id, o.code, o.reason) for o in outcomes if isinstance(o, CreationRefused)]
     changes = [(a.worker_id, "active", a.reason) for a in plan.actions if isinstance(a, Promote)]
+    # A first claim activates a worker without a plan.
+    planned_at, promoted = snapshot.planner_state.cadence.planned_at, {worker_id for worker_id, _, _ in changes}
+    changes += [
+        (worker.id, "active", "claimed its first task")
+        for worker in snapshot.workers
+        if worker.status is WorkerStatus.ACTIVE and worker.slot is not None and worker.id not in promoted
+        if worker.activated_at is not None and (planned_at is None or worker.activated_at > planned_at)
+    ]
     changes += [(a.worker_id, "draining", a.reason) for a in plan.actions if isinstance(a, Drain)]
     reasons = {action.worker_id: action.reason for action in plan.actions if isinstance(action, Delete)}
     changes += [(o.worker_id, "terminated", reasons.get(o.worker_id, "")) for o in outcomes if isinstance(o, Deleted)]

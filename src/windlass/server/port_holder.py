@@ -1,4 +1,4 @@
-"""Finds the process that listens on a port, so that an error can name it."""
+"""Finds the process that listens on a port, so that an error can name it, and the main process of a program."""
 
 from pathlib import PurePath
 
@@ -13,11 +13,22 @@ def describe_port_holder(port: int) -> str | None:
             for connection in psutil.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
         }
-        # Servers of one program share the port: the lowest pid is the one that started the others.
+        # Servers of one program share the port.
         pid = min((pid for pid in pids if pid is not None), default=None)
-        return f"{_program(psutil.Process(pid))} with pid {pid}" if pid is not None else None
+        if pid is None:
+            return None
+        process = main_process(psutil.Process(pid))
+        return f"{_program(process)} with pid {process.pid}"
     except (psutil.Error, OSError):
         return None
+
+
+def main_process(process: psutil.Process) -> psutil.Process:
+    """The process that a person started and that handles signals: processes of one program have the same arguments."""
+    arguments = process.cmdline()
+    while (parent := process.parent()) is not None and parent.cmdline() == arguments:
+        process = parent
+    return process
 
 
 def _program(process: psutil.Process) -> str:
