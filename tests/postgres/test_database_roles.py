@@ -26,7 +26,10 @@ VIEWS = {
     "machine_hosts",
     "orchestrator_status",
     "recent_errors",
+    "processing_rate",
     "task_costs",
+    "terminations",
+    "worker_counts",
     "worker_performance",
 }
 EVERYBODY = {"now"}
