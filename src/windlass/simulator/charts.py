@@ -69,14 +69,26 @@ def pareto_chart(points: Sequence[tuple[str, float, float]], x_label: str, title
             front.append((wait, cost))
     path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in front)
     parts.append(f'<polyline points="{path}" fill="none" stroke="{_TEXT}" stroke-dasharray="4 3"/>')
+    taken: list[tuple[float, float, float]] = []
     for number, (label, wait, cost) in enumerate(points):
         colour, x, y = COLOURS[number % len(COLOURS)], axes.x(wait), axes.y(cost)
         anchor, shift = ("end", -8) if x > WIDTH * 0.75 else ("start", 8)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+        begins = x + shift - (7.0 * len(label) if anchor == "end" else 0.0)
+        label_y = _free_y(taken, begins, begins + 7.0 * len(label), y + 4)
+        taken.append((begins, begins + 7.0 * len(label), label_y))
         parts.append(
-            f'<text x="{x + shift:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(label)}</text>'
+            f'<text x="{x + shift:.1f}" y="{label_y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(label)}</text>'
         )
     return _svg(parts, title)
+
+
+def _free_y(taken: Sequence[tuple[float, float, float]], begins: float, ends: float, y: float) -> float:
+    """The nearest position at which a label overlaps no other one."""
+    for shift in (0, -13, 13, -26, 26, -39, 39):
+        if all(ends < left or begins > right or abs(y + shift - at) >= 12 for left, right, at in taken):
+            return y + shift
+    return y
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ after its goal, and later than a worker that is spawned now could start it, need
 The work is bounded: at most MAX_PLAYED groups of tasks are played, however many are queued.
 """
 
-from heapq import heapify, heapreplace
+from heapq import heapify, heappush, heapreplace
 from math import ceil
 
 from windlass.model.adaptive import AdaptiveMemory
@@ -51,16 +51,17 @@ def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_s
         due_at = arrived_at + goal_s
         # A task that misses its goal anyway is not worth a worker of its own.
         latest = new_at + late_slack_s if due_at < new_at else max(due_at, new_at)
-        for _ in range(ceil(count / group)):
+        for _task in range(ceil(count / group)):
             if free_at and free_at[0] <= latest:
                 heapreplace(free_at, free_at[0] + duration_s * group)
             elif spawned >= limit:
                 return spawned
             else:
                 spawned += 1
-                free_at += [new_at] * slots
-                heapify(free_at)
-                heapreplace(free_at, free_at[0] + duration_s * group)
+                # No other slot is free before new_at: the first slot of the new worker takes the task.
+                for _ in range(slots - 1):
+                    heappush(free_at, new_at)
+                heappush(free_at, new_at + duration_s * group)
     return spawned
 
 
