@@ -197,6 +197,13 @@ async def test_m1_long_text_of_a_worker_is_refused(plane: ControlPlane, path: st
     assert (status, problem["code"]) == (400, "BAD_INPUT")
 
 
+@pytest.mark.parametrize("lease_s", [1e300, 1e9, 0.001])
+async def test_h2_lease_of_a_worker_is_1_to_86400_seconds(plane: ControlPlane, lease_s: float) -> None:
+    body = {"worker_id": "w1", "queues": ["q"], "lease_s": lease_s}
+    status, problem = await plane.call("/internal/worker/register", TOKENS["w1"], body)
+    assert (status, problem["code"]) == (400, "BAD_INPUT")
+
+
 @pytest.mark.parametrize("queue", ["<x>", "q" * 64, "\x1b[2J"])
 async def test_m1_queue_names_of_a_worker_are_checked(plane: ControlPlane, queue: str) -> None:
     body = {"worker_id": "w1", "queues": [queue]}
