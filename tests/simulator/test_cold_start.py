@@ -101,7 +101,13 @@ def test_pods_that_pull_an_image_for_15_minutes_are_not_replaced() -> None:
         cloud = runpod_fixture.EmulatedRunpod(starting_s=PULL_S)
         settings = RunpodSettings(image=runpod_fixture.IMAGE, choices=[runpod_fixture.GPU])
         config = FleetConfig(
-            provider="runpod", queues=("red",), handler="a:b", has_gpu=False, max_workers=2, runpod=settings
+            provider="runpod",
+            policy="buffered",
+            queues=("red",),
+            handler="a:b",
+            has_gpu=False,
+            max_workers=2,
+            runpod=settings,
         )
         start = ColdStart(config, cloud.provider(), boots_in_s=30.0)
 
@@ -124,7 +130,9 @@ def test_servers_that_boot_for_15_minutes_are_used_within_their_hour() -> None:
 
     async def scenario() -> None:
         cloud = hetzner_fixture.EmulatedHetzner(boot_s=30.0)
-        config = FleetConfig(provider="hetzner", queues=("red",), handler="a:b", concurrency=1, max_workers=20)
+        config = FleetConfig(
+            provider="hetzner", policy="clear-time", queues=("red",), handler="a:b", concurrency=1, max_workers=20
+        )
         start = ColdStart(config, cloud.provider(), boots_in_s=PULL_S)
 
         def is_running(worker_id: str) -> float | None:
