@@ -47,6 +47,7 @@ lease_s = 5
 
 [fleets.gpu]
 provider = "runpod"
+policy = "buffered"
 queues = ["renders"]
 handler = "app:work"
 chdir = {folder}

@@ -40,6 +40,7 @@ port = {port}
 
 [fleets.many]
 provider = "hetzner"
+policy = "clear-time"
 engine = "ray"
 concurrency = 2
 

@@ -15,7 +15,7 @@ from windlass.model.task import new_task
 
 HOUR_S = 3600.0
 FLEET = FleetConfig(
-    provider="hetzner", queues=("red",), handler="app:work", min_workers=0, max_workers=3, concurrency=1
+    provider="hetzner", queues=("red",), handler="app:work", policy="clear-time", max_workers=3, concurrency=1
 )
 
 

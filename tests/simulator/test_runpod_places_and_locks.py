@@ -26,7 +26,7 @@ from windlass.providers.runpod.catalog import disk_price
 
 PODS = ProviderTraits(is_remote=True, absence_grace_s=60)
 HERE = f"{GPU}@SECURE/EU-RO-1"
-PROFILE: dict[str, Any] = {"provider": "runpod", "handler": "a:b", "has_gpu": False}
+PROFILE: dict[str, Any] = {"provider": "runpod", "policy": "buffered", "handler": "a:b", "has_gpu": False}
 
 
 def fleet(**settings: Any) -> FleetConfig:

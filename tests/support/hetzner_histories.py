@@ -65,6 +65,7 @@ def hetzner_scenario(seed: int) -> Scenario:
 def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
     settings = {
         "provider": "hetzner",
+        "policy": "clear-time",
         "spawn_timeout_s": 90.0,
         "poll_interval_s": max(5.0, fleet_scenario.config.poll_interval_s),
     }

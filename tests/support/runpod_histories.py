@@ -60,6 +60,7 @@ def runpod_scenario(seed: int) -> Scenario:
 def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
     settings = {
         "provider": "runpod",
+        "policy": "buffered",
         "runpod": RunpodSettings(image=IMAGE),
         "spawn_timeout_s": 90.0,
         "poll_interval_s": max(5.0, fleet_scenario.config.poll_interval_s),

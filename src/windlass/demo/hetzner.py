@@ -42,6 +42,7 @@ hetzner_endpoint = "{endpoint}"  # the emulator; remove it for the real API
 """
     toml_tail = """\
 provider = "hetzner"
+policy = "clear-time"
 concurrency = 1
 clear_time_s = 5
 # Short intervals for the demo; remove these too.

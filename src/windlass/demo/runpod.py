@@ -59,6 +59,7 @@ runpod_ssh_key_file = '{key_file}'
 """
     toml_tail = """\
 provider = "runpod"
+policy = "buffered"
 auto_start_worker = true
 # Short intervals for the demo; remove these too.
 poll_interval_s = 1
