@@ -14,6 +14,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "windlass up --queue mails --exec ./send-mail --min 1",
         "windlass up --leave-workers     # before an upgrade: Ctrl-C keeps the workers",
     ),
+    "serve": ("windlass serve --port 8080", "windlass serve --config /etc/windlass.toml"),
     "reload": ("windlass reload", "windlass reload --config /etc/windlass.toml"),
     "worker": (
         "windlass worker --queue renders --handler app:generate",
@@ -63,8 +64,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "cost": ("windlass cost --by queue --since 30d", "windlass cost --by task --fleet gpus --json"),
     "doctor": ("windlass doctor", "windlass doctor --config /etc/windlass.toml"),
     "config": ("windlass config show", "windlass config show --json"),
-    "db": ("windlass db migrate", 'psql "$(windlass db url)"', "windlass db sql --grants"),
+    "db": ("windlass db migrate", 'psql "$(windlass db url)"', "windlass db roles", "windlass db roles --sql"),
     "tokens": ("windlass tokens create ci --role producer", "windlass tokens link --role viewer"),
+    "audit": ("windlass audit", "windlass audit --json"),
     "bootstrap": ("windlass bootstrap render --fleet gpus",),
     "emulate": ("windlass emulate hetzner --port 8081",),
     "ray": ("windlass ray dispatch --fleet renders",),

@@ -119,7 +119,7 @@ def _text(value: object) -> object:
 async def hosts(
     fleet: FleetFilter = None, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
-    """Show where rented machines ran, how many were lost there, and how many failed their checks.
+    """Show the hosts of rented machines, with losses and failed checks.
 
     A Runpod fleet can exclude data centers and hosts by runpod.excluded_data_centers and runpod.excluded_hosts.
     """

@@ -16,6 +16,8 @@ SEALED = "windlass_sealed"
 
 
 class PayloadCodec(Protocol):
+    """Encrypts and decrypts payloads and results in the client and the worker. The server never sees them plain."""
+
     def encode(self, data: bytes, context: bytes) -> bytes:
         """Encrypt."""
 
