@@ -90,7 +90,7 @@ async def measure(server: BenchServer, rounds: int) -> dict[str, dict[str, list[
                     await act(worker)
         for round_ in range(rounds):
             for action, (calls, act) in actions.items():
-                # Whoever comes second finds the pages in memory: each does so every other round.
+                # The second contender finds the pages in memory, so the order alternates.
                 for worker in workers if round_ % 2 else reversed(workers):
                     before_us = worker.cpu_us()
                     for _ in range(calls):

@@ -1,5 +1,5 @@
 -- Runs one control cycle per minute from Supabase: pg_cron calls the control plane's POST /internal/cycle through pg_net.
--- Use it where no process may run all the time between cycles, or beside `windlass up` to react to new tasks at once.
+-- Use it where no process may run all the time between cycles, or in addition to `windlass up`, to react to new tasks at once.
 --
 -- Before: store an operator token of Windlass (windlass tokens create supabase --role operator) and the address:
 --   select vault.create_secret('wlt_…', 'windlass_token');

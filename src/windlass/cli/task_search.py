@@ -1,6 +1,6 @@
 """`windlass tasks errors`, and the search of `windlass tasks list`.
 
-Both read pages of the queries that the dashboard and the HTTP API use, until enough is found or MAX_SEARCH_S is over.
+Both read pages of the queries behind the dashboard and the HTTP API, until enough is found or MAX_SEARCH_S have passed.
 """
 
 import sys

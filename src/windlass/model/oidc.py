@@ -9,8 +9,8 @@ from windlass.model.auth import MAX_PERSON_CHARACTERS, Role
 from windlass.model.comma_separated import TextList
 from windlass.model.urls import is_private_host, problem_of_web_address
 
-# Stands for everybody whom the provider authenticates.
-EVERYBODY = "*"
+# Stands for every user that the provider authenticates.
+ALL_USERS = "*"
 
 
 class OidcConfig(BaseModel):
@@ -25,7 +25,7 @@ class OidcConfig(BaseModel):
     name_claim: str = Field(default="email", description="Claim that names the person in the audit list.")
     admins: TextList = Field(default=(), description="Values of `role_claim` for the role admin.")
     operators: TextList = Field(default=(), description="Values of `role_claim` for the role operator.")
-    viewers: TextList = Field(default=(), description="Values of `role_claim` for the role viewer; * for everybody.")
+    viewers: TextList = Field(default=(), description="Values of `role_claim` for the role viewer; * for all users.")
     scopes: TextList = Field(default=("openid", "email", "profile"), description="Scopes to ask for.")
 
     @field_validator("issuer")
@@ -48,8 +48,8 @@ class OidcConfig(BaseModel):
         if self.client_id is None:
             raise ValueError("issuer is set and client_id is not: register a client at the provider")
         if not (self.admins or self.operators or self.viewers):
-            raise ValueError("nobody could log in: set admins, operators or viewers")
-        if EVERYBODY in (*self.admins, *self.operators):
+            raise ValueError("no user could log in: set admins, operators or viewers")
+        if ALL_USERS in (*self.admins, *self.operators):
             raise ValueError("* is allowed for viewers only")
         return self
 
@@ -65,7 +65,7 @@ def role_of(config: OidcConfig, claims: Mapping[str, Any]) -> Role | None:
     ):
         if values & set(allowed):
             return role
-    return Role.VIEWER if EVERYBODY in config.viewers else None
+    return Role.VIEWER if ALL_USERS in config.viewers else None
 
 
 def name_of(config: OidcConfig, claims: Mapping[str, Any]) -> str:

@@ -102,7 +102,7 @@ class AuthStore(Protocol):
         """Exchange a link for a session. False if the link is unknown, used or expired."""
 
     async def create_session(self, session_hash: bytes, role: Role, ttl_s: float, name: str) -> None:
-        """A session without a link, for a person whom the identity provider has authenticated."""
+        """A session without a link, for a person that the identity provider authenticated."""
 
     async def session(self, session_hash: bytes) -> TokenCaller | None:
         """The holder of a session, of kind `session`; None if it is unknown or has ended."""

@@ -1,7 +1,7 @@
 """Checks and creates the data directory of the embedded server.
 
 A directory is used only if no other user could have planted a database in it: it belongs to this user or to root, and
-others cannot write to it. Whoever controls the directory controls the server, its data and what its clients send.
+others cannot write to it. A user who controls the directory controls the server, its data and what its clients send.
 """
 
 import os

@@ -29,7 +29,7 @@ LINK_TTL_S = 86_400.0
 SESSION_TTL_S = 7 * 86_400.0
 LOGIN_OIDC = "/login/oidc"
 OIDC_CALLBACK = "/login/oidc/callback"
-# Shorter than that of a link: whoever loses access at the provider loses it here on the same day.
+# Shorter than that of a link: a person who loses access at the provider loses it here on the same day.
 OIDC_SESSION_TTL_S = 12 * 3_600.0
 # Time to log in at the provider.
 PENDING_TTL_S = 600
@@ -45,7 +45,7 @@ _WELCOME = """<!doctype html><html lang="en"><meta charset="utf-8"><meta http-eq
 async def create_login_link(
     store: AuthStore, base_url: str, role: Role = Role.OPERATOR, name: str = "dashboard"
 ) -> str:
-    """`name`: the person whom the session's events name."""
+    """`name`: the person that the session's events name."""
     key = new_token(LINK_PREFIX, secrets.SystemRandom())
     await store.create_link(hash_of(key), role, LINK_TTL_S, name)
     # A proxy may not report that it was called over https, so the link does.

@@ -130,7 +130,7 @@ create table windlass.workers (
   node jsonb,
   concurrency integer not null default 1 check (concurrency between 1 and 10000),
   -- A worker without a heartbeat for longer than this is lost, and its tasks are requeued.
-  -- A longer lease than a day would hide a lost worker from everybody.
+  -- A longer lease than a day would hide a lost worker.
   lease_s double precision not null default 30 check (lease_s between 1 and 86400),
   created_at timestamptz not null default windlass.now(),
   activated_at timestamptz,

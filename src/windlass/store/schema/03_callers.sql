@@ -1,4 +1,4 @@
--- Who calls: trusted users, workers with a secret, and everybody else.
+-- Who calls: trusted users, workers with a secret, and all others.
 --
 -- Public functions run with the rights of the schema's owner (18_privileges.sql). So current_user says nothing about the
 -- caller; the session's user and its role do.
@@ -10,7 +10,7 @@ as $$
   select case current_setting('role') when 'none' then session_user else current_setting('role')::name end
 $$;
 
--- Whether the caller may act for every worker: the owner, an orchestrator, a superuser. Nobody else may enter the schema
+-- Whether the caller may act for every worker: the owner, an orchestrator, a superuser. No other role may enter the schema
 -- windlass_internal.
 create function windlass_internal.is_trusted() returns boolean
 language sql stable parallel restricted
