@@ -170,7 +170,12 @@ def assert_refused(done: Completed, sentence: str) -> None:
         pytest.param(
             (*WORKER, "--exec", "x", "--lease", "1"), {}, "at least three heartbeat intervals", id="a lease too short"
         ),
-        pytest.param((*WORKER, "--exec", "x", "--lease", "-1"), {}, "greater than 0", id="a negative lease"),
+        pytest.param(
+            (*WORKER, "--exec", "x", "--lease", "-1"),
+            {},
+            "it must be greater than or equal to 1",
+            id="a negative lease",
+        ),
         pytest.param(
             ("worker", "-q", "a b", "--exec", "x"), {}, "cannot be a queue's name", id="an invalid queue of a worker"
         ),

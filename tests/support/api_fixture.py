@@ -39,6 +39,8 @@ SECRET = "hunter2"
 FLEET = FleetConfig(
     queues=("a",),
     handler="app:work",
+    # One worker per queued task.
+    policy="buffered",
     max_workers=3,
     env={"API_KEY": SECRET},
     bootstrap=BootstrapSettings(requirements=(f"--extra-index-url https://app:{SECRET}@pypi.example/simple",)),

@@ -29,7 +29,7 @@ Worker = Annotated[WorkerCaller, Depends(worker_caller)]
 JoiningMachine = Annotated[JoinCaller, Depends(joining_caller)]
 WorkerToken = Annotated[TokenCaller, Depends(self_registering_caller)]
 
-_order = json_response(WorkOrder)
+_order = json_response(WorkOrder, has_secrets=True)
 _worker_status = json_response(WorkerStatus)
 _self_registered = json_response(http.SelfRegisterReply)
 _recovered = json_response(list[RecoveredTasks])
