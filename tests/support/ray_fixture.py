@@ -122,10 +122,12 @@ class RayFixture:
             )
             await connection.execute("insert into windlass.slots (fleet, slot) values ($1, $2)", self.fleet, slot)
             await connection.execute(
-                "insert into windlass.workers (id, fleet, slot, status) values ($1, $2, $3, 'spawning')",
+                "insert into windlass.workers (id, fleet, slot, status, kind, queues, lease_s) "
+                "values ($1, $2, $3, 'spawning', 'node', '{q}', $4)",
                 worker_id,
                 self.fleet,
                 slot,
+                LEASE_S,
             )
 
     def start_dispatcher(self, name: str = "dispatcher", **environment: str) -> subprocess.Popen[bytes]:

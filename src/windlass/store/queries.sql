@@ -170,7 +170,8 @@ select exists (
 select exists (
   select from pg_roles r
   where r.rolname = $1 and r.rolname <> current_user and pg_has_role(r.oid, 'member')
-    and has_schema_privilege(r.oid, 'windlass', 'usage')
+    -- By oid: a database without the schema has no right in it, and reports that elsewhere.
+    and exists (select from pg_namespace n where n.nspname = 'windlass' and has_schema_privilege(r.oid, n.oid, 'usage'))
 );
 
 -- name: missing_control_privileges
