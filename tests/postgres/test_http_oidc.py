@@ -12,8 +12,8 @@ from pydantic import SecretStr, ValidationError
 
 from support.api_fixture import API, URL, ApiFixture, open_api, problem_of
 from support.oidc_issuer import CLIENT_ID, CLIENT_SECRET, OidcIssuer, open_issuer, visit
-from windlass.model.auth import csrf_token
-from windlass.model.oidc import OidcConfig
+from windlass.model.auth import Role, csrf_token
+from windlass.model.oidc import OidcConfig, role_of
 from windlass.model.task import new_task
 from windlass.server import oidc
 from windlass.server.auth import CSRF_HEADER, session_cookie
@@ -167,6 +167,25 @@ async def test_person_without_role_gets_no_session(site: ApiFixture, issuer: Oid
     assert await site.store.sessions() == []
 
 
+@pytest.mark.parametrize(
+    ("claims", "role"),
+    [
+        ({"email_verified": True}, Role.ADMIN),
+        ({"email_verified": False}, None),
+        ({"email_verified": "false"}, None),
+        ({}, None),
+    ],
+)
+def test_role_is_not_taken_from_an_unverified_address(claims: dict[str, Any], role: Role | None) -> None:
+    settings = {"issuer": "https://login.example.com", "client_id": "c", "role_claim": "email"}
+    config = OidcConfig.model_validate({**settings, "admins": "ann@example.com"})
+    claims = {"sub": "mallory-1", "email": "ann@example.com", **claims}
+    assert role_of(config, claims) is role
+    # Any user may still get the role of all users.
+    open_to_all = config.model_copy(update={"viewers": ("*",)})
+    assert role_of(open_to_all, claims) is (role or Role.VIEWER)
+
+
 async def test_refusal_of_the_provider_is_reported_without_its_text(site: ApiFixture) -> None:
     browser = site.client("192.0.2.7")
     begun = await browser.get(LOGIN_OIDC)
@@ -194,7 +213,7 @@ async def test_unreachable_provider_leaves_login_links_working(dsn: str) -> None
     [
         ({"issuer": "http://login.example.com", "client_id": "c", "viewers": "*"}, "must begin with https://"),
         ({"issuer": "https://login.example.com", "viewers": "*"}, "client_id is not"),
-        ({"issuer": "https://login.example.com", "client_id": "c"}, "nobody could log in"),
+        ({"issuer": "https://login.example.com", "client_id": "c"}, "no user could log in"),
         ({"issuer": "https://login.example.com", "client_id": "c", "admins": "*"}, "for viewers only"),
     ],
 )

@@ -55,8 +55,12 @@ class OidcConfig(BaseModel):
 
 
 def role_of(config: OidcConfig, claims: Mapping[str, Any]) -> Role | None:
-    """The highest role that the claims of a person allow; None if they allow none."""
-    given = claims.get(config.role_claim)
+    """The highest role that the claims of a person allow; None if they allow none.
+
+    An e-mail address that the provider did not verify could be anyone's, so it allows no more than any user has.
+    """
+    is_unverified = config.role_claim == "email" and claims.get("email_verified") is not True
+    given = None if is_unverified else claims.get(config.role_claim)
     values = {str(each) for each in given} if isinstance(given, list) else {str(given)} if given is not None else set()
     for role, allowed in (
         (Role.ADMIN, config.admins),
