@@ -1,5 +1,7 @@
 """Login to the dashboard through an identity provider, against a real issuer on loopback."""
 
+import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,6 +23,8 @@ from windlass.server.id_token import verify_id_token
 from windlass.server.oidc import OidcClient
 from windlass.server.routes.login import LOGIN_OIDC, OIDC_CALLBACK
 
+DESCRIPTION = "/.well-known/openid-configuration"
+LIMIT_S = 60.0
 COOKIE = session_cookie(httpx.URL(URL).netloc.decode())
 
 
@@ -50,6 +54,12 @@ async def log_in(site: ApiFixture, issuer: OidcIssuer, browser: httpx.AsyncClien
     begun = await browser.get(LOGIN_OIDC)
     assert begun.status_code == 302
     return await browser.get(await visit(issuer, begun.headers["location"]))
+
+
+async def state_of_login(browser: httpx.AsyncClient) -> str:
+    """Begin a login. Returns the state that its callback needs."""
+    begun = await browser.get(LOGIN_OIDC)
+    return parse_qs(urlsplit(begun.headers["location"]).query)["state"][0]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +148,7 @@ async def test_renewed_keys_of_the_issuer_are_found(
     issuer.key = ECKey.generate_key("P-256", {"kid": "second", "use": "sig"})
     assert (await log_in(site, issuer)).status_code == 200
     assert issuer.requests.count("/keys") == 2
-    assert issuer.requests.count("/.well-known/openid-configuration") == 1
+    assert issuer.requests.count(DESCRIPTION) == 1
 
 
 async def test_login_is_bound_to_the_browser_that_started_it(site: ApiFixture, issuer: OidcIssuer) -> None:
@@ -188,8 +198,7 @@ def test_role_is_not_taken_from_an_unverified_address(claims: dict[str, Any], ro
 
 async def test_refusal_of_the_provider_is_reported_without_its_text(site: ApiFixture) -> None:
     browser = site.client("192.0.2.7")
-    begun = await browser.get(LOGIN_OIDC)
-    state = parse_qs(urlsplit(begun.headers["location"]).query)["state"][0]
+    state = await state_of_login(browser)
     refused = await browser.get(OIDC_CALLBACK, params={"state": state, "error": "<b>access_denied</b>"})
     assert problem_of(refused) == (401, "UNAUTHORIZED")
     assert "access_denied" not in refused.text
@@ -198,6 +207,62 @@ async def test_refusal_of_the_provider_is_reported_without_its_text(site: ApiFix
 async def test_provider_with_another_identity_is_not_used(site: ApiFixture, issuer: OidcIssuer) -> None:
     issuer.issuer_in_description = "http://127.0.0.1:2"
     assert problem_of(await site.client("192.0.2.7").get(LOGIN_OIDC)) == (502, "UNAVAILABLE")
+
+
+async def test_failure_to_load_the_description_is_cached(
+    site: ApiFixture, issuer: OidcIssuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser = site.client("192.0.2.7")
+    issuer.issuer_in_description = "http://127.0.0.1:2"
+    for ttl_s in (0.0, 3_600.0):
+        monkeypatch.setattr(oidc, "FAILURE_TTL_S", ttl_s)
+        assert problem_of(await browser.get(LOGIN_OIDC)) == (502, "UNAVAILABLE")
+    assert issuer.requests.count(DESCRIPTION) == 2
+    assert problem_of(await browser.get(LOGIN_OIDC)) == (502, "UNAVAILABLE")
+    assert issuer.requests.count(DESCRIPTION) == 2
+
+
+async def test_address_with_many_failures_does_not_reach_the_provider(site: ApiFixture, issuer: OidcIssuer) -> None:
+    browser = site.client("192.0.2.7")
+    callback = {"state": await state_of_login(browser), "code": "made-up"}
+    statuses = []
+    async with asyncio.timeout(LIMIT_S):
+        while statuses.count(429) < 3:
+            statuses.append((await browser.get(OIDC_CALLBACK, params=callback)).status_code)
+    assert set(statuses) == {401, 429}
+    assert issuer.requests.count("/token") == statuses.count(401)
+    issuer.person["groups"] = ["staff"]
+    assert (await log_in(site, issuer, site.client("192.0.2.8"))).status_code == 200
+
+
+async def test_few_logins_are_finished_at_the_same_time(site: ApiFixture, issuer: OidcIssuer) -> None:
+    browser = site.client("192.0.2.7")
+    callback = {"state": await state_of_login(browser), "code": "made-up"}
+    issuer.answers_token.clear()
+    async with asyncio.timeout(LIMIT_S):
+        held = [asyncio.create_task(browser.get(OIDC_CALLBACK, params=callback)) for _ in range(oidc.MAX_EXCHANGES)]
+        while issuer.requests.count("/token") < oidc.MAX_EXCHANGES:
+            await asyncio.sleep(0.01)
+        refused = await browser.get(OIDC_CALLBACK, params=callback)
+        assert problem_of(refused) == (503, "UNAVAILABLE")
+        assert refused.headers["retry-after"] == "1"
+        issuer.answers_token.set()
+        assert {response.status_code for response in await asyncio.gather(*held)} == {401}
+    issuer.person["groups"] = ["staff"]
+    assert (await log_in(site, issuer, browser)).status_code == 200
+
+
+async def test_login_does_not_load_the_authorities_again(
+    site: ApiFixture, issuer: OidcIssuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer.person["groups"] = ["staff"]
+    browser = site.client("192.0.2.7")
+    begun = await browser.get(LOGIN_OIDC)
+    back = await visit(issuer, begun.headers["location"])
+    loaded: list[str] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_args, **_kwargs: loaded.append("authorities"))
+    assert (await browser.get(back)).status_code == 200
+    assert loaded == []
 
 
 async def test_unreachable_provider_leaves_login_links_working(dsn: str) -> None:

@@ -3,6 +3,7 @@
 It authenticates whoever comes as `person`. Tests change its claims and answers to see what a client refuses.
 """
 
+import asyncio
 import base64
 import hashlib
 import secrets
@@ -35,6 +36,9 @@ class OidcIssuer:
         self.signing_key: Any = None
         # Authorization requests by code. Each code works once.
         self._codes: dict[str, dict[str, str]] = {}
+        # The token endpoint answers while this is set.
+        self.answers_token = asyncio.Event()
+        self.answers_token.set()
         self.requests: list[str] = []
         self.app = FastAPI()
         self._add_routes()
@@ -71,6 +75,7 @@ class OidcIssuer:
 
         @self.app.post("/token")
         async def token(request: Request) -> Response:
+            await self.answers_token.wait()
             form = dict(parse_qsl((await request.body()).decode()))
             asked = self._codes.pop(form.get("code", ""), None)
             challenge = base64.urlsafe_b64encode(hashlib.sha256(form["code_verifier"].encode()).digest())

@@ -250,6 +250,7 @@ class _RequestContext:
             state["is_still_allowed"] = functools.partial(
                 authenticator.is_still_allowed, identity, self._scope, self._headers
             )
+            state["check_failures"] = functools.partial(authenticator.failures.check, address)
             state["count_failure"] = functools.partial(authenticator.failures.count, address)
             state["forget_identity"] = authenticator.cache.remove
 

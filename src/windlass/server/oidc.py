@@ -2,8 +2,9 @@
 
 The browser keeps state, nonce and code verifier of its login in a short-lived cookie, so any server process can finish
 it. The ID token must be signed by a key of the issuer with an asymmetric algorithm, be meant for this client, carry the
-nonce of this login, and not have expired. Calls to the provider have a time limit and a size limit; its description and
-keys are cached, and an unknown key is looked up at most once per MIN_KEY_INTERVAL_S.
+nonce of this login, and not have expired. Calls to the provider have a time limit and a size limit, and at most
+MAX_EXCHANGES logins are finished at the same time. Its description and keys are cached, a failure to load the
+description for FAILURE_TTL_S, and an unknown key is looked up at most once per MIN_KEY_INTERVAL_S.
 """
 
 import asyncio
@@ -29,6 +30,10 @@ TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1 << 20
 DESCRIPTION_TTL_S = 600.0
 MIN_KEY_INTERVAL_S = 30.0
+# A provider that does not answer is not asked again before.
+FAILURE_TTL_S = 5.0
+# Anyone can call the callback with a made-up code, and each call is a request to the provider.
+MAX_EXCHANGES = 8
 log = structlog.get_logger(__name__)
 
 
@@ -38,6 +43,10 @@ class LoginRefused(Exception):
 
 class ProviderUnavailable(Exception):
     """The identity provider did not answer as it should."""
+
+
+class TooManyLogins(Exception):
+    """MAX_EXCHANGES logins are being finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +105,14 @@ class OidcClient:
         self._client_id = config.client_id
         self._redirect_url = redirect_url
         self._verify = verify
+        # Description and time of expiry.
         self._description: tuple[Mapping[str, Any], float] | None = None
+        self._failure: tuple[str, float] | None = None
         self._keys: tuple[Mapping[str, Any], float] | None = None
-        self._lock = asyncio.Lock()
+        self._describing, self._loading_keys = asyncio.Lock(), asyncio.Lock()
+        self._exchanges = asyncio.Semaphore(MAX_EXCHANGES)
+        # Loading the authorities takes tens of milliseconds of the event loop, so all calls use this context.
+        self._tls = httpx.create_ssl_context(trust_env=False)
 
     @property
     def is_https(self) -> bool:
@@ -125,12 +139,15 @@ class OidcClient:
         return f"{address}{'&' if '?' in address else '?'}{query}", pending
 
     async def finish(self, pending: PendingLogin | None, state: str, code: str, error: str) -> Person:
-        """Raises LoginRefused or ProviderUnavailable."""
+        """Raises LoginRefused, ProviderUnavailable or TooManyLogins."""
         if pending is None or not hmac.compare_digest(pending.state.encode(), state.encode()):
             raise LoginRefused("this login was not started in this browser, or took too long: start it again")
         if error or not code:
             raise LoginRefused("the identity provider did not authenticate you")
-        claims = await self._claims(await self._exchange(code, pending), pending)
+        if self._exchanges.locked():
+            raise TooManyLogins
+        async with self._exchanges:
+            claims = await self._claims(await self._exchange(code, pending), pending)
         role = role_of(self._config, claims)
         name = name_of(self._config, claims)
         if role is None:
@@ -170,16 +187,26 @@ class OidcClient:
         raise AssertionError("the second attempt returns or raises")
 
     async def _describe(self) -> Mapping[str, Any]:
-        async with self._lock:
+        async with self._describing:
             if self._description is None or time.monotonic() >= self._description[1]:
-                address = f"{self._issuer.rstrip('/')}/.well-known/openid-configuration"
-                found = await self._call("GET", address)
-                needed = ("authorization_endpoint", "token_endpoint", "jwks_uri")
-                # The issuer must say that it is the one that is configured, and use no weaker transport.
-                if found.get("issuer") != self._issuer or not all(self._is_usable(found.get(name)) for name in needed):
-                    raise ProviderUnavailable("its description does not belong to oidc.issuer")
+                # Also for the requests that waited for the lock: each would wait for the time limit again.
+                if self._failure is not None and time.monotonic() < self._failure[1]:
+                    raise ProviderUnavailable(self._failure[0])
+                try:
+                    found = await self._load_description()
+                except ProviderUnavailable as error:
+                    self._failure = str(error), time.monotonic() + FAILURE_TTL_S
+                    raise
                 self._description = found, time.monotonic() + DESCRIPTION_TTL_S
             return self._description[0]
+
+    async def _load_description(self) -> Mapping[str, Any]:
+        found = await self._call("GET", f"{self._issuer.rstrip('/')}/.well-known/openid-configuration")
+        needed = ("authorization_endpoint", "token_endpoint", "jwks_uri")
+        # The issuer must say that it is the one that is configured, and use no weaker transport.
+        if found.get("issuer") != self._issuer or not all(self._is_usable(found.get(name)) for name in needed):
+            raise ProviderUnavailable("its description does not belong to oidc.issuer")
+        return found
 
     def _is_usable(self, address: Any) -> bool:
         if not isinstance(address, str) or not urlsplit(address).netloc:
@@ -188,7 +215,7 @@ class OidcClient:
 
     async def _key_set(self, *, is_retry: bool) -> Mapping[str, Any]:
         description = await self._describe()
-        async with self._lock:
+        async with self._loading_keys:
             age_s = time.monotonic() - self._keys[1] if self._keys is not None else float("inf")
             if age_s > DESCRIPTION_TTL_S or (is_retry and age_s > MIN_KEY_INTERVAL_S):
                 found = await self._call("GET", str(description["jwks_uri"]))
@@ -202,7 +229,7 @@ class OidcClient:
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client,
+                httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S, verify=self._tls) as client,
                 client.stream(method, address, data=form) as response,
             ):
                 content = bytearray()

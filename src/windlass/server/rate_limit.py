@@ -68,6 +68,12 @@ class LeakyBuckets:
                 self._empty_at.popitem(last=False)
         return has_room
 
+    def has_room(self, caller: str) -> bool:
+        """Whether one event would fit. Counts nothing."""
+        now = self._clock()
+        step_s = self._interval_s / self._shares.get(caller, 1.0)
+        return max(self._empty_at.get(caller, now), now) + step_s <= now + self._burst_s
+
     def take_rates(self) -> dict[str, float]:
         """Events per second since the last call, of the callers above SHARED_PART of the limit."""
         now = self._clock()
@@ -81,15 +87,27 @@ class LeakyBuckets:
 
 
 class FailedLoginLimiter(LeakyBuckets):
-    """Answers 429 to an address that keeps sending wrong tokens or login links. Valid ones are never limited."""
+    """Answers 429 to an address that keeps sending wrong tokens or login links. Valid ones are never limited.
+
+    `check` limits all attempts of such an address, where already the attempt is expensive.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__("failure", FAILURE_INTERVAL_S, MAX_FAILURES * FAILURE_INTERVAL_S, clock)
 
     def count(self, address: str) -> None:
         if not self.add(address, is_counted_when_full=True):
-            message = "too many wrong tokens or links from this address: wait before the next attempt"
-            raise ApiError(429, http.TOO_MANY, message, retry_after_s=int(FAILURE_INTERVAL_S))
+            raise _too_many_failures()
+
+    def check(self, address: str) -> None:
+        """Counts nothing."""
+        if not self.has_room(address):
+            raise _too_many_failures()
+
+
+def _too_many_failures() -> ApiError:
+    message = "too many wrong tokens or links from this address: wait before the next attempt"
+    return ApiError(429, http.TOO_MANY, message, retry_after_s=int(FAILURE_INTERVAL_S))
 
 
 class RequestRateLimiter(LeakyBuckets):

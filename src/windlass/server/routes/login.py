@@ -2,7 +2,8 @@
 
 A link works once. A login at the provider starts at LOGIN_OIDC and returns to OIDC_CALLBACK. The session cookie is not
 readable by scripts and not sent by other sites; pages also prove themselves with a CSRF token. Addresses that keep
-sending made-up links get 429; a valid link is never refused.
+sending made-up links get 429; a valid link is never refused. Such an address cannot finish a login at the provider
+either, because each attempt is a request to the provider.
 """
 
 import asyncio
@@ -18,10 +19,10 @@ from windlass.ports import http
 from windlass.ports.auth import AuthStore
 from windlass.server.auth import MAX_LOOKUPS, anyone, check_csrf, session_cookie
 from windlass.server.context import AppContext
-from windlass.server.errors import ApiError, gone, unauthorized
+from windlass.server.errors import ApiError, gone, unauthorized, unavailable
 from windlass.server.forms import read_form
 from windlass.server.json_api import OPEN
-from windlass.server.oidc import LoginRefused, OidcClient, PendingLogin, ProviderUnavailable
+from windlass.server.oidc import LoginRefused, OidcClient, PendingLogin, ProviderUnavailable, TooManyLogins
 
 LOGIN = "/login"
 HTTPS = "https"
@@ -130,12 +131,15 @@ def _add_oidc_routes(router: APIRouter, client: OidcClient, store: AuthStore) ->
         code: Annotated[str, Query(max_length=4_000)] = "",
         error: Annotated[str, Query(max_length=200)] = "",
     ) -> Response:
+        request.state.check_failures()
         pending = PendingLogin.from_cookie(request.cookies.get(cookie))
         try:
             person = await client.finish(pending, state, code, error)
         except LoginRefused as refused:
             request.state.count_failure()
             raise unauthorized(str(refused)) from None
+        except TooManyLogins:
+            raise unavailable("too many logins at the same time: retry") from None
         except ProviderUnavailable as failed:
             raise _provider_unavailable(failed) from None
         session = new_token(SESSION_PREFIX, secrets.SystemRandom())
