@@ -1,14 +1,17 @@
 """TLS of the HTTP server: verification by workers, renewal without a restart, refusals."""
 
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from support.certificates import new_authority
 from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import BadInput, ConfigError
+from windlass.server import tls as tls_module
 from windlass.server.server import listen, serving
 from windlass.server.tls import ReloadingTls, TlsFiles
 from windlass.wiring.http_server import open_listener
@@ -68,12 +71,54 @@ async def test_renewed_certificate_is_used_without_restart(tmp_path: Path) -> No
         assert await asyncio.to_thread(serial_of, port, context) == first
         # A key that does not belong to the certificate yet: the old pair stays in use.
         authority.issue(tmp_path / "unused.pem", files.key)
-        assert not tls.reload_if_changed()
+        assert not await tls.reload_if_changed()
         assert await asyncio.to_thread(serial_of, port, context) == first
         second = authority.issue(files.certificate, files.key)
-        assert tls.reload_if_changed()
-        assert not tls.reload_if_changed()
+        assert await tls.reload_if_changed()
+        assert not await tls.reload_if_changed()
         assert await asyncio.to_thread(serial_of, port, context) == second
+
+
+async def test_context_in_use_changes_on_the_event_loop_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem")
+    new_authority().issue(files.certificate, files.key)
+    tls = ReloadingTls(files)
+    new_authority().issue(files.certificate, files.key)
+    loads: list[tuple[bool, bool]] = []
+    load_into = TlsFiles.load_into
+
+    def recorded_load(self: TlsFiles, context: ssl.SSLContext) -> None:
+        load_into(self, context)
+        loads.append((context is tls.context, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(TlsFiles, "load_into", recorded_load)
+    monkeypatch.setattr(tls_module, "CHECK_INTERVAL_S", 0.0)
+    watch = asyncio.create_task(tls.watch())
+    async with asyncio.timeout(30):
+        while len(loads) < 2:
+            await asyncio.sleep(0.01)
+    watch.cancel()
+    assert loads == [(False, False), (True, True)]
+
+
+async def test_unusable_renewal_is_logged_once_per_change(tmp_path: Path) -> None:
+    authority = new_authority()
+    files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem")
+    authority.issue(files.certificate, files.key)
+    tls = ReloadingTls(files)
+    with structlog.testing.capture_logs() as logs:
+        for _change in range(2):
+            authority.issue(tmp_path / "unused.pem", files.key)
+            for _check in range(3):
+                await tls.reload_if_changed()
+        files.key.unlink()
+        for _check in range(3):
+            await tls.reload_if_changed()
+        authority.issue(files.certificate, files.key)
+        assert await tls.reload_if_changed()
+    assert [line["event"] for line in logs] == [*["reload certificate failed"] * 3, "reloaded certificate"]
 
 
 @pytest.mark.parametrize(

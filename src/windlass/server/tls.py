@@ -2,7 +2,7 @@
 
 New connections use a renewed certificate within CHECK_INTERVAL_S, without a restart; open connections keep theirs. If
 the new files cannot be used (half written, or a key that does not match), the old certificate stays in use and the
-error is logged once per change.
+error is logged once per change. The context changes on the event loop only, so never during a handshake.
 """
 
 import asyncio
@@ -17,6 +17,8 @@ from windlass.model.errors import ConfigError
 # Certificates are renewed weeks before they expire, so this need not be short.
 CHECK_INTERVAL_S = 10.0
 log = structlog.get_logger(__name__)
+# Inode, time of the last write and size of each file.
+FilesVersion = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class TlsFiles:
     certificate: Path
     key: Path
 
-    def version(self) -> tuple[tuple[int, int, int], ...]:
+    def version(self) -> FilesVersion:
         """Changes when a file is written or replaced. Raises OSError."""
         found = [path.stat() for path in (self.certificate, self.key)]
         return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found)
@@ -40,6 +42,8 @@ class ReloadingTls:
     def __init__(self, files: TlsFiles) -> None:
         """Raises ConfigError if the files cannot be used."""
         self._files = files
+        # The version of the files, if they could be read, and the reason.
+        self._logged_failure: tuple[FilesVersion | None, str] | None = None
         try:
             self._version = files.version()
             self.context = _new_context()
@@ -54,21 +58,27 @@ class ReloadingTls:
         """Until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            await asyncio.to_thread(self.reload_if_changed)
+            await self.reload_if_changed()
 
-    def reload_if_changed(self) -> bool:
+    async def reload_if_changed(self) -> bool:
         """Whether a new certificate is in use now."""
+        version: FilesVersion | None = None
         try:
-            version = self._files.version()
+            version = await asyncio.to_thread(self._files.version)
             if version == self._version:
                 return False
             # On a context of its own first: a failure half-way would leave a certificate without its key.
-            self._files.load_into(_new_context())
+            await asyncio.to_thread(self._files.load_into, _new_context())
+            # On the event loop: a handshake in between would read a context that is being changed.
             self._files.load_into(self.context)
         except (OSError, ValueError) as error:
-            log.warning("reload certificate failed", certificate=str(self._files.certificate), error=_reason(error))
+            # Tried again at each check, because new permissions do not change the version.
+            failure = version, _reason(error)
+            if failure != self._logged_failure:
+                log.warning("reload certificate failed", certificate=str(self._files.certificate), error=failure[1])
+                self._logged_failure = failure
             return False
-        self._version = version
+        self._version, self._logged_failure = version, None
         log.info("reloaded certificate", certificate=str(self._files.certificate))
         return True
 
