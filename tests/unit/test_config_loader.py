@@ -109,6 +109,11 @@ def test_variables_of_other_programs_are_ignored(monkeypatch: pytest.MonkeyPatch
         pytest.param("[woker]\nlease_s = 3", "woker in windlass.toml is not a setting", id="an unknown section"),
         pytest.param("worker = 3", "worker (from windlass.toml)", id="a value where a section belongs"),
         pytest.param("max_payload_bytes = -1", "is -1: it must be greater than 0", id="a number out of range"),
+        pytest.param(
+            "max_payload_bytes = 67108865",
+            "must be less than or equal to 67108864",
+            id="larger than the database accepts",
+        ),
         pytest.param("max_payload_bytes = 'much'", "is 'much': this is not a whole number", id="a word"),
         pytest.param(
             "[fleet.a]\nmax_workers = 1", "fleet in windlass.toml is not a setting: did you mean fleets?", id="fleet"

@@ -1,6 +1,7 @@
 """Large bodies of workers: counted before they are decoded, few at the same time, decoded in one thread."""
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import AsyncIterator
@@ -12,9 +13,10 @@ import pytest
 
 from support.control_planes import InMemoryControlPlane, bearer, open_control_plane
 from windlass.model.errors import BadInput
+from windlass.model.task import MAX_PAYLOAD_BYTES_LIMIT
 from windlass.ports import http
 from windlass.server import worker_calls
-from windlass.server.request_body import MAX_LARGE_PER_WORKER, decode_body
+from windlass.server.request_body import MAX_BUFFERED_BYTES, MAX_LARGE_PER_WORKER, decode_body
 from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 
 LIMIT_S = 30.0
@@ -53,6 +55,16 @@ async def test_calls_with_as_many_items_as_allowed_are_accepted(plane: InMemoryC
     assert (finished.status_code, len(finished.json()["lost"])) == (200, http.MAX_FINISHED)
     beat = await plane.client.post(http.HEARTBEAT, content=heartbeat_body(http.MAX_HELD_CLAIMS), headers=headers)
     assert (beat.status_code, len(beat.json()["lost"])) == (200, http.MAX_HELD_CLAIMS)
+
+
+async def test_compressed_body_reserves_no_more_than_it_can_become(clock: Any) -> None:
+    headers = {"content-encoding": "gzip"}
+    async with open_control_plane(clock, max_payload_bytes=MAX_BUFFERED_BYTES) as plane:
+        small = gzip.compress(finish_body(10))
+        response = await plane.client.post(http.FINISH, content=small, headers=bearer(await plane.join()) | headers)
+        assert (response.status_code, len(response.json()["lost"])) == (200, 10)
+    # With the largest limit that can be configured, a compressed result of the maximum size fits too.
+    assert http.max_body_bytes(MAX_PAYLOAD_BYTES_LIMIT) + MAX_PAYLOAD_BYTES_LIMIT < MAX_BUFFERED_BYTES
 
 
 async def test_h4_one_worker_sends_few_large_bodies_at_a_time(plane: InMemoryControlPlane) -> None:

@@ -13,7 +13,7 @@ from windlass.model.fleet import MIN_INTERVAL_S, FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
 from windlass.model.oidc import OidcConfig
 from windlass.model.runpod import RUNPOD_ENDPOINT
-from windlass.model.task import MAX_PAYLOAD_BYTES, is_name
+from windlass.model.task import MAX_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES_LIMIT, is_name
 from windlass.model.urls import problem_of_control_plane_url, problem_of_mail_server, problem_of_web_address
 from windlass.model.worker import MAX_LEASE_S, MIN_LEASE_S
 
@@ -310,7 +310,10 @@ class Config(_Section):
         "RGRID_CONTROL_PLANE_IP", "Address of the control plane in a private network, for remote workers."
     )
     max_payload_bytes: int = Field(
-        default=MAX_PAYLOAD_BYTES, gt=0, description="Maximum size of a payload or result, as JSON."
+        default=MAX_PAYLOAD_BYTES,
+        gt=0,
+        le=MAX_PAYLOAD_BYTES_LIMIT,
+        description="Maximum size of a payload or result, as JSON. At most 64 MiB.",
     )
     retention: Retention = Retention()
     worker: WorkerConfig = WorkerConfig()

@@ -12,6 +12,8 @@ from windlass.model.errors import BadInput
 
 # Larger payloads and results belong into object storage, with their address in the task.
 MAX_PAYLOAD_BYTES = 1024 * 1024
+# Upper limit for the setting: what the functions of the database accept.
+MAX_PAYLOAD_BYTES_LIMIT = 64 * MAX_PAYLOAD_BYTES
 # The same rule as windlass_internal.is_name() in the database.
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,62}$"
 _NAME = re.compile(NAME_PATTERN)

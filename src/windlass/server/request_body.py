@@ -191,9 +191,9 @@ class BodyReader:
             self._taken_bytes = held_bytes
 
     async def _inflate(self, compressed: bytes) -> bytes:
-        # The size is not known before, so the limit is taken, and what was not used is given back.
+        # The size is not known before, so the most that it can be is taken, and what was not used is given back.
         before = self._taken_bytes
-        self._take(before + self._max_bytes)
+        self._take(before + min(self._max_bytes, _max_by_ratio(compressed)))
         content = await asyncio.to_thread(inflate, compressed, self._max_bytes)
         self._buffered.give_back(self._taken_bytes - before - len(content))
         self._taken_bytes = before + len(content)
@@ -211,7 +211,7 @@ def inflate(compressed: bytes, max_bytes: int) -> bytes:
     """Raises ApiError for data that is not gzip, too large, or compressed more than MAX_GZIP_RATIO times."""
     decompressor = zlib.decompressobj(_GZIP_WBITS)
     pieces, size_bytes, rest = [], 0, compressed
-    max_by_ratio = max(http.GZIP_RATIO_FREE_BYTES, http.MAX_GZIP_RATIO * len(compressed))
+    max_by_ratio = _max_by_ratio(compressed)
     piece = b"-"
     while (piece or rest) and not decompressor.eof:
         try:
@@ -229,3 +229,7 @@ def inflate(compressed: bytes, max_bytes: int) -> bytes:
     if not decompressor.eof or decompressor.unused_data:
         raise ApiError(400, http.BAD_INPUT, "the body is not valid gzip data, or not complete")
     return b"".join(pieces)
+
+
+def _max_by_ratio(compressed: bytes) -> int:
+    return max(http.GZIP_RATIO_FREE_BYTES, http.MAX_GZIP_RATIO * len(compressed))
