@@ -101,6 +101,25 @@ def test_idle_worker_drains_after_the_timeout_of_its_rank() -> None:
     assert decision.valid_until == 1240.0
 
 
+@pytest.mark.parametrize(
+    ("queued", "slots", "drained"),
+    [
+        pytest.param(0, 1, 180, id="without a queued task all idle workers drain"),
+        pytest.param(1, 1, 179, id="a queued task keeps one"),
+        pytest.param(5, 2, 177, id="five tasks for two slots keep three"),
+        pytest.param(180, 1, 0, id="a task for each keeps all"),
+    ],
+)
+def test_queued_tasks_keep_only_the_workers_they_need(queued: int, slots: int, drained: int) -> None:
+    given = load(
+        queued=queued, slots=slots, busy=20, running_ages_s=(5.0,) * 20 * slots, idle=[IdleWorker(5000.0)] * 180
+    )
+    decision = decide(given, AdaptiveMemory(), None, None)
+    assert decision.spawn == 0
+    # The least recently used first; the most recently used stay.
+    assert decision.drain == tuple(range(179, 179 - drained, -1))
+
+
 def test_billed_worker_drains_only_at_the_end_of_its_period() -> None:
     idle = (IdleWorker(900.0, 50.0), IdleWorker(900.0, 2000.0))
     given = load(idle=idle, billing_unit_s=3600, window_s=60.0)

@@ -11,6 +11,7 @@ drains in one cycle, and a worker that drains was idle for its whole timeout, so
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.policy import billing
@@ -66,10 +67,12 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
     memory = adaptive_keep.learn_gaps(load, memory, allowed, restart_s)
     floor, drain, valid_until = 0, list[int](), float("inf")
     timeout_s = adaptive_keep.timeout_s(memory, load.busy + 1, restart_s)
-    if load.idle and not spawn and not load.queued:
+    # Queued tasks will occupy the most recently used idle workers; the others may drain.
+    reserved = ceil(load.queued / load.slots)
+    if len(load.idle) > reserved and not spawn:
         patience = PATIENCE_WITH_PRICE if has_price else PATIENCE
         floor = 0 if is_long_unit else adaptive_keep.floor_of_workers(load, memory, goal_s, patience)
-        for position in range(len(load.idle) - 1, -1, -1):
+        for position in range(len(load.idle) - 1, reserved - 1, -1):
             rank = load.busy + position + 1
             if rank <= floor:
                 valid_until = load.now
