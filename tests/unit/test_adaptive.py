@@ -121,9 +121,9 @@ def test_queued_tasks_keep_only_the_workers_they_need(queued: int, slots: int, d
 
 
 def test_billed_worker_drains_only_at_the_end_of_its_period() -> None:
-    idle = (IdleWorker(900.0, 50.0), IdleWorker(900.0, 2000.0))
-    given = load(idle=idle, billing_unit_s=3600, window_s=60.0)
-    assert decide(given, AdaptiveMemory(), None, None).drain == (0,)
+    idle = (IdleWorker(900.0, 50.0, 60.0), IdleWorker(900.0, 2000.0, 60.0), IdleWorker(900.0, 300.0, 310.0))
+    given = load(idle=idle, billing_unit_s=3600)
+    assert decide(given, AdaptiveMemory(), None, None).drain == (2, 0)
 
 
 def test_floor_keeps_workers_for_a_steady_load() -> None:

@@ -87,10 +87,11 @@ def test_very_slow_cycles_ignore_billing_hours() -> None:
     assert drain.code == "IDLE"
 
 
-def test_windows_are_staggered_for_slow_deletions() -> None:
+@pytest.mark.parametrize("policy", [*POLICIES, "adaptive"])
+def test_windows_are_staggered_for_slow_deletions(policy: str) -> None:
     """A hundred deletions at one per three seconds take five minutes."""
     traits = replace(HOURLY, deletions_per_s=1 / 3)
-    config = fleet(max_workers=100, max_changes_per_cycle=100)
+    config = fleet(policy=policy, max_workers=100, max_changes_per_cycle=100)
 
     def going(lived: float) -> int:
         workers = [billed_worker(f"w{slot:02}", slot, lived) for slot in range(100)]

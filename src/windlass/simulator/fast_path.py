@@ -89,14 +89,13 @@ class AdaptiveController:
             oldest_queued_age_s=now - fleet.trace.arrivals[queue[0]] if queue else None,
             busy=busy,
             running_ages_s=ages,
-            idle=[IdleWorker(round(now - machine.idle_since, 6), billed_s(machine)) for machine in idle],
+            idle=[IdleWorker(round(now - machine.idle_since, 6), billed_s(machine), window_s) for machine in idle],
             starting_ages_s=[now - machine.requested_at for machine in fleet.booting.values()],
             durations_s=seen.durations.ordered,
             duration_mean_s=seen.durations.mean,
             boot_s=boots[len(boots) // 2] if boots else UNKNOWN_BOOT_S,
             assumed_duration_s=assumed_duration_s(has_long_units=has_windows, price=self._config.price_of_waiting),
             billing_unit_s=unit_s if has_windows else 1,
-            window_s=window_s,
             max_workers=self._config.max_workers,
         )
         return load, idle

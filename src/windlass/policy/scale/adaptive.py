@@ -15,6 +15,7 @@ from math import ceil
 
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.policy import billing
+from windlass.policy.derive import WorkerState
 from windlass.policy.scale import adaptive_keep
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s
 from windlass.policy.scale.adaptive_spawn import spawns_needed
@@ -79,7 +80,7 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
                 break
             worker = load.idle[position]
             if worker.billed_s is not None:
-                left_s = worker.billed_s - load.window_s
+                left_s = worker.billed_s - worker.window_s
                 if left_s > 0:
                     valid_until = min(valid_until, load.now + left_s)
                 elif not adaptive_keep.is_worth_next_unit(load, memory, rank, worker.idle_s, price or 0.0):
@@ -109,9 +110,12 @@ def adaptive(demand: Demand) -> ScalingDecision:
     boot_s = boots[len(boots) // 2] if boots else unknown_s
     durations = queue.durations_s
 
-    def billed_s(worker_id: str) -> float | None:
-        until = demand.billed_until.get(worker_id)
-        return None if until is None else (until - demand.now).total_seconds()
+    def idle_worker(state: WorkerState) -> IdleWorker:
+        idle_s, until = state.idle_s or 0.0, demand.billed_until.get(state.worker.id)
+        if until is None:
+            return IdleWorker(idle_s)
+        window_s = (until - demand.opens_at[state.worker.id]).total_seconds()
+        return IdleWorker(idle_s, (until - demand.now).total_seconds(), window_s)
 
     load = FleetLoad(
         now=now,
@@ -121,14 +125,13 @@ def adaptive(demand: Demand) -> ScalingDecision:
         oldest_queued_age_s=queue.oldest_queued_age_s,
         busy=len(busy),
         running_ages_s=ages,
-        idle=[IdleWorker(state.idle_s or 0.0, billed_s(state.worker.id)) for state in idle],
+        idle=[idle_worker(state) for state in idle],
         starting_ages_s=[(demand.now - state.worker.created_at).total_seconds() for state in demand.booting],
         durations_s=durations,
         duration_mean_s=queue.duration_mean_s,
         boot_s=boot_s,
         assumed_duration_s=assumed_duration_s(has_long_units=bool(demand.billed_until), price=fleet.price_of_waiting),
         billing_unit_s=demand.billing_unit_s,
-        window_s=demand.window_s,
         max_workers=fleet.max_workers,
         is_free=demand.is_free,
     )

@@ -22,6 +22,8 @@ class IdleWorker(NamedTuple):
     idle_s: float
     # Until the end of its billing period. None: periods are short.
     billed_s: float | None = None
+    # It may drain when this much of its billing period is left.
+    window_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -46,8 +48,6 @@ class FleetLoad:
     boot_s: float
     assumed_duration_s: float = ASSUMED_DURATION_S
     billing_unit_s: int = 1
-    # An idle worker of a fleet with long billing periods may drain when this much of its period is left.
-    window_s: float = 0.0
     max_workers: int = 100_000
     # Machines are processes of this host and cost nothing: no task has to wait for another's worker.
     is_free: bool = False

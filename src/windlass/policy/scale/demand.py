@@ -24,9 +24,10 @@ class Demand:
     # Worker id to the end of its billing period, where periods are long.
     billed_until: Mapping[str, datetime] = field(default_factory=dict)
     now: datetime = _NEVER
-    # Length of a billing period, and how long before its end an idle worker may drain.
+    # Worker id to when its termination window opens: from then on it may drain if it is idle.
+    opens_at: Mapping[str, datetime] = field(default_factory=dict)
+    # Length of a billing period.
     billing_unit_s: int = 1
-    window_s: float = 0.0
     # Machines are processes of this host.
     is_free: bool = False
     # What the policy kept from the last cycle.

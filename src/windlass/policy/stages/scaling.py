@@ -42,6 +42,7 @@ def scale(context: PlanningContext) -> list[Action]:
     ids = [state.worker.id for state in demand.idle[:most] if state.worker.id in windows]
     staggered = billing.stagger_windows(traits.billing_unit_s, [windows[id_] for id_ in ids], traits.deletions_per_s)
     windows |= dict(zip(ids, staggered, strict=True))
+    demand = replace(demand, opens_at={worker_id: window.opens for worker_id, window in windows.items()})
 
     proposal = POLICIES[context.fleet.policy](demand)
     is_over = proposal.is_over_capacity or len(staying) > context.fleet.max_workers
@@ -89,7 +90,6 @@ def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[
         billed_until={worker_id: window.boundary for worker_id, window in windows.items()},
         now=context.now,
         billing_unit_s=context.snapshot.traits.billing_unit_s if windows else 1,
-        window_s=max(((w.boundary - w.opens).total_seconds() for w in windows.values()), default=0.0),
         is_free=context.snapshot.traits.host is not None,
         memory=context.planner_state.scaling.adaptive,
     )
