@@ -38,6 +38,10 @@ def of_kind(actions: Any, *kinds: type[Any]) -> list[Any]:
         (SERVER, BootTimes(3, 300.0, 400.0), 800, 1600),
         (SERVER, BootTimes(50, 60.0, 80.0), 300, 1200),
         (POD, BootTimes(50, 700.0, 800.0), 1600, 3200),
+        # A boot that ended during an outage of ten hours.
+        (SERVER, BootTimes(3, 60.0, 36_000.0), 1800, 3600),
+        (POD, BootTimes(3, 60.0, 36_000.0), 2700, 5400),
+        (FleetConfig(handler="a:b"), BootTimes(3, 0.5, 36_000.0), 90, 180),
         (fleet(SERVER, spawn_timeout_s=90), BootTimes(50, 400.0, 400.0), 90, 180),
         (FleetConfig(handler="a:b"), BootTimes(50, 0.5, 0.9), 30, 60),
     ],

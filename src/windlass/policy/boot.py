@@ -5,7 +5,8 @@ running, it reports a step of its boot, it joins, its preparation begins. While 
 (allocation, image pull), only `total_s` applies, which also bounds a machine that reports progress without end.
 
 Without a setting, `stall_s` is twice the 99th percentile of the fleet's measured boots as soon as there are some, and
-a default of the provider before that.
+a default of the provider before that. It is at most MAX_DEFAULTS times that default: after an outage of the control
+plane a boot may look as long as the outage.
 
 Where a billing period is long, waiting costs nothing until the period ends: only `total_s` applies. A machine that
 takes longer is late. It is kept until shortly before its period ends, without counting as capacity: if it joins, it is
@@ -23,6 +24,8 @@ from windlass.policy import billing
 # Boots measured before they replace the default.
 MIN_MEASURED = 3
 MEASURED_FACTOR = 2.0
+# The most that measured boots set, in defaults of the provider. Longer than any boot within the default's total limit.
+MAX_DEFAULTS = 3.0
 # The total limit, in stall limits.
 TOTAL_FACTOR = 2.0
 
@@ -42,6 +45,7 @@ def boot_limit(fleet: FleetConfig, boots: BootTimes) -> BootLimit:
     stall_s = default_s
     if boots.p99_s is not None and boots.count >= MIN_MEASURED:
         stall_s = max(MEASURED_FACTOR * boots.p99_s, fleet.min_spawn_timeout_s)
+        stall_s = min(stall_s, MAX_DEFAULTS * default_s)
     # An image may have grown since the boots that were measured: a pull keeps the time of the default.
     return BootLimit(stall_s, TOTAL_FACTOR * max(stall_s, default_s))
 
