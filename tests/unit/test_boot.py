@@ -1,5 +1,6 @@
 """How long a machine may take to start: progress counts, measured boots replace the default, billed hours are used."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -114,6 +115,18 @@ def test_late_server_is_replaced_where_slots_are_free() -> None:
     seen = snapshot(late_server(1300, running_at=ago(1300)), machines=(running,), traits=HOURLY, queued=1)
     planned = plan(seen, fleet(SERVER, max_workers=2))
     assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [1]
+
+
+@pytest.mark.parametrize("policy", ["threshold", "adaptive"])
+def test_late_server_does_not_count_for_the_minimum(policy: str) -> None:
+    """The idle worker drained for it, and the next cycle spawned another."""
+    idle = replace(worker("w1", 1, created=3550), bill=Bill(Tariff(6_000, "EUR", 3600), ago(3550)))
+    late = late_server(1300, running_at=ago(1300))
+    machines = (machine(MachineState.RUNNING), Machine("m-w1", "w1", MachineState.RUNNING))
+    config = fleet(SERVER, policy=policy, max_workers=2, min_workers=1)
+    seen = snapshot(late, idle, machines=machines, traits=HOURLY, idle=900)
+    assert of_kind(plan(seen, config).actions, Drain, Spawn) == []
+    assert of_kind(plan(seen, fleet(config, min_workers=0)).actions, Drain) != []
 
 
 def test_many_late_servers_hold_the_fleet() -> None:

@@ -81,14 +81,14 @@ def _drainable_spare(
         return []
     if proposal.is_timed:
         # The policy decided which workers were idle for long enough, and when their billing period ends.
-        started = [state for state in staying if not state.is_booting]
+        started = [state for state in staying if not state.is_booting and not state.is_late]
         due = [state for state in proposal.spare if _is_window_open(context, windows.get(state.worker.id))]
         return due[: max(0, len(started) - fleet.min_workers)]
     if context.age_s(since) < fleet.scale_down_grace_s:
         return []
     # A starting worker was needed a moment ago, and demand may come back before it is ready: keep the others meanwhile.
     # Not where billing periods are long: a window lasts a few cycles, a boot lasts longer, and waiting costs a period.
-    started = [state for state in staying if not state.is_booting]
+    started = [state for state in staying if not state.is_booting and not state.is_late]
     is_any_new = any(context.age_s(state.worker.created_at) < fleet.spawn_grace_s for state in staying)
     if not windows and (len(started) < len(staying) or is_any_new):
         return []
