@@ -155,6 +155,20 @@ def test_memory_survives_storage_as_json() -> None:
     assert adapter.validate_json(adapter.dump_json(state)) == state
 
 
+def test_memory_from_before_the_clock_was_set_back_is_dropped() -> None:
+    records = (ArrivalRecord(4590.0, 5, 100.0),)
+    memory = AdaptiveMemory(4600.0, 3, 900.0, records, {1: 4500.0}, {1: (20.0,)}, {1: 30.0})
+    given = load(queued=1)
+    assert decide(given, memory, None, None) == decide(given, AdaptiveMemory(), None, None)
+
+
+def test_small_step_of_the_clock_learns_no_negative_gap() -> None:
+    memory = AdaptiveMemory(1000.5, 1, 900.0, unneeded_since={1: 1000.5}, timeouts={2: 30.0})
+    learned = decide(load(busy=1, running_ages_s=(0.0,)), memory, None, None).memory
+    assert learned.gaps == {1: (0.0,)}
+    assert learned.timeouts[2] == 30.0
+
+
 def test_decision_is_one_sentence_with_its_numbers() -> None:
     config = FleetConfig(policy="adaptive", max_workers=9)
     queue = QueueView(queued=2, durations_s=(600.0,) * 5, duration_mean_s=600.0, arrived=2, boots_s=(120.0,))

@@ -38,6 +38,8 @@ MIN_FREE_IDLE_S = 30.0
 # Before the first worker has booted.
 UNKNOWN_BOOT_S = 60.0
 UNKNOWN_PROCESS_START_S = 1.0
+# A memory from further in the future is dropped: the clock was set back, and its times would not pass for as long.
+MAX_CLOCK_STEP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
     late_slack_s = LATE_SLACK_LONG_UNIT_S if is_long_unit else LATE_SLACK_S
     if has_price or load.is_free:
         late_slack_s = 0.0
+    if memory.at is not None and memory.at > load.now + MAX_CLOCK_STEP_S:
+        memory = AdaptiveMemory()
     memory = adaptive_keep.observe(load, memory)
     spawn = spawns_needed(load, memory, goal_s, late_slack_s) if load.queued else 0
     allowed = max(0, min(spawn, load.max_workers - load.workers))

@@ -66,7 +66,7 @@ def learn_gaps(load: FleetLoad, memory: AdaptiveMemory, spawned: int, restart_s:
     if ended:
         gaps, timeouts = dict(gaps), dict(timeouts)
         for rank in ended:
-            gap_s = round(load.now - since.pop(rank), 3)
+            gap_s = max(0.0, round(load.now - since.pop(rank), 3))
             gaps[rank] = (*gaps.get(rank, ()), gap_s)[-GAPS_PER_RANK:]
             timeouts[rank] = cheapest_timeout_s(gaps[rank], restart_s)
     for rank in begun:
