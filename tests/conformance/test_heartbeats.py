@@ -29,12 +29,23 @@ async def test_heartbeat_stores_vitals(store: AnyStore, clock: Any) -> None:
 
 async def test_invalid_vitals_are_refused(store: AnyStore) -> None:
     await register(store, "w1")
-    for vitals in ({"pid": "many"}, {"load": float("nan")}):
+    deep: Any = 1
+    for _ in range(20):
+        deep = [deep]
+    for vitals in (
+        {"pid": "many"},
+        {"pid": True},
+        {"vram_total_mb": 10**400},
+        {"vram_used_mb": {"gpu": 1}},
+        {"load": float("nan")},
+        {"load": deep},
+    ):
         with pytest.raises(BadInput):
             await store.heartbeat("w1", (), vitals)
     worker = await store.worker("w1")
     assert worker is not None
     assert worker.last_heartbeat is None
+    await store.heartbeat("w1", (), {"load": deep[0]})
 
 
 async def test_heartbeat_reply_has_pause_and_status(store: AnyStore) -> None:

@@ -274,7 +274,8 @@ def _last_hour(report: StatusReport) -> str:
 
 
 def _ray_dashboards(report: StatusReport) -> list[str]:
-    return sorted({url for worker in report.workers if (url := worker.metadata.get("ray_dashboard"))})
+    reported = (worker.metadata.get("ray_dashboard") for worker in report.workers)
+    return sorted({url for url in reported if isinstance(url, str) and url})
 
 
 def _plain(report: StatusReport) -> dict[str, Any]:

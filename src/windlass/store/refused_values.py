@@ -19,7 +19,7 @@ _RULES = {
     "attempt_limit_check": "a task needs at least one attempt",
     "time_limit_s_check": "a time limit must be above 0 and at most ten years",
     "due_time_check": "a time must lie in the years 2 to 9998",
-    "worker_metadata_check": "the metadata of a worker must have at most 4,096 bytes",
+    "worker_metadata_check": "the metadata of a worker must be an object of at most 4,096 bytes and 20 levels",
     "workers_lease_s_check": "a lease must have 1 to 86,400 seconds",
     "workers_concurrency_check": "concurrency must be 1 to 10,000",
     "error_code_check": "an error code must have at most 100 characters",

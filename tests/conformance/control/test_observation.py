@@ -4,6 +4,8 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
+import pytest
+
 from support.control_actions import (
     ANN,
     FLEET,
@@ -37,6 +39,10 @@ from windlass.model.snapshot import (
 )
 from windlass.model.task import Finished, NewTask
 from windlass.model.worker import Registration, WorkerStatus
+
+
+def repr_of(value: Any) -> str:
+    return repr(value)[:12]
 
 
 async def test_first_observation_is_empty_and_creates_fleet(
@@ -273,6 +279,20 @@ async def test_snapshot_has_slot_restarts_within_window(store: ControlStores, cl
     (slot,) = (await ann.observe()).slots
     assert (slot.slot, slot.is_failed, slot.restarts) == (0, True, ())
     assert (await store.fleets())[0].failed_slots == (0,)
+
+
+@pytest.mark.parametrize(
+    "value", ["n/a", "Infinity", "5", 10**400, -(10**400), -1, 1e9 + 1, True, {"s": 5}, [5], None], ids=repr_of
+)
+async def test_unusable_report_of_a_worker_counts_as_unknown(store: ControlStores, ann: Leader, value: Any) -> None:
+    for worker_id in ("w1", "w2"):
+        await store.register(Registration(worker_id, ("a",), fleet="f"))
+    await store.heartbeat("w2", (), {"idle_s": 5, "storage_used_bytes": 7})
+    await store.heartbeat("w1", (), {"idle_s": value, "storage_used_bytes": value if value != -1 else "-1"})
+    snapshot = await ann.observe()
+    assert {view.id: view.idle_s for view in snapshot.workers} == {"w1": None, "w2": 5.0}
+    assert snapshot.storage is not None
+    assert snapshot.storage.worker_id == "w2"
 
 
 async def test_tasks_of_ended_workers_are_orphaned(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import islice, takewhile
+from typing import Any
 
 from support.memory_store.events import EventLog
 from support.memory_store.fleets import FleetRow
@@ -132,9 +133,14 @@ def _is_dispatcher(worker: MemoryWorker | None) -> bool:
     return worker is not None and worker.kind is WorkerKind.DISPATCHER
 
 
+def _reported_seconds(value: Any) -> float | None:
+    """As windlass_internal.reported_seconds."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value <= 1e9 else None
+
+
 def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
     spawned = worker.spawned
-    idle_s = worker.metadata.get("idle_s")
     return WorkerView(
         id=worker.id,
         slot=worker.slot,
@@ -146,7 +152,7 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
         last_heartbeat=worker.last_heartbeat,
         first_claimed_at=worker.first_claimed_at,
         terminating_at=spawned.terminating_at,
-        idle_s=float(idle_s) if idle_s is not None else None,
+        idle_s=_reported_seconds(worker.metadata.get("idle_s")),
         machine_id=spawned.machine_id,
         machine_at=spawned.machine_at,
         creation=spawned.creation,
@@ -247,7 +253,7 @@ def _storage(workers: Sequence[MemoryWorker]) -> StorageUse | None:
         for worker in workers
         if worker.status in LIVE and worker.last_heartbeat is not None
     ]
-    known = [(at, id_, used) for at, id_, used in values if isinstance(used, int) and not isinstance(used, bool)]
+    known = [(at, id_, used) for at, id_, used in values if type(used) is int and abs(used) < 10**18]
     newest = max(known, key=lambda each: each[:2], default=None)
     return None if newest is None else StorageUse(newest[1], newest[2], newest[0])
 

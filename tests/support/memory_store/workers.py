@@ -29,6 +29,7 @@ LEGAL_MOVES = {
 }
 
 _NUMBERED_VITALS = ("pid", "vram_total_mb", "vram_used_mb")
+_MAX_METADATA_LEVELS = 20
 
 
 @dataclass(slots=True)
@@ -194,9 +195,19 @@ def parse_vitals(vitals: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, A
         numbers = {name: int(str(value)) for name in _NUMBERED_VITALS if (value := rest.pop(name, None)) is not None}
     except ValueError as error:
         raise BadInput(f"sending a heartbeat: the vitals cannot be stored ({error}).") from None
+    if any(not -(2**31) <= number < 2**31 for number in numbers.values()):
+        raise BadInput("sending a heartbeat: a number is out of range.")
+    if levels_of(rest) > _MAX_METADATA_LEVELS:
+        raise BadInput(f"sending a heartbeat: vitals have at most {_MAX_METADATA_LEVELS} levels.")
     if size_bytes > MAX_METADATA_BYTES:
         raise BadInput(f"sending a heartbeat: vitals have at most {MAX_METADATA_BYTES} bytes, not {size_bytes}.")
     return numbers, rest
+
+
+def levels_of(value: Any) -> int:
+    """How deeply a JSON value is nested: 0 for a number."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(levels_of, inner), default=-1)
 
 
 def json_bytes(value: Any) -> int:

@@ -1,5 +1,16 @@
 -- Everything that a cycle observes.
 
+-- A duration from a worker's metadata, which is stored unchecked. Null unless it is a number from 0 to 1e9: a value that
+-- cannot be cast would stop the cycles of the whole fleet. Rounded, because 1e-400 cannot be cast either.
+create function windlass_internal.reported_seconds(p_value jsonb) returns double precision
+language sql immutable parallel safe
+as $$
+  select case
+    when jsonb_typeof(p_value) <> 'number' then null
+    when p_value::numeric between 0 and 1e9 then round(p_value::numeric, 30)::double precision
+  end
+$$;
+
 -- Everything that a cycle must know about a fleet, in one round trip; it also renews the lease. The first row has the
 -- header: JSON in the form of model/snapshot.py, or {"term": null} while another holder leads. Each further row is a
 -- worker that is not terminated, repeated for each of its running tasks: thousands of rows cost little more than
@@ -201,7 +212,7 @@ begin
   return query
     select
       null::json, w.id, w.slot, w.status, w.paused, w.concurrency, w.created_at, w.activated_at, w.last_heartbeat,
-      w.first_claimed_at, w.terminating_at, (w.metadata ->> 'idle_s')::double precision, w.machine_id, w.machine_at,
+      w.first_claimed_at, w.terminating_at, windlass_internal.reported_seconds(w.metadata -> 'idle_s'), w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.vram_lost_at, w.code, w.reason,
       w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
       w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
@@ -349,7 +360,7 @@ as $$
 $$;
 
 -- The newest report of a fleet's workers about the used space of their shared storage; null if there is none. It came
--- with a heartbeat, whose metadata is stored unchecked, so only whole numbers are accepted.
+-- with a heartbeat, whose metadata is stored unchecked, so only whole numbers of at most 18 digits are accepted.
 create function windlass_internal.observe_storage(p_fleet text) returns json
 language sql stable
 as $$
@@ -357,6 +368,6 @@ as $$
   from windlass.workers w
   where w.fleet = p_fleet
     and w.status in ('spawning', 'active', 'terminating') and w.last_heartbeat is not null
-    and (w.metadata -> 'storage_used_bytes')::text ~ '^-?[0-9]+$'
+    and (w.metadata -> 'storage_used_bytes')::text ~ '^-?[0-9]{1,18}$'
   order by w.last_heartbeat desc, w.id collate "C" desc limit 1
 $$;
