@@ -255,6 +255,24 @@ async def test_worker_cannot_create_a_fleet(hand: PostgresStores, connection: An
     assert not await connection.fetchval("select exists (select from windlass.fleets where name = 'mine')")
 
 
+async def test_known_worker_cannot_create_a_fleet(hand: PostgresStores, connection: Any) -> None:
+    await spawn(connection, "h1")
+    for fleet in ("mine", "default"):
+        await hand.register(Registration("h1", ("q",), fleet=fleet, host=f"host-{fleet}"))
+        assert await connection.fetchval("select host from windlass.workers where id = 'h1'") == f"host-{fleet}"
+    assert [row["name"] for row in await connection.fetch("select name from windlass.fleets")] == ["gpus"]
+
+
+@pytest.mark.parametrize("kind", [WorkerKind.DISPATCHER, WorkerKind.NODE])
+async def test_worker_cannot_take_over_an_expired_id_of_another_kind(
+    hand: PostgresStores, store: PostgresStores, connection: Any, kind: WorkerKind
+) -> None:
+    await store.register(Registration("d1", ("q",), kind=kind))
+    await connection.execute("update windlass.workers set created_at = now() - interval '1 hour'")
+    with pytest.raises(BadInput, match="belongs to another worker"):
+        await register(hand, "d1")
+
+
 async def test_worker_claims_only_from_its_queues(hand: PostgresStores, connection: Any, store: PostgresStores) -> None:
     await spawn(connection, "h1")
     await hand.register(Registration("h1", ("secret",)))

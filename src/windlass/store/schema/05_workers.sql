@@ -104,6 +104,7 @@ begin
       and v_before.status in ('spawning', 'active', 'terminating')
       and (
         v_before.slot is not null
+        or v_before.kind <> 'worker'
         or v_before.token_hash is not null -- of a worker over HTTP
         or coalesce(v_before.last_heartbeat, v_before.created_at)
           >= windlass.now() - make_interval(secs => v_before.lease_s)
@@ -116,13 +117,16 @@ begin
     if p_kind is distinct from 'worker' then
       raise exception 'only the control plane registers a %', p_kind using errcode = 'insufficient_privilege';
     end if;
-    if p_fleet <> 'default' and not exists (select from windlass.fleets f where f.name = p_fleet) then
+    if p_fleet is distinct from 'default' and not exists (select from windlass.fleets f where f.name = p_fleet) then
       raise exception 'fleet % not found: register in a fleet that exists', p_fleet
         using errcode = 'invalid_parameter_value';
     end if;
   end if;
 
-  insert into windlass.fleets (name) values (p_fleet) on conflict do nothing;
+  -- A known worker keeps its fleet, so another name must not create one.
+  if v_is_trusted or (p_fleet = 'default' and v_before.id is null) then
+    insert into windlass.fleets (name) values (p_fleet) on conflict do nothing;
+  end if;
 
   insert into windlass.workers as w (
     id, fleet, status, paused, queues, kind, concurrency, lease_s, activated_at, host, pid, version, start_id,
@@ -130,7 +134,7 @@ begin
   )
   select p_worker_id, p_fleet, 'active', f.paused, p_queues, p_kind, p_concurrency, p_lease_s, windlass.now(), p_host,
     p_pid, p_version, p_start_id, v_secret_hash
-  from windlass.fleets f where f.name = p_fleet
+  from windlass.fleets f where f.name = coalesce(v_before.fleet, p_fleet)
   on conflict (id) do update
     set queues = case when w.slot is null then excluded.queues else w.queues end,
         concurrency = case when w.slot is null then excluded.concurrency else w.concurrency end,
