@@ -26,13 +26,14 @@ from windlass.model.action import (
     Adopt,
     Delete,
     DeleteOrphan,
+    Drain,
     Fail,
     RaiseAlert,
     RecordPrice,
 )
 from windlass.model.cost import Bill, Tariff
 from windlass.model.machine import Machine, ProviderTraits
-from windlass.model.snapshot import Snapshot
+from windlass.model.snapshot import ProviderRefusal, Snapshot
 from windlass.policy.plan import plan
 
 # ------------------------------------------------------------------------------------------------------ reconciliation
@@ -342,3 +343,37 @@ def test_list_holds_persist_while_no_list_is_available(code: str) -> None:
 def test_orphan_hold_ends_without_a_list() -> None:
     state = {"orphans_held_since": ago(3600)}
     assert plan(snapshot(machines=None, state=state), LOCAL).hold is None
+
+
+# ----------------------------------------------------------------------------------------------------------- placement
+
+
+def test_excluded_place_drains_active_workers_and_fails_none() -> None:
+    """A person edited the data centers of a fleet with running tasks."""
+    views = [worker(f"w{n}", n, created=900, running=(task(n),) if n != 1 else ()) for n in range(4)]
+    listed = tuple(machine(view.id, misplaced="It is in US-KS-2") for view in views)
+    config = fleet(max_workers=4, max_changes_per_cycle=3)
+    seen = snapshot(*views, machines=listed, queued=9)
+    planned = plan(seen, config)
+    drains = of_kind(planned.actions, Drain)
+    assert [drain.worker_id for drain in drains] == ["w1", "w0", "w2"], "without a task first, no more than the limit"
+    assert {(drain.code, drain.reason) for drain in drains} == {("MISPLACED", "It is in US-KS-2")}
+    assert planned.decision == "drain 3 of 4 misplaced: It is in US-KS-2"
+    rest = plan(apply(planned, seen, config), config)
+    assert [drain.worker_id for drain in of_kind(rest.actions, Drain)] == ["w3"]
+    assert of_kind((*planned.actions, *rest.actions), Fail) == []
+
+
+def test_misplaced_spawning_worker_fails_at_once() -> None:
+    view = worker(status="spawning", heartbeat=None, created=5)
+    planned = plan(snapshot(view, machines=(machine("w0", misplaced="It is in US-KS-2"),), queued=1), LOCAL)
+    assert [fail.code for fail in of_kind(planned.actions, Fail)] == ["MISPLACED"]
+
+
+def test_misplaced_worker_drains_although_spawning_is_on_hold() -> None:
+    refusal = ProviderRefusal("DENIED", "no right", NOW)
+    listed = (machine("w0", misplaced="It is in US-KS-2"),)
+    seen = snapshot(worker(running=(task(),)), machines=listed, queued=9, refusal=refusal)
+    planned = plan(seen, fleet(max_workers=4))
+    assert planned.hold is not None
+    assert [drain.code for drain in of_kind(planned.actions, Drain)] == ["MISPLACED"]

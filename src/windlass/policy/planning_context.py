@@ -47,7 +47,7 @@ class PlanningContext:
     actions: list[Action]  # plan() appends what a stage returns; later stages read failed_ids, deleted_ids, FailSlot
     planner_state: PlannerState  # changed by remember, remember_in and hold
     alerts: dict[str, datetime]  # keys of the alerts whose condition holds, by alert and keep_alerts
-    is_cut_short: bool = False  # a limit postponed work to a later cycle: spawn_workers, drain_workers, delete_orphans
+    is_cut_short: bool = False  # a limit postponed work to a later cycle: spawning, draining, delete_orphans
     decision: str = ""  # written by scale
 
     # Facts that one stage finds out for another.

@@ -1,4 +1,4 @@
-"""Decides which workers drain: those above max_workers, over budget, idle and spare, or all when the fleet shuts down.
+"""Decides which workers drain: misplaced, above max_workers, over budget, idle and spare, or all at a shutdown.
 
 A draining worker claims no more tasks and finishes those it has. stages/termination.py then deletes its machine.
 """
@@ -6,8 +6,10 @@ A draining worker claims no more tasks and finishes those it has. stages/termina
 from datetime import timedelta
 
 from windlass.model.action import Action, Drain
+from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import HOUR, TerminationWindow
 from windlass.policy.derive import WorkerState
+from windlass.policy.placement import MISPLACED
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import Demand, ScalingDecision
 from windlass.policy.stages import budget
@@ -19,6 +21,26 @@ def drain_all(context: PlanningContext, staying: list[WorkerState]) -> list[Acti
     left = sum(state.is_managed for state in context.states.values())
     context.decision = f"shutting down: {left} left" + (f", drain {len(staying)}" if staying else "")
     return [Drain(state.worker.id, "SHUT_DOWN", "fleet is shut down") for state in staying]
+
+
+def drain_misplaced(context: PlanningContext, staying: list[WorkerState]) -> list[Action]:
+    """Active workers whose machine is no longer where the fleet wants it, those without a task first."""
+    if context.is_stopped:
+        return []
+    found = [
+        (state.has_active_task, Drain(state.worker.id, MISPLACED, own.misplaced))
+        for state in staying
+        if state.worker.status is WorkerStatus.ACTIVE
+        and (own := context.machine_of(state.worker)) is not None
+        and own.misplaced is not None
+    ]
+    found.sort(key=lambda pair: pair[0])
+    drains = [drain for _, drain in found[: context.fleet.max_changes_per_cycle]]
+    if drains:
+        # Their replacements, and other drains, follow in a later cycle, which no longer counts them as capacity.
+        context.is_cut_short = True
+        context.decision = f"drain {len(drains)} of {len(found)} misplaced: {drains[0].reason}"
+    return [*drains]
 
 
 def drain_workers(

@@ -17,7 +17,7 @@ from windlass.policy.billing import TerminationWindow
 from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import POLICIES, Demand, ScalingDecision
-from windlass.policy.stages.draining import drain_all, drain_workers
+from windlass.policy.stages.draining import drain_all, drain_misplaced, drain_workers
 from windlass.policy.stages.failure_rate import hold_on_failure_rate, hold_on_late_machines
 from windlass.policy.stages.provider_backoff import apply_provider_backoff
 from windlass.policy.stages.spawning import scaling_interval_left_s, spawn_workers
@@ -52,6 +52,8 @@ def scale(context: PlanningContext) -> list[Action]:
     if context.snapshot.is_shutting_down:
         return [*alerts, *drain_all(context, staying)]
     changes = spawn_workers(context, demand, staying, proposal)
+    # Even if spawns are postponed: a person may have excluded the place for legal reasons.
+    changes = changes or drain_misplaced(context, staying)
     # A fleet whose spawns are only postponed has no worker to spare, unless the budget forces it.
     if not changes and (not context.is_cut_short or context.over_budget_reason is not None):
         changes = drain_workers(context, demand, staying, proposal, windows)
