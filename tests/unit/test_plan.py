@@ -240,6 +240,48 @@ def test_alert_repeats_hourly_and_is_dropped_when_resolved() -> None:
     assert plan(well, GPU).planner_state.alerts == {}
 
 
+RENTED = ProviderTraits(is_remote=True)
+HOURS_6 = 6 * 3600
+
+
+def long_task_alerts(
+    running: RunningView,
+    config: FleetConfig = LOCAL,
+    traits: ProviderTraits = RENTED,
+    durations_s: tuple[float, ...] = (),
+) -> list[RaiseAlert]:
+    seen = snapshot(worker(created=10**6, running=(running,)), traits=traits)
+    planned = plan(replace(seen, queue=replace(seen.queue, durations_s=durations_s)), config)
+    assert of_kind(planned.actions, Fail) == []
+    return of_kind(planned.actions, RaiseAlert)
+
+
+def test_long_task_on_a_rented_machine_raises_one_alert() -> None:
+    (alert,) = long_task_alerts(task(7, started=HOURS_6 + 1))
+    assert (alert.code, alert.worker_id, alert.about) == ("TASK_LONG", "w0", "7")
+    assert alert.reason == "task 7 has been running on worker w0 since 2026-03-01 05:59 UTC"
+    assert long_task_alerts(task(7, started=HOURS_6)) == []
+    seen = snapshot(worker(created=10**6, running=(task(7, started=HOURS_6 + 1),)), traits=RENTED)
+    again = apply(plan(seen, LOCAL), seen, LOCAL)
+    assert plan(again, LOCAL).actions == ()
+    ended = replace(again, workers=(worker(created=10**6, running=(task(8),)),))
+    assert plan(ended, LOCAL).planner_state.alerts == {}, "it resolves with its task"
+
+
+def test_long_task_is_judged_by_recent_durations() -> None:
+    # One task of 200 took much longer than the others: it alone does not raise the limit.
+    usual = (*[3600.0] * 199, 90_000.0)
+    assert long_task_alerts(task(started=36_000), durations_s=usual) == []
+    assert [alert.code for alert in long_task_alerts(task(started=36_001), durations_s=usual)] == ["TASK_LONG"]
+    assert long_task_alerts(task(started=HOURS_6), durations_s=(5.0,)) == [], "never before six hours"
+
+
+def test_long_task_with_a_limit_or_on_an_own_machine_raises_no_alert() -> None:
+    assert long_task_alerts(task(started=HOURS_6 + 1, timeout_s=10**6)) == []
+    assert long_task_alerts(task(started=HOURS_6 + 1), fleet(stuck_timeout_s=10**6)) == []
+    assert long_task_alerts(task(started=HOURS_6 + 1), traits=ProviderTraits()) == []
+
+
 def test_all_workers_crashed_raises_alert() -> None:
     views = [worker(f"w{n}", n) for n in range(3)]
     planned = plan(snapshot(*views, machines=()), LOCAL)

@@ -71,6 +71,7 @@ ADVICE = {
     "STORAGE_NOT_GROWN": "check in the provider's console why the network volume does not grow: balance, limit, rights",
     "STORAGE_UNKNOWN": "check that the key may read the network volume and that workers mount it at volume_path",
     "TASKS_FAILING": "check the errors of its last tasks: the worker, the tasks, or the handler may be at fault",
+    "TASK_LONG": "check its worker: if the task hangs, terminate the worker; if not, set a timeout for such tasks",
     "TOO_MANY_DEAD": "check that workers can reach the database: they fell silent together",
     "TOO_MANY_ORPHANS": "check that this is the right database: it does not know these machines",
     "UNATTENDED": "check that the leader's windlass.toml has this fleet; without it, the fleet is shut down",

@@ -17,6 +17,10 @@ NEAR_MAX_SHARE = 0.8
 NEAR_MAX_WAIT_S = 300.0
 # A machine may take this long to disappear after its deletion was requested.
 DELETION_ALERT_S = 300.0
+# A task without any time limit is reported after this time, or after this many times the 99th percentile of recent
+# durations if that is longer. It may hang (a CUDA call that never returns) while heartbeats go on and it is billed.
+LONG_TASK_S = 6 * 3600.0
+LONG_TASK_FACTOR = 10
 
 
 def raise_warnings(context: PlanningContext) -> list[Action]:
@@ -45,6 +49,7 @@ def raise_warnings(context: PlanningContext) -> list[Action]:
     if context.snapshot.traits.is_remote and is_near_max:
         why = f"{spawned} of max_workers ({fleet.max_workers}) exist, and a task has been queued for {oldest_s:.0f} s"
         actions += context.alert("NEAR_MAX", why)
+    actions += _warn_of_long_tasks(context)
     actions += _warn_of_locked(context)
     actions += _warn_of_undeleted(context)
     actions += _warn_of_engine(context)
@@ -67,6 +72,24 @@ def _warn_of_slots(context: PlanningContext) -> list[Action]:
         if number not in failed and count >= FAILURES_TO_ALERT:
             why = f"{count} workers of slot {number} failed in {window_min:g} min"
             actions += context.alert("SLOT_RESTARTS", why, about=str(number))
+    return actions
+
+
+def _warn_of_long_tasks(context: PlanningContext) -> list[Action]:
+    """Tasks on rented machines that no limit ends. Not a failure: only a person knows how long a task may take."""
+    if not context.snapshot.traits.is_remote or context.fleet.stuck_timeout_s is not None:
+        return []
+    durations_s = context.snapshot.queue.durations_s
+    p99_s = durations_s[int(0.99 * len(durations_s))] if durations_s else 0.0
+    limit_s = max(LONG_TASK_S, LONG_TASK_FACTOR * p99_s)
+    failed_ids = context.failed_ids
+    actions: list[Action] = []
+    for worker in (state.worker for state in context.states.values() if state.is_managed):
+        for task in worker.running:
+            is_long = task.timeout_s is None and context.age_s(task.started_at) > limit_s
+            if is_long and worker.id not in failed_ids:
+                why = f"task {task.task_id} has been running on worker {worker.id} since {task.started_at:%F %H:%M} UTC"
+                actions += context.alert("TASK_LONG", why, about=str(task.task_id), worker_id=worker.id)
     return actions
 
 
