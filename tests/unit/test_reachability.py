@@ -11,6 +11,7 @@ from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import Quote
 from windlass.model.reachability import MachineNetwork, is_loopback_url, problem_of_reach
 from windlass.model.runpod import RunpodSettings
+from windlass.wiring import reachability
 from windlass.wiring.minimum_cost import cost_per_day
 from windlass.wiring.reachability import check_address, check_control_plane_url
 
@@ -72,6 +73,34 @@ async def test_unreadable_network_is_no_reason_to_refuse_an_address() -> None:
 def test_addresses_that_machines_can_reach(url: str, network: MachineNetwork, problem: str | None) -> None:
     found = problem_of_reach(url, network)
     assert found is None if problem is None else found is not None and problem in found
+
+
+DEFAULT_SERVER = FleetConfig(provider="hetzner", handler="a:b")
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    async def resolve(_host: str) -> list[str]:
+        return list(addresses)
+
+    monkeypatch.setattr(reachability, "_resolve", resolve)
+
+
+@pytest.mark.parametrize("url", ["https://203.0.114.9", "https://plane.example.com"])
+async def test_ipv4_only_control_plane_is_refused_by_default(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, "203.0.114.9")
+    config = config_of(DEFAULT_SERVER, {"url": url})
+    with pytest.raises(ConfigError, match=r"needs a public IPv4 address.*Set hetzner\.is_ipv4_on = true"):
+        await check_control_plane_url(config, range_of_network)
+    (found,) = [each async for each in check_address(config)]
+    assert found.is_error and "hetzner.is_ipv4_on = true" in found.message
+
+
+async def test_control_plane_with_ipv6_or_servers_with_ipv4_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, "203.0.114.9", "2a01:4f8::1")
+    await check_control_plane_url(config_of(DEFAULT_SERVER, {"url": "https://plane.example.com"}), range_of_network)
+    resolve_to(monkeypatch, "203.0.114.9")
+    paid = DEFAULT_SERVER.model_copy(update={"hetzner": HetznerSettings(is_ipv4_on=True)})
+    await check_control_plane_url(config_of(paid, {"url": "https://plane.example.com"}), range_of_network)
 
 
 def test_loopback_urls_are_recognised() -> None:
