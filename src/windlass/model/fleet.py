@@ -182,8 +182,8 @@ class FleetConfig(BaseModel):
     spawn_timeout_s: float | None = _setting(
         None,
         "Time without progress after which a starting machine has failed; twice this in total. Unset: twice the 99th "
-        "percentile of the fleet's own boots; before three are measured 30 s on this host, 600 s on Hetzner, 900 s on "
-        "Runpod.",
+        "percentile of the fleet's own boots, at most three times the default; the default, until three are measured: "
+        "30 s on this host, 600 s on Hetzner, 900 s on Runpod.",
         env="SPAWNING_TIMEOUT_SEC",
         gt=0,
     )
