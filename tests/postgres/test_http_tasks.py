@@ -116,3 +116,25 @@ async def test_viewers_and_pages_do_not_see_redacted_parts(dsn: str) -> None:
         # A search does not tell what a payload contains.
         await api.store.enqueue(new_task("a", {"prompt": "a lighthouse"}))
         assert (await viewer.get(f"{API}/tasks", params={"search": "lighthouse"})).json()["items"] == []
+
+
+async def test_search_for_errors_does_not_tell_redacted_parts(dsn: str) -> None:
+    async with open_api(dsn, privacy=privacy_of([(("a",), ("$.prompt",))])) as api:
+        await api.store.register(Registration("w", ("a", "b")))
+        for queue in ("a", "b"):
+            task_id = await api.store.enqueue(new_task(queue, {"prompt": PRIVATE}, max_attempts=1))
+            (claim,) = await api.store.claim("w", [queue])
+            await api.store.fail("w", task_id, claim.token, f"ValueError: {PRIVATE}", retry=False)
+        viewer, browser = await api.client_as(Role.VIEWER), await api.browser()
+
+        async def queues_found(search: str) -> list[str]:
+            found = (await viewer.get(f"{API}/errors", params={"search": search})).json()["items"]
+            return sorted(error["queue"] for error in found)
+
+        assert await queues_found(PRIVATE) == ["b"]
+        assert await queues_found("HANDLER_ERROR") == ["a", "b"]
+        counted = await api.store.task_error_counts(since_s=3_600, search=PRIVATE, unsearched_queues=["a"])
+        assert (counted.errors, counted.tasks) == (1, 1)
+        page = await browser.get("/errors", params={"search": PRIVATE, "queue": "a"})
+        assert page.status_code == 200
+        assert f"/tasks/{task_id - 1}" not in page.text

@@ -159,9 +159,9 @@ async def test_searches_use_indexes_on_large_tables(store: PostgresStores, sql: 
     plans = {
         "tasks_newest": (None, "boom", 50, 5_000, None, []),
         "tasks_complete": (None, "boom", 50, 5_000, None, None, None, []),
-        "task_errors": (3_600.0, None, None, "boom", 50, 5_000, None, None, 200),
+        "task_errors": (3_600.0, None, None, "boom", 50, 5_000, None, None, 200, []),
         "task_errors_end": (3_600.0, 5_000, None, None),
-        "task_error_counts": (3_600.0, None, None, "boom", 10_000),
+        "task_error_counts": (3_600.0, None, None, "boom", 10_000, []),
     }
     for name, arguments in plans.items():
         plan = "\n".join(row[0] for row in await sql.fetch(f"explain {task_lists.QUERIES[name]}", *arguments))

@@ -99,13 +99,23 @@ class QueryStore(DatabaseClock, Protocol):
         queue: str | None = None,
         worker_id: str | None = None,
         search: str | None = None,
+        unsearched_queues: Sequence[str] = (),
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TaskError]:
-        """Failed attempts of the last `since_s` seconds, newest first. `search`: an error code or part of an error."""
+        """Failed attempts of the last `since_s` seconds, newest first. `search`: an error code or part of an error.
+
+        Errors of `unsearched_queues` are found by their code only, and so are those of purged tasks if there are any.
+        """
 
     async def task_error_counts(
-        self, *, since_s: float, queue: str | None = None, worker_id: str | None = None, search: str | None = None
+        self,
+        *,
+        since_s: float,
+        queue: str | None = None,
+        worker_id: str | None = None,
+        search: str | None = None,
+        unsearched_queues: Sequence[str] = (),
     ) -> ErrorCounts:
         """Of the same attempts as `task_errors`, at most MAX_COUNTED_ERRORS."""
 

@@ -63,6 +63,7 @@ class PostgresTaskLists(DatabaseStore):
         queue: str | None = None,
         worker_id: str | None = None,
         search: str | None = None,
+        unsearched_queues: Sequence[str] = (),
         limit: int = 50,
         cursor: str | None = None,
     ) -> Page[TaskError]:
@@ -79,7 +80,14 @@ class PostgresTaskLists(DatabaseStore):
             while True:
                 wanted = limit - len(rows)
                 rows += await connection.fetch(
-                    QUERIES["task_errors"], since_s, *filters, wanted, scan, *after, PREVIEW_CHARACTERS
+                    QUERIES["task_errors"],
+                    since_s,
+                    *filters,
+                    wanted,
+                    scan,
+                    *after,
+                    PREVIEW_CHARACTERS,
+                    unsearched_queues,
                 )
                 if len(rows) == limit or not is_search:
                     break
@@ -90,7 +98,13 @@ class PostgresTaskLists(DatabaseStore):
         return Page(tuple(map(_task_error, rows)), next_cursor(rows, limit, end, key=("at", "id")))
 
     async def task_error_counts(
-        self, *, since_s: float, queue: str | None = None, worker_id: str | None = None, search: str | None = None
+        self,
+        *,
+        since_s: float,
+        queue: str | None = None,
+        worker_id: str | None = None,
+        search: str | None = None,
+        unsearched_queues: Sequence[str] = (),
     ) -> ErrorCounts:
         rows = await self._database.fetch(
             "counting errors",
@@ -100,6 +114,7 @@ class PostgresTaskLists(DatabaseStore):
             worker_id,
             search.strip() or None if search is not None else None,
             MAX_COUNTED_ERRORS,
+            unsearched_queues,
         )
         # `grouping` tells a group of rows without a worker from a group by error code.
         by_worker = [ErrorCount(row["worker_id"], row["errors"]) for row in rows if row["level"] == 1]

@@ -1,5 +1,5 @@
 -- Named queries of lists of tasks and of failed attempts. Each reads a bounded number of rows.
--- Searches do not read payloads of the queues in the last parameter.
+-- Searches do not read payloads of the queues in the last parameter; those of failed attempts do not read their errors.
 -- The planner needs the literal status to use a partial index, so `tasks_{complete|failed}` is one query per status.
 
 -- name: running_tasks_of
@@ -173,7 +173,11 @@ from (
 left join windlass.tasks t on t.id = f.task_id
 left join windlass.workers w on w.id = f.worker_id
 where ($2::text is null or t.queue = $2) and ($3::text is null or f.worker_id = $3)
-  and ($4::text is null or windlass_internal.matches_error(f.detail ->> 'error_code', f.detail ->> 'error', $4))
+  and (
+    $4::text is null or windlass_internal.matches_error(
+      f.detail ->> 'error_code', case when t.queue <> all ($10::text[]) then f.detail ->> 'error' end, $4
+    )
+  )
 order by f.at desc, f.id desc limit $5;
 
 -- name: task_errors_end
@@ -197,6 +201,10 @@ from (
 ) as f
 left join windlass.tasks t on t.id = f.task_id
 where ($2::text is null or t.queue = $2) and ($3::text is null or f.worker_id = $3)
-  and ($4::text is null or windlass_internal.matches_error(f.detail ->> 'error_code', f.detail ->> 'error', $4))
+  and (
+    $4::text is null or windlass_internal.matches_error(
+      f.detail ->> 'error_code', case when t.queue <> all ($6::text[]) then f.detail ->> 'error' end, $4
+    )
+  )
 group by grouping sets ((f.worker_id), (f.detail ->> 'error_code'), ())
 order by errors desc limit 1000;

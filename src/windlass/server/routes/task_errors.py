@@ -23,7 +23,7 @@ from windlass.server.json_api import (
 )
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
-from windlass.server.payload_previews import without_private_parts
+from windlass.server.payload_previews import unsearched_queues, without_private_parts
 
 # Events are kept for a month by default.
 MAX_SINCE_S = 400 * 86_400.0
@@ -49,7 +49,13 @@ def routes(context: AppContext) -> APIRouter:
         """Newest first, also of tasks that were retried and completed since."""
         queue = filter_in_scope(queue, scope.queues, scope, "queue")
         page = await store.task_errors(
-            since_s=since_s, queue=queue, worker_id=worker_id, search=search, limit=limit, cursor=cursor
+            since_s=since_s,
+            queue=queue,
+            worker_id=worker_id,
+            search=search,
+            unsearched_queues=unsearched_queues(context.privacy),
+            limit=limit,
+            cursor=cursor,
         )
         return _errors(page_response(page, without_private_parts(context.privacy, page.rows)))
 
@@ -69,11 +75,16 @@ def routes(context: AppContext) -> APIRouter:
             queue=queue or None,
             worker_id=worker or None,
             search=search or None,
+            unsearched_queues=unsearched_queues(context.privacy),
             limit=PAGE_ROWS,
             cursor=cursor,
         )
         counts = await store.task_error_counts(
-            since_s=since_s, queue=queue or None, worker_id=worker or None, search=search or None
+            since_s=since_s,
+            queue=queue or None,
+            worker_id=worker or None,
+            search=search or None,
+            unsearched_queues=unsearched_queues(context.privacy),
         )
         overview = await context.overview_feed.overview()
         shown = task_errors_page(
