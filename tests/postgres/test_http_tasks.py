@@ -102,6 +102,10 @@ async def test_viewers_and_pages_do_not_see_redacted_parts(dsn: str) -> None:
         assert seen.json()["payload"] == {"prompt": HIDDEN, "size": 3}
         assert "ValueError" in seen.json()["error"]
         assert PRIVATE not in seen.text
+        explained = await viewer.get(f"{API}/explain/{task_id}")
+        assert "ValueError" in explained.text
+        assert PRIVATE not in explained.text
+        assert PRIVATE in (await operator.get(f"{API}/explain/{task_id}")).text
         page = (await (await api.browser()).get(f"/tasks/{task_id}")).text
         assert "size" in page
         assert PRIVATE not in page

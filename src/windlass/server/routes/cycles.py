@@ -18,10 +18,12 @@ from windlass.dashboard.cycles import (
     replay_options,
 )
 from windlass.model.action import actions_to_plain
+from windlass.model.auth import Role
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.errors import BadInput
 from windlass.model.fleet_changes import with_changes
 from windlass.model.overview import FleetOverview
+from windlass.model.task import MAX_TASK_ID
 from windlass.policy.plan import plan
 from windlass.ports.queries import QueryStore
 from windlass.server.context import AppContext
@@ -147,14 +149,24 @@ def _add_json_routes(viewer: APIRouter, context: AppContext) -> None:
         return _replay(await context.executor.run(functools.partial(_replay_with, stored, setting or [])))
 
     @viewer.get("/explain/{subject}", **documented(ExplanationResponse, "Explain a state"))
-    async def explain(subject: Annotated[str, Path(max_length=200)]) -> Response:
+    async def explain(request: Request, subject: Annotated[str, Path(max_length=200)]) -> Response:
         """Why a task (by id), a worker or a fleet is in its current state."""
+        could_be_task = subject.isascii() and subject.isdigit() and len(subject) <= len(str(MAX_TASK_ID))
+        is_redacted = could_be_task and int(subject) <= MAX_TASK_ID and request.state.caller.role is Role.VIEWER
+        # Before it is explained: after that it may be purged.
+        task = await store.task(int(subject)) if is_redacted else None
         try:
             explanation = await context.control.explain(subject)
         except BadInput as error:
             raise not_found(str(error)) from None
-        history = [HistoryEntry(at, what) for at, what in explanation.history]
-        return _explanation(ExplanationResponse(explanation.answer, history))
+
+        def hide(text: str) -> str:
+            if task is None:
+                return text
+            return context.privacy.redact_text(task.queue, text, task.payload, task.result) or ""
+
+        history = [HistoryEntry(at, hide(what)) for at, what in explanation.history]
+        return _explanation(ExplanationResponse([hide(line) for line in explanation.answer], history))
 
 
 def _replay_with(stored: CycleDetail, changes: list[str]) -> ReplayResponse:
