@@ -89,14 +89,25 @@ class ProcessLink:
     def __init__(self) -> None:
         self.reload_requested = asyncio.Event()
         self.stop_requested = asyncio.Event()
-        # Receive each stop, also repeated ones, and each new configuration.
+        # Receives each stop, also repeated ones.
         self.on_stop: Callable[[], None] | None = None
-        self.on_config: Callable[[Config], None] = lambda _config: None
+        self._config: Config | None = None
+        self._on_config: Callable[[Config], None] = lambda _config: None
 
     def stop(self) -> None:
         self.stop_requested.set()
         if self.on_stop is not None:
             self.on_stop()
+
+    def set_config(self, config: Config) -> None:
+        self._config = config
+        self._on_config(config)
+
+    def receive_configs(self, on_config: Callable[[Config], None]) -> None:
+        """Give each new configuration to `on_config`, also one that came while the process started."""
+        self._on_config = on_config
+        if self._config is not None:
+            on_config(self._config)
 
     def send(self, *message: Any) -> None:
         """Send a message to the supervisor. Never blocks."""
@@ -159,7 +170,7 @@ class SupervisorLink(ProcessLink):
             case ("reload",):
                 self.reload_requested.set()
             case ("config", config):
-                self.on_config(config)
+                self.set_config(config)
 
 
 ProcessMain = Callable[[ProcessLink, StartOrder], Coroutine[Any, Any, None]]

@@ -154,7 +154,7 @@ async def run_server(
             options.on_config(changed)
             control.set_config(changed)
 
-        link.on_config = set_config
+        link.receive_configs(set_config)
         overview_feed = OverviewFeed(user_store, lambda: control.fleet_names)
         counters = CounterBuffer()
         url = browser_url(config, listener.getsockname()[1])
