@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 
 from support.worker_harness import PATIENCE_S, is_alive, until
+from windlass.model.config import Config
+from windlass.model.process import ProcessKind
+from windlass.wiring.process_link import MessageReader, ProcessLink, StartOrder
+from windlass.wiring.supervised_process import ProcessRole, SupervisedProcess
 
 # Each process writes when it starts and stops. `MEMORY` is the limit of the first role in bytes.
 SCRIPT = """
@@ -36,21 +41,43 @@ async def serve(link, order):
         os._exit(7)
     link.on_stop = lambda: None
     link.send("ready")
+    open("server-is-ready", "w").close()
     await link.stop_requested.wait()
     say("stopped")
 
 async def fail(link, order):
     raise ConfigError("the port is closed. Open it.")
 
+async def control(link, order):
+    if "fatal" in sys.argv:
+        while not os.path.exists("server-is-ready"):
+            await asyncio.sleep(0.01)
+        raise ConfigError("the cluster is away. Start it.")
+    say(f"control-{order.reason}")
+    if order.reason is None:
+        link.send("ready")
+        os._exit(7)
+    while "starting" in sys.argv and not os.path.exists("go"):
+        await asyncio.sleep(0.01)
+    link.on_stop = lambda: say("shut-down")
+    link.send("ready")
+    await link.stop_requested.wait()
+
+if "absent" in sys.argv:
+    supervisor.Backoff.next_delay_s = lambda self: 3600.0
 memory = 1 if "memory" in sys.argv else None
 role = ProcessRole(ProcessKind.SERVER, 0, fail if "fail" in sys.argv else serve, 5.0, memory)
-code = supervisor.Supervisor([role], Config(), reload=Config, terminal=ControllingTerminal()).run()
+roles = [role]
+if {"absent", "starting", "fatal"} & set(sys.argv):
+    roles.insert(0, ProcessRole(ProcessKind.CONTROL, 0, control, 5.0))
+code = supervisor.Supervisor(roles, Config(), reload=Config, terminal=ControllingTerminal()).run()
 say(f"ended-{code}")
 """
 
 
 class SupervisedScript:
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._out = folder / "out"
         (folder / "script.py").write_text(SCRIPT)
         self._script = folder / "script.py"
@@ -58,7 +85,9 @@ class SupervisedScript:
 
     def start(self, case: str) -> None:
         with self._out.open("wb") as out:
-            self.process = subprocess.Popen([sys.executable, str(self._script), case], stdout=out, stderr=out)
+            self.process = subprocess.Popen(
+                [sys.executable, str(self._script), case], stdout=out, stderr=out, cwd=self.folder
+            )
 
     def lines(self) -> list[tuple[str, int]]:
         """What the processes wrote, with their pids."""
@@ -121,3 +150,60 @@ async def test_first_process_that_cannot_start_ends_the_program(script: Supervis
     script.start("fail")
     assert await script.until_ended() == 1
     assert script.text().splitlines()[-1].endswith("ProcessFailed: the port is closed. Open it.")
+
+
+async def test_stop_without_control_process_starts_one_that_shuts_down(script: SupervisedScript) -> None:
+    script.start("absent")
+    await until(lambda: '"process exited"' in script.text(), "the end of the control process", 3 * PATIENCE_S)
+    assert script.process is not None
+    script.process.send_signal(signal.SIGTERM)
+    assert await script.until_ended() == 0
+    lines = [what for what, _ in script.lines()]
+    assert lines.index("control-exited") < lines.index("shut-down") < lines.index("ended-0")
+
+
+async def test_stop_waits_for_a_control_process_that_restarts(script: SupervisedScript) -> None:
+    script.start("starting")
+    await script.until_line("control-exited")
+    assert script.process is not None
+    script.process.send_signal(signal.SIGTERM)
+    (script.folder / "go").touch()
+    assert await script.until_ended() == 0
+    lines = [what for what, _ in script.lines()]
+    assert lines.count("shut-down") == 1
+    assert lines[-1] == "ended-0"
+
+
+async def test_fatal_start_of_control_process_ends_the_program_with_servers(script: SupervisedScript) -> None:
+    script.start("fatal")
+    assert await script.until_ended() == 1
+    assert script.text().splitlines()[-1].endswith("ProcessFailed: the cluster is away. Start it.")
+
+
+def test_configuration_of_a_starting_process_is_not_lost() -> None:
+    link, received = ProcessLink(), list[Config]()
+    first, second = Config(max_payload_bytes=1_000), Config(max_payload_bytes=2_000)
+    link.set_config(first)
+    link.receive_configs(received.append)
+    link.set_config(second)
+    assert received == [first, second]
+
+
+def test_messages_longer_than_the_socket_buffer_arrive_whole() -> None:
+    async def main(link: ProcessLink, order: StartOrder) -> None: ...
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        role = ProcessRole(ProcessKind.SERVER, 0, main, 5.0)
+        process, reader = SupervisedProcess(role, 0, ours, StartOrder(Config())), MessageReader()
+        sent = [("config", "a" * 4_000_000), ("stop",)]
+        for message in sent:
+            process.send(*message)
+        received = list[tuple[object, ...]]()
+        theirs.settimeout(PATIENCE_S)
+        while len(received) < len(sent):
+            received += reader.feed(theirs.recv(1 << 16))
+            process.flush()
+        assert received == sent
+        assert not process.outgoing

@@ -9,7 +9,6 @@ installed meanwhile. The supervisor therefore has no event loop and opens no con
 """
 
 import contextlib
-import errno
 import os
 import selectors
 import signal
@@ -28,17 +27,11 @@ from windlass.model.process import ProcessKind
 from windlass.model.worker import SAME_SIGNAL_S
 from windlass.retry import Backoff
 from windlass.wiring.process_link import EXIT_DEFECT, StartOrder, run_process
-from windlass.wiring.supervised_process import ProcessRole, SupervisedProcess
+from windlass.wiring.supervised_process import TICK_S, ProcessRole, SupervisedProcess
 from windlass.wiring.terminal import SETTLE_S, ControllingTerminal
 from windlass.worker.nonblocking_stderr import standard_error
 from windlass.worker.process import describe_exit
 
-# Silence is counted in ticks of the supervisor, so that a time in which the host was suspended does not count.
-TICK_S = 0.25
-# A process that waits for a CPU or a disk may be silent for this many times its limit.
-BUSY_FACTOR = 4
-# Until the first message of a process.
-START_LIMIT_S = 60.0
 # A process that ran for this long has started well: its next exit counts as the first failure.
 HEALTHY_AFTER_S = 10.0
 MEMORY_CHECK_INTERVAL_S = 2.0
@@ -47,7 +40,7 @@ MEMORY_PAUSE_S = 60.0
 # For a server that stops: its requests have a time limit of their own, which is shorter.
 SERVER_STOP_S = 15.0
 READ_BYTES = 1 << 16
-_BUSY = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+NOT_SHUT_DOWN = "machines may still run and cost money: start `windlass up` again, then stop it"
 log = structlog.get_logger("windlass.supervisor")
 
 
@@ -83,6 +76,8 @@ class Supervisor:
         self._is_reload_pending = False
         self._stops = 0
         self._first_stop_at = float("-inf")
+        # A control process that fails while it stops is replaced once.
+        self._is_stop_repeated = False
         self._exit_code: int | None = None
         self._failure: tuple[str, bool] | None = None
         self._signals: list[int] = []
@@ -162,19 +157,45 @@ class Supervisor:
         elif now < self._first_stop_at + SAME_SIGNAL_S:
             return  # one Ctrl-C may arrive several times: from the terminal, and forwarded by a parent process
         self._stops += 1
+        if self._has_control and self._exit_code is None:
+            self._stop_control()
+            return
         self._due.clear()
-        control = self._of_kind(ProcessKind.CONTROL)
-        if control:
-            # The servers go on: remote workers that finish their tasks need them.
-            for process in control:
-                process.is_stopping = True
-                process.send("stop")
-        elif self._stops == 1:
+        if self._stops == 1:
             self._stop_servers()
         else:
             self._kill_all()
-        if self._exit_code is None and not control:
+        if self._exit_code is None:
             self._exit_code = 0
+
+    def _stop_control(self) -> None:
+        """The servers go on, and failed ones are replaced: remote workers that finish their tasks need them."""
+        control = self._of_kind(ProcessKind.CONTROL)
+        for process in control:
+            self._add_stop(process)
+        waiting = [role for role in self._due if role.kind is ProcessKind.CONTROL]
+        if waiting and self._stops == 1:
+            # Without a control process no fleet would be shut down.
+            for role in waiting:
+                self._due[role] = (time.monotonic(), self._due[role][1])
+        elif not control:
+            log.error("stop control process failed", error="it did not start", hint=NOT_SHUT_DOWN)
+            self._end(EXIT_DEFECT)
+
+    def _add_stop(self, process: SupervisedProcess) -> None:
+        """A restarted control process stops when it is ready, and thus shuts the fleets down. A second stop cancels it.
+
+        The first control process may be stopped while it starts: it has no fleet yet.
+        """
+        process.is_stopping = True
+        process.unsent_stops += 1
+        if process.is_ready or not process.may_have_fleets or self._stops > 1:
+            self._send_stops(process)
+
+    def _send_stops(self, process: SupervisedProcess) -> None:
+        while process.unsent_stops:
+            process.unsent_stops -= 1
+            process.send("stop")
 
     def _stop_servers(self) -> None:
         for process in self._of_kind(ProcessKind.SERVER):
@@ -228,11 +249,13 @@ class Supervisor:
             self._run_fork(theirs, ours, supervisor_pid, role, order)
         theirs.close()
         ours.setblocking(False)
-        process = SupervisedProcess(role, pid, ours, replaces)
+        process = SupervisedProcess(role, pid, ours, order, replaces)
         self._processes[pid] = process
         self._selector.register(ours, selectors.EVENT_READ, process)
         if order.reason is not None:
             log.info("restarted process", process=role.name, pid=pid, reason=order.reason)
+        if self._stops and role.kind is ProcessKind.CONTROL:
+            self._add_stop(process)
 
     def _run_fork(
         self, theirs: socket.socket, ours: socket.socket, supervisor_pid: int, role: ProcessRole, order: StartOrder
@@ -263,13 +286,21 @@ class Supervisor:
                 self._start(role, StartOrder(self._config, order.reason, order.predecessor))
 
     def _wait(self, until: float) -> None:
-        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+        for process in self._processes.values():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.outgoing else 0)
+            with contextlib.suppress(KeyError):  # it closed its end
+                if self._selector.get_key(process.connection).events != events:
+                    self._selector.modify(process.connection, events, process)
+        for key, events in self._selector.select(max(0.0, until - time.monotonic())):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     while self._wakeup.recv(READ_BYTES):
                         pass
             else:
-                self._read(key.data)
+                if events & selectors.EVENT_WRITE:
+                    key.data.flush()
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
 
     def _read(self, process: SupervisedProcess) -> None:
         try:
@@ -290,7 +321,10 @@ class Supervisor:
     def _receive(self, process: SupervisedProcess, message: tuple[Any, ...]) -> None:
         match message:
             case ("ready",):
-                process.is_ready = self._has_been_ready = True
+                process.is_ready = True
+                # A server that is ready says nothing about a control process that cannot start.
+                self._has_been_ready |= process.role.kind is ProcessKind.CONTROL or not self._has_control
+                self._send_stops(process)
                 if process.replaces is not None:
                     self._stop(process.replaces)
             case ("note", note):
@@ -324,7 +358,15 @@ class Supervisor:
             self._selector.unregister(process.connection)
         process.connection.close()
         role, is_control = process.role, process.role.kind is ProcessKind.CONTROL
+        error, exit_ = process.failure[0] if process.failure is not None else None, describe_exit(code)
         if is_control and (process.is_stopping or code == 0):
+            if code != 0 and process.may_have_fleets:
+                log.error("stop control process failed", exit=exit_, error=error, hint=NOT_SHUT_DOWN)
+                if self._stops == 1 and not self._is_stop_repeated:
+                    # It may have died just before it was stopped.
+                    self._is_stop_repeated = True
+                    self._due[role] = (time.monotonic(), StartOrder(self._config, process.reason, process.note))
+                    return
             self._end(code if code >= 0 else EXIT_DEFECT)
         elif self._exit_code is not None or process.is_stopping or self._has_successor(role):
             return
@@ -334,8 +376,6 @@ class Supervisor:
         else:
             if time.monotonic() - process.started_at >= HEALTHY_AFTER_S:
                 self._backoffs[role].reset()
-            error = process.failure[0] if process.failure is not None else None
-            exit_ = describe_exit(code)
             log.error("process exited", process=role.name, pid=process.pid, exit=exit_, error=error)
             self._schedule(role, StartOrder(self._config, process.reason, process.note))
 
@@ -348,7 +388,7 @@ class Supervisor:
         self._due.clear()
         self._stop_servers()
         for process in self._of_kind(ProcessKind.CONTROL):
-            self._kill(process)
+            process.kill()
 
     # --------------------------------------------------------------------------------------------------------- checks
 
@@ -357,30 +397,19 @@ class Supervisor:
         for process in list(self._processes.values()):
             process.silent_ticks += 1
             if now >= process.kill_at:
-                self._kill(process)
-            elif self._is_stalled(process):
+                process.kill()
+            elif process.is_stalled():
                 log.error(
                     "kill stalled process", process=process.role.name, pid=process.pid,
                     silent_s=process.silent_ticks * TICK_S,
                 )  # fmt: skip
                 process.reason = "stalled"
                 process.silent_ticks = 0
-                self._kill(process)
+                process.kill()
         if now >= self._memory_checked_at + MEMORY_CHECK_INTERVAL_S:
             self._memory_checked_at = now
             for process in list(self._processes.values()):
                 self._check_memory(process, now)
-
-    def _is_stalled(self, process: SupervisedProcess) -> bool:
-        silent_s = process.silent_ticks * TICK_S
-        limit_s = process.role.silence_limit_s if process.has_pinged else START_LIMIT_S
-        if silent_s <= limit_s:
-            return False
-        if silent_s > limit_s * BUSY_FACTOR:
-            return True
-        with contextlib.suppress(psutil.Error):
-            return psutil.Process(process.pid).status() not in _BUSY
-        return False
 
     def _check_memory(self, process: SupervisedProcess, now: float) -> None:
         limit, role = process.role.max_memory_bytes, process.role
@@ -396,16 +425,9 @@ class Supervisor:
                 self._memory_replaced_at[role] = now
                 self._start(role, StartOrder(self._config, "memory"), replaces=process)
 
-    def _kill(self, process: SupervisedProcess) -> None:
-        try:
-            os.kill(process.pid, signal.SIGKILL)
-        except OSError as error:
-            if error.errno != errno.ESRCH:
-                raise
-
     def _kill_all(self) -> None:
         for process in self._processes.values():
-            self._kill(process)
+            process.kill()
         # A killed process ends at once, unless the system is at fault.
         deadline = time.monotonic() + SERVER_STOP_S
         while self._processes and time.monotonic() < deadline:
