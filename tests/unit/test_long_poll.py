@@ -72,6 +72,29 @@ async def test_poll_with_cursor_of_another_process_waits_without_tasks(store: Wa
     await hub.close()
 
 
+async def test_signal_is_kept_while_the_store_is_asked_for_tasks(
+    store: WaitingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def ask_store(_queues: Sequence[str]) -> bool:
+        asked.set()
+        await answer.wait()
+        return False
+
+    hub = LongPollHub(store.wait_for_work, ask_store)
+    await hub.wait(("a",), 0, None)
+    polling = asyncio.create_task(hub.wait(("a",), FOREVER_S, "of-another-process.3"))
+    await asyncio.wait_for(asked.wait(), LIMIT_S)
+    monkeypatch.setattr(module, "SIGNAL_LINGER_S", -1.0)
+    store.signal_work()
+    await run_tasks()
+    assert store.calls == [("a",), ("a",)]
+    answer.set()
+    await asyncio.wait_for(polling, LIMIT_S)
+    await hub.close()
+
+
 async def test_polls_of_the_same_queues_share_one_store_call(hub: LongPollHub, store: WaitingStore) -> None:
     cursor = await hub.wait(("b", "a"), 0, None)
     waiting = [asyncio.create_task(hub.wait(("a", "b"), FOREVER_S, cursor)) for _ in range(50)]
@@ -104,12 +127,13 @@ async def test_each_set_of_queues_has_its_own_signal(hub: LongPollHub, store: Wa
     assert store.calls == [("a",), ("b",)]
 
 
-async def test_signal_survives_an_unavailable_database(
-    hub: LongPollHub, store: WaitingStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [DatabaseUnavailable("unavailable"), RuntimeError("a defect")])
+async def test_signal_survives_errors_of_the_store(
+    hub: LongPollHub, store: WaitingStore, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.0)
     cursor = await hub.wait(("a",), 0, None)
-    store.answers.put_nowait(DatabaseUnavailable("unavailable"))
+    store.answers.put_nowait(error)
     await asyncio.wait_for(hub.wait(("a",), FOREVER_S, cursor), LIMIT_S)
     await run_tasks()
     assert store.calls == [("a",), ("a",)]

@@ -55,9 +55,15 @@ class LongPollHub:
         elif cursor and not signal.knows(cursor) and self._has_tasks is not None:
             # Taken before the question: a signal that fires meanwhile is not missed.
             current = signal.cursor
-            with contextlib.suppress(WindlassError):
+            # Counted as waiting, so that the signal is not removed meanwhile.
+            signal.waiting += 1
+            try:
                 if not await self._has_tasks(names):
                     cursor = current
+            except WindlassError:
+                pass  # answered at once
+            finally:
+                signal.waiting -= 1
         return await signal.wait(timeout_s, cursor)
 
     async def close(self) -> None:
@@ -74,6 +80,10 @@ class LongPollHub:
                 await self._wait_for_work(names, STORE_WAIT_S)
             except WindlassError as error:
                 log.warning("wait for work failed", queues=names, error=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+            except Exception:
+                # A defect. Without this loop the polls of these queues would wait for their timeouts.
+                log.exception("wait for work failed", queues=names)
                 await asyncio.sleep(RETRY_PAUSE_S)
             signal.fire()
         self._signals.pop(names, None)
