@@ -47,7 +47,8 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_now timestamptz := windlass.now();
+  -- Not the start of the statement: one that waited for a lock would look like a clock that was set back.
+  v_now timestamptz := coalesce(nullif(current_setting('windlass.now', true), '')::timestamptz, clock_timestamp());
   v_seen_at timestamptz;
   v_step interval;
 begin
