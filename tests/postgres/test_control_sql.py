@@ -12,12 +12,13 @@ import pytest
 from support.queue_sql import eventually, is_blocked
 from support.stores import PostgresStores
 from windlass.cost.ledger import settle
-from windlass.model.action import Adopt, Plan, Spawn
+from windlass.model.action import Adopt, Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState, Snapshot
+from windlass.model.worker import Registration, WorkerStatus
 
 FLEET = FleetConfig(max_workers=4)
 MACHINE = Machine(
@@ -79,6 +80,39 @@ async def test_lease_is_not_taken_while_a_plan_is_committed(
         assert await taking == 2
         with pytest.raises(LeaseLost):
             await store.commit_plan(ann, term, snapshot, Plan((), PlannerState(), "late"), [])
+
+
+async def test_commit_plan_locks_the_fleet_before_its_workers(
+    each_dsn: str, connection: Any, second_connection: Any
+) -> None:
+    ann = Candidate("ann", 60.0)
+    async with PostgresStores(each_dsn) as store:
+        term, snapshot = await observed(store, ann)
+        await store.register(Registration("w0", ("q",), fleet="f"))
+        plan = Plan((Drain("w0", "IDLE", "idle"),), PlannerState(), "drain 1")
+        async with connection.transaction():
+            # As pause_fleet, which goes on with the workers.
+            await connection.execute("update windlass.fleets set paused = true where name = 'f'")
+            committing = asyncio.create_task(store.commit_plan(ann, term, snapshot, plan, []))
+            await eventually(lambda: is_blocked(second_connection), "commit_plan blocks")
+            await connection.execute("select from windlass.workers where id = 'w0' for no key update nowait")
+        await committing
+        worker = await store.worker("w0")
+        assert worker is not None and worker.status is WorkerStatus.TERMINATING
+
+
+async def test_long_statement_is_not_taken_for_a_clock_set_back(connection: Any) -> None:
+    await connection.execute(
+        """
+        do $$ begin
+          perform windlass_internal.follow_clock();
+          perform pg_sleep(1.1);
+          update windlass.clock set seen_at = clock_timestamp();
+          perform windlass_internal.follow_clock();
+        end $$
+        """
+    )
+    assert not await connection.fetchval("select exists (select from windlass.events where code = 'CLOCK_SET_BACK')")
 
 
 @pytest.mark.parametrize("way", ["created", "adopted"])
