@@ -11,7 +11,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from support.queue_sql import RoleDsn, connected
+from support.queue_sql import RoleDsn, connected, task_reads
 from windlass.store.export_sql import ROLES
 
 PLACE = Path(__file__).parent.parent.parent
@@ -317,6 +317,28 @@ async def test_unfinished_tasks_of_an_end_user_are_limited(roles: RoleDsn, conne
             await sql.fetchval("select windlass.submit_task('renders')")
         with pytest.raises(asyncpg.ProgramLimitExceededError, match="2 unfinished tasks"):
             await sql.fetchval("select windlass.submit_task('renders')")
+
+
+async def test_unique_keys_of_end_users_are_never_the_same(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute("insert into windlass.open_queues (queue) values ('renders')")
+    ids = set()
+    for sub, key in (("ann", "b c"), ("ann b", "c")):
+        async with acting_as(roles, "authenticated", sub=sub) as sql:
+            ids.add(await sql.fetchval("select windlass.submit_task('renders', '1', $1)", key))
+    assert len(ids) == 2
+
+
+async def test_limit_of_an_end_user_reads_no_finished_tasks(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute("insert into windlass.open_queues (queue) values ('renders')")
+    await connection.execute(
+        "insert into windlass.tasks (queue, status, finished_at, owner)"
+        " select 'renders', 'complete', now(), 'jwt:ann' from generate_series(1, 5000)"
+    )
+    await connection.execute("analyze windlass.tasks")
+    async with acting_as(roles, "authenticated", sub="ann") as sql, sql.transaction():
+        await sql.fetchval("select windlass.submit_task('renders', '1', 'k')")
+        read = await task_reads(sql)
+    assert (read["seq_scan"], read["idx_tup_fetch"]) == (0, 0)
 
 
 async def test_without_claims_there_are_no_own_tasks(roles: RoleDsn, connection: Any) -> None:

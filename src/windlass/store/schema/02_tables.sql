@@ -304,9 +304,13 @@ create index tasks_complete on windlass.tasks (finished_at)
 create index tasks_failed on windlass.tasks (finished_at)
   where status = 'failed';
 
--- Serves the list of an end user's tasks, and the limit on them. Tasks of other producers are not in it.
+-- Serves the list of an end user's tasks. Tasks of other producers are not in it.
 create index tasks_of_end_user on windlass.tasks (owner, id)
   where owner like 'jwt:%';
+
+-- Serves the limit on an end user's unfinished tasks.
+create index tasks_unfinished_of_end_user on windlass.tasks (owner, queue)
+  where owner like 'jwt:%' and status in ('queued', 'running', 'error');
 
 -- One row per key while the row exists: enqueueing the same key twice is safe.
 create unique index tasks_unique_key on windlass.tasks (queue, unique_key)

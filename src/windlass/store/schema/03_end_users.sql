@@ -11,6 +11,9 @@ language plpgsql
 as $$
 declare
   v_sub text := nullif(nullif(current_setting('request.jwt.claims', true), '')::jsonb ->> 'sub', '');
+  -- The user is part of the key: another user's task with the same key is another task. With its length, because both
+  -- may contain spaces.
+  v_key text := length(v_sub) || ':' || v_sub || ' ' || p_unique_key;
   v_open windlass.open_queues;
   v_id bigint;
 begin
@@ -33,9 +36,9 @@ begin
 
   -- One submission of a user at a time: two would each see a count below the limit.
   perform pg_advisory_xact_lock(hashtext('windlass.submit_task'), hashtext(v_sub));
-  -- The user is part of the key: another user's task with the same key is another task.
+  -- With the owner: a producer may have chosen the same text as a key.
   select t.id into v_id from windlass.tasks t
-  where t.queue = p_queue and t.unique_key = v_sub || ' ' || p_unique_key;
+  where t.queue = p_queue and t.unique_key = v_key and t.owner = 'jwt:' || v_sub;
   if found then
     return v_id;
   end if;
@@ -44,7 +47,7 @@ begin
     from (
       select from windlass.tasks t
       where t.owner = 'jwt:' || v_sub and t.owner like 'jwt:%' and t.queue = p_queue
-        and t.status not in ('complete', 'failed')
+        and t.status in ('queued', 'running', 'error')
       limit v_open.max_unfinished
     ) as unfinished
   ) >= v_open.max_unfinished then
@@ -52,7 +55,7 @@ begin
       p_queue using errcode = 'program_limit_exceeded';
   end if;
   insert into windlass.tasks (queue, payload, unique_key, owner)
-  values (p_queue, p_payload, v_sub || ' ' || p_unique_key, 'jwt:' || v_sub)
+  values (p_queue, p_payload, v_key, 'jwt:' || v_sub)
   returning id into v_id;
   return v_id;
 end
