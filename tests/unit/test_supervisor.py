@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from support.worker_harness import PATIENCE_S, is_alive, until
 from windlass.model.config import Config
 from windlass.model.process import ProcessKind
-from windlass.wiring.process_link import MessageReader, ProcessLink, StartOrder
+from windlass.wiring.process_link import MessageReader, ProcessLink, ProcessNote, StartOrder
 from windlass.wiring.supervised_process import ProcessRole, SupervisedProcess
 
 # Each process writes when it starts and stops. `MEMORY` is the limit of the first role in bytes.
@@ -187,6 +188,21 @@ def test_configuration_of_a_starting_process_is_not_lost() -> None:
     link.receive_configs(received.append)
     link.set_config(second)
     assert received == [first, second]
+
+
+def test_note_of_a_ready_process_outlives_successors_that_do_not_start() -> None:
+    async def main(link: ProcessLink, order: StartOrder) -> None: ...
+
+    role, holder = ProcessRole(ProcessKind.CONTROL, 0, main, 5.0), ProcessNote(uuid4(), "holder")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        order = StartOrder(Config(), "exited", (holder,))
+        for _ in range(2):
+            failed = SupervisedProcess(role, 0, ours, order, note=ProcessNote(uuid4(), "failed"))
+            assert failed.notes() == (holder, failed.note)
+            order = StartOrder(Config(), "exited", failed.notes())
+        failed.is_ready = True
+        assert failed.notes() == (failed.note,)
 
 
 def test_messages_longer_than_the_socket_buffer_arrive_whole() -> None:

@@ -52,11 +52,14 @@ class ProcessNote:
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """`reason`: why the predecessor had to be replaced; None for the first process of a role."""
+    """`reason`: why the predecessor had to be replaced; None for the first process of a role.
+
+    `predecessors`: the last one, and before it the last that was ready, whose leases it may not have released.
+    """
 
     config: Config
     reason: str | None = None
-    predecessor: ProcessNote | None = None
+    predecessors: tuple[ProcessNote, ...] = ()
 
 
 def encode(message: Message) -> bytes:

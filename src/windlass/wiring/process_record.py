@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from uuid import UUID, uuid4
@@ -94,9 +94,9 @@ async def recorded(
                 await store.remove_process(process.id)
 
 
-async def clear_remains(store: ProcessStore, predecessor: ProcessNote | None) -> None:
-    """Remove what a dead predecessor left in the database: its record, and its leases, which would delay this one."""
-    if predecessor is not None:
+async def clear_remains(store: ProcessStore, predecessors: Sequence[ProcessNote]) -> None:
+    """Remove what dead predecessors left in the database: records, and leases, which would delay this process."""
+    for predecessor in predecessors:
         if predecessor.holder is not None:
             await store.release_leases(predecessor.holder)
         await store.remove_process(predecessor.process_id)

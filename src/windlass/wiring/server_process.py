@@ -147,7 +147,7 @@ async def run_server(
     ):
         process = new_record(ProcessKind.SERVER, number, options.version)
         link.send("note", ProcessNote(process.id))
-        await clear_remains(user_store, order.predecessor)
+        await clear_remains(user_store, order.predecessors)
         control = DatabaseControlPlane(config, user_store)
 
         def set_config(changed: Config) -> None:

@@ -83,6 +83,11 @@ class SupervisedProcess:
         """For a control process. One that replaces another has its fleets before it is ready."""
         return self.is_ready or self.order.reason is not None
 
+    def notes(self) -> tuple[ProcessNote, ...]:
+        """For its successor. A process that was not ready may have cleared nothing of its own predecessors."""
+        inherited = () if self.is_ready else self.order.predecessors[:1]
+        return (*inherited, self.note) if self.note is not None else inherited
+
     def is_stalled(self) -> bool:
         silent_s = self.silent_ticks * TICK_S
         limit_s = self.role.silence_limit_s if self.has_pinged else START_LIMIT_S

@@ -283,7 +283,7 @@ class Supervisor:
         for role, (due, order) in list(self._due.items()):
             if time.monotonic() >= due and self._exit_code is None:
                 del self._due[role]
-                self._start(role, StartOrder(self._config, order.reason, order.predecessor))
+                self._start(role, StartOrder(self._config, order.reason, order.predecessors))
 
     def _wait(self, until: float) -> None:
         for process in self._processes.values():
@@ -365,7 +365,7 @@ class Supervisor:
                 if self._stops == 1 and not self._is_stop_repeated:
                     # It may have died just before it was stopped.
                     self._is_stop_repeated = True
-                    self._due[role] = (time.monotonic(), StartOrder(self._config, process.reason, process.note))
+                    self._due[role] = (time.monotonic(), StartOrder(self._config, process.reason, process.notes()))
                     return
             self._end(code if code >= 0 else EXIT_DEFECT)
         elif self._exit_code is not None or process.is_stopping or self._has_successor(role):
@@ -377,7 +377,7 @@ class Supervisor:
             if time.monotonic() - process.started_at >= HEALTHY_AFTER_S:
                 self._backoffs[role].reset()
             log.error("process exited", process=role.name, pid=process.pid, exit=exit_, error=error)
-            self._schedule(role, StartOrder(self._config, process.reason, process.note))
+            self._schedule(role, StartOrder(self._config, process.reason, process.notes()))
 
     def _has_successor(self, role: ProcessRole) -> bool:
         return any(process.role is role and not process.is_stopping for process in self._processes.values())

@@ -203,7 +203,7 @@ async def _has_workers_left(config: Config) -> bool:
 
 @asynccontextmanager
 async def _cleared_remains(store: OrchestratorStores, order: StartOrder) -> AsyncIterator[None]:
-    await clear_remains(store, order.predecessor)
+    await clear_remains(store, order.predecessors)
     yield
 
 
