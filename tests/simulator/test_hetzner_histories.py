@@ -79,7 +79,7 @@ def test_replay_line_of_a_failed_history_is_a_pytest_command(seed: int) -> None:
 def calm() -> Scenario:
     """Where nothing goes wrong: two workers for two tasks, and then nothing to do."""
     fleet_scenario = FleetScenario(
-        config=fleet_config(max_workers=2, poll_interval_s=5.0),
+        config=fleet_config(max_workers=2, poll_interval_s=5.0, policy="clear-time"),
         tasks=TaskProfile(duration_s=(20.0, 30.0)),
         arrivals=((1.0, 2),),
         billing_unit_s=600,

@@ -15,7 +15,6 @@ from windlass.model.errors import (
     Throttled,
     Unavailable,
 )
-from windlass.model.machine import Volume
 from windlass.model.runpod import RunpodSettings
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod.doctor_checks import run_checks
@@ -161,14 +160,19 @@ async def test_repeated_request_grows_a_volume_once() -> None:
     cloud = EmulatedRunpod(checks_contract=True)
     volume_id = make_volume(cloud, 100)
     provider = cloud.provider(network_volume_id=volume_id)
-    assert await provider.volume() == Volume(volume_id, 100)
+    found = await provider.volume()
+    assert found is not None
+    assert (found.id, found.size_gb) == (volume_id, 100)
+    assert found.price_micros_per_hour and found.currency == "USD"
     # Whether the first request took effect is unknown, and repeating it is harmless.
     cloud.faults.next(500, method="PATCH", path="/v2/network-volumes/.*", takes_effect=True)
     with pytest.raises(Ambiguous):
         await provider.grow_volume(volume_id, 150)
-    assert await provider.grow_volume(volume_id, 150) == Volume(volume_id, 150)
-    assert await provider.grow_volume(volume_id, 120) == Volume(volume_id, 150)
-    assert await provider.volume() == Volume(volume_id, 150)
+    assert (await provider.grow_volume(volume_id, 150)).size_gb == 150
+    assert (await provider.grow_volume(volume_id, 120)).size_gb == 150
+    found = await provider.volume()
+    assert found is not None
+    assert found.size_gb == 150
     assert len(cloud.sent("PATCH")) == 1
 
 

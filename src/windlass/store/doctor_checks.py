@@ -91,7 +91,7 @@ async def dsn_with_role(dsn: str, role: str) -> str:
 
     Not behind a transaction-mode pooler, which accepts no setting of a connection: connect as a user of that role.
     """
-    async with connected(dsn, "reading this user's roles") as connection, connection.transaction(readonly=True):
+    async with connected(dsn, "connecting") as connection, connection.transaction(readonly=True):
         backend_pid = await connection.fetchval("select pg_backend_pid()")
         if backend_pid != connection.get_server_pid() or not await connection.fetchval(QUERIES["role_to_set"], role):
             return dsn

@@ -5,7 +5,8 @@ Imports of the worker package are local to the functions, because other commands
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING
@@ -15,14 +16,12 @@ from windlass.model.config import Config
 from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.model.redaction import add_known_secrets, secrets_in
 from windlass.store.connect import COMMAND_TIMEOUT_S
-from windlass.store.doctor_checks import WORKER
+from windlass.store.doctor_checks import WORKER, dsn_with_role
 from windlass.store.transport import PostgresTransport, open_postgres_transport
-from windlass.wiring.stores import database_as
+from windlass.wiring.stores import database
 from windlass.wiring.tracing import trace_attempts
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
-
     from windlass.model.work_order import RayOrder, WorkOrder
     from windlass.worker.executor import Executor
     from windlass.worker.heartbeat import OpenTransport
@@ -52,18 +51,21 @@ async def run_worker(
         config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
     )
     secret = secret or new_token(SECRET_PREFIX, SystemRandom())
-    async with database_as(WORKER, config) as dsn, trace_attempts(config, settings.version) as traced:
+    async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
 
-        def connect() -> "AbstractAsyncContextManager[PostgresTransport]":
-            return open_postgres_transport(
-                dsn,
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[PostgresTransport]:
+            # Here, because a handler that cannot start is reported before the database is asked.
+            async with open_postgres_transport(
+                await dsn_with_role(dsn, WORKER),
                 secret=secret,
                 retention=config.retention,
                 # One for the loop, one for the wait for work.
                 max_connections=2,
                 # After a whole lease, heartbeats release claims that the worker does not know: answer well before.
                 command_timeout_s=min(COMMAND_TIMEOUT_S, settings.lease_s / 2),
-            )
+            ) as transport:
+                yield transport
 
         return await WorkerRuntime(settings, connect, traced(executor)).run()
 

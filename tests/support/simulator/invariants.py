@@ -350,6 +350,9 @@ class InvariantChecker:
         if record is None or idle_since is None or view.bill is None or view.running:
             return False
         idle_s = (snapshot.now - idle_since).total_seconds()
+        if view.idle_s is not None:
+            # A task that ran between two cycles is not in the planner's memory.
+            idle_s = min(idle_s, view.idle_s)
         if idle_s < max(fleet.idle_timeout_s, fleet.poll_interval_s, fleet.scale_down_grace_s):
             return False
         unit_s, call_s = cloud.billing_unit_s, min(DELETE_CALL_S, DELETE_CALL_SHARE * cloud.billing_unit_s)
