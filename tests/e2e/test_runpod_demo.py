@@ -33,7 +33,7 @@ async def test_demo_on_runpod_replaces_failed_pods_and_the_bill_matches() -> Non
     demo = RunpodDemo(TASKS, PODS, printed.append, wrap=with_contract)
     async with asyncio.timeout(TIMEOUT_S), demo.run() as (report, _):
         output = "\n".join(printed)
-        assert report.problems() == [], output
+        assert report.problems() == [], f"{report.problems()}\n{output}"
         assert report.complete == report.accepted_once >= TASKS
         assert report.accepted_twice == 0
         assert report.bill is not None

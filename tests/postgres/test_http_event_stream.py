@@ -40,11 +40,13 @@ async def messages_of(stream: Any) -> AsyncIterator[tuple[str, Any, str | None]]
 async def test_listener_receives_changes_and_resumes_after_last_event(dsn: str) -> None:
     async with open_api(dsn) as api, asyncio.timeout(30):
         await api.spawn_active_workers()
+        # Before the listener: creating a token is an event too.
+        headers = await api.auth_headers(Role.OPERATOR)
         messages = messages_of((await api.feed.listen(None)).messages())
         kind, overview, _ = await anext(messages)
         assert kind == "overview"
         assert not overview["fleets"][0]["fleet"]["is_paused"]
-        await api.remote.post(f"{API}/fleets/gpus/pause", headers=await api.auth_headers(Role.OPERATOR))
+        await api.remote.post(f"{API}/fleets/gpus/pause", headers=headers)
         is_seen, event = False, None
         # In either order: the two queries may run before and after the pause.
         while not is_seen or event is None:

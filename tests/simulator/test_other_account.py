@@ -32,8 +32,8 @@ class Shop:
             provider=vendor,
             queues=("red",),
             handler="app:work",
-            # One worker per queued task.
             policy="buffered",
+            concurrency=1,
             min_workers=0,
             max_workers=max_workers,
             poll_interval_s=CYCLE_S,

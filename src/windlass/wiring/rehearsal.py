@@ -108,8 +108,10 @@ class _Watch:
         if worker.machine_id is not None and self._is_new("create"):
             where = f" ({worker.instance_type} in {worker.place})" if worker.instance_type is not None else ""
             found.append(Diagnostic("create", f"machine {worker.machine_id}{where} exists"))
-        for check, field, proof in PHASES:
-            moment = getattr(worker, field)
+        moments = [getattr(worker, field) for _, field, _ in PHASES]
+        for number, (check, _, proof) in enumerate(PHASES):
+            # A phase that no cycle saw ended before the next one began.
+            moment = next((later for later in moments[number:] if later is not None), None)
             if moment is not None and self._is_new(check):
                 found.append(Diagnostic(check, f"{proof} {_after(worker, moment)}"))
         if worker.boot_step is not None:
