@@ -246,7 +246,7 @@ async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
         (cycle,) = await site.store.cycles("gpu", 1)
         return cycle.term > last.term
 
-    await until(is_led, "the next one leads")
+    await until(is_led, "the next one leads", 90)
     await site.work(2)
     runs = site.host.volume_folder(site.volume_id) / "runs"
 

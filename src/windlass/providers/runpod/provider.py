@@ -275,7 +275,9 @@ class RunpodProvider:
         for interval_s in self._delete_poll_intervals_s:
             requested_at = asyncio.get_running_loop().time()
             try:
-                accepted_at = _clamp_to_second(self._now(), await self._account.delete_pod(machine.id))
+                answered_at = await self._account.delete_pod(machine.id)
+                # After the response: waiting for a free request is not the pod's end.
+                accepted_at = _clamp_to_second(self._now(), answered_at)
             except VendorError as error:
                 if error.kind is ErrorKind.PROTECTED:
                     raise Refused(f"{doing}: {error}: {UNLOCK_HINT}") from error
