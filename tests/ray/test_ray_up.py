@@ -37,6 +37,7 @@ concurrency = 2
 HETZNER = """
 [api]
 port = {port}
+open_reading = true
 
 [fleets.many]
 provider = "hetzner"
@@ -241,7 +242,7 @@ async def test_first_ray_fleet_of_a_reload_takes_the_lease_of_the_external_head(
 
 
 def _dispatcher(pid: int) -> psutil.Process:
-    (found,) = [child for child in psutil.Process(pid).children() if "dispatch" in child.cmdline()]
+    (found,) = [child for child in psutil.Process(pid).children(recursive=True) if "dispatch" in child.cmdline()]
     return found
 
 
