@@ -194,7 +194,8 @@ async def _check_as_browser(receivers: Receivers, store: PostgresStores, log: Ca
 
         await until(is_logged, "the log in the database")
         # Without a login nothing can be read, also on this host.
-        assert (await httpx.AsyncClient(base_url=browser.base_url).get("/api/v1/overview")).status_code == 401
+        async with httpx.AsyncClient(base_url=browser.base_url, timeout=30) as stranger:
+            assert (await stranger.get("/api/v1/overview")).status_code == 401
     # Others may read the output of a program that does not run in a terminal.
     assert "wll_" not in log()
 
