@@ -14,9 +14,7 @@ from typing import Any
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import storable
 from windlass.store.database import DatabaseStore
-from windlass.store.queries import read_queries
 
-QUERIES = read_queries("windlass.store", "log_sink.sql")
 MAX_WAITING = 10_000
 MAX_BATCH = 1_000
 WRITE_INTERVAL_S = 1.0
@@ -28,7 +26,7 @@ _CYCLE_FIELDS = ("cycle_id", "cycle")
 
 class PostgresLogStore(DatabaseStore):
     async def add_logs(self, rows: list[dict[str, Any]]) -> None:
-        await self._database.execute("writing log lines", QUERIES["add_logs"], json.dumps(rows))
+        await self._database.call("writing log lines", "windlass_internal.add_logs", json.dumps(rows))
 
 
 class LogSink:
