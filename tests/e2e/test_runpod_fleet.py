@@ -4,7 +4,7 @@ import json
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 
 from support.command_line import CommandLine, Completed
 from support.stores import PostgresStores
+from support.wheel_folder import write_wheels
 from support.worker_harness import until
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
@@ -56,7 +57,7 @@ max_workers = 2
 poll_interval_s = 0.5
 heartbeat_interval_s = 0.3
 heartbeat_timeout_s = 20
-spawn_timeout_s = 40
+spawn_timeout_s = 120
 min_scaling_interval_s = 0
 stop_timeout_s = 5
 gpu_not_detected_timeout_s = 2
@@ -71,6 +72,9 @@ network_volume_id = {volume}
 [fleets.gpu.runpod.ssh]
 start_command = "bash /workspace/start.sh"
 start_watch_s = 0.5
+
+[fleets.gpu.bootstrap]
+requirements = {requirements}
 """
 
 
@@ -102,8 +106,9 @@ class Site:
         script = f"echo started >> runs\nexec windlass worker --join {join}\n"
         (host.volume_folder(self.volume_id) / "start.sh").write_text(script)
 
-    def configure(self, *, is_ssh: bool) -> None:
+    def configure(self, *, is_ssh: bool, requirements: Sequence[str] = ()) -> None:
         text = TOML.format(
+            requirements=json.dumps(list(requirements)),
             folder=json.dumps(str(self.folder)), is_ssh=str(is_ssh).lower(), gpu=GPU, other=OTHER_GPU,
             image=json.dumps("runpod/pytorch:1" if is_ssh else "example/worker:1"), volume=json.dumps(self.volume_id),
         )  # fmt: skip
@@ -143,6 +148,11 @@ async def site(tmp_path: Path, dsn: str) -> AsyncIterator[Site]:
             site = Site(tmp_path, dsn, emulator, host, address)
             async with site.store:
                 yield site
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_wheels(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture
@@ -216,9 +226,10 @@ async def test_pods_without_a_working_gpu_consume_no_attempts(
 
 @pytest.mark.skipif(find_sshd() is None, reason="no OpenSSH here: install openssh-server")
 async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
-    site: Site, processes: "list[subprocess.Popen[str]]"
+    site: Site, processes: "list[subprocess.Popen[str]]", wheels: Path
 ) -> None:
-    site.configure(is_ssh=True)
+    """Its image has Python and no Windlass: the pod installs the wheel of the control plane, and what it needs."""
+    site.configure(is_ssh=True, requirements=["--no-index", f"--find-links {wheels}"])
     site.emulator.faults.next_pod(has_no_gpu=True)
     processes.append(site.up())
     await site.work(4)
@@ -233,6 +244,8 @@ async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
         return len(await site.reported("MACHINE_PREPARED")) > 0
 
     await until(is_prepared, "a start is written down")
+    used = [path for path in site.host.folder.glob("*/root/var/lib/windlass/env/bin/windlass") if path.exists()]
+    assert used, "no worker runs from an installed environment"
     story = [event.code for event in await site.store.events(limit=1000) if event.worker_id]
     assert story.index("MACHINE_PREPARING") < min(story.index("MACHINE_PREPARED"), story.index("WORKER_JOINED"))
     # The orchestrator is killed; the next one finds all workers running and starts none twice.
@@ -243,8 +256,9 @@ async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
     processes.append(site.up())
 
     async def is_led() -> bool:
+        # A cycle that decides the same as the last one is counted there, and keeps its term.
         (cycle,) = await site.store.cycles("gpu", 1)
-        return cycle.term > last.term
+        return cycle.term > last.term or (cycle.repeated_at or cycle.started_at) > (last.repeated_at or last.started_at)
 
     await until(is_led, "the next one leads", 90)
     await site.work(2)

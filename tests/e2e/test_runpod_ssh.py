@@ -6,8 +6,6 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,12 @@ import asyncssh
 import pytest
 
 from support.postgres_servers import wait_until
-from windlass.model.auth import JOIN_PREFIX
+from support.prepared_pods import TIMEOUT_S, TOKEN, PodSite, has_port, open_pod_site, spawn_worker, unheard
 from windlass.model.errors import ConfigError, NotPrepared
-from windlass.model.machine import Machine, MachineRequest, MachineState
-from windlass.model.runpod import RunpodSettings
-from windlass.providers.runpod.account import RunpodAccount
-from windlass.providers.runpod.limiter import RunpodLimiter
-from windlass.providers.runpod.provider import RunpodProvider
 from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import Endpoint, Identity, Shell, Unreachable, read_identity
-from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
-from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
-from windlass_emulators.serve import serving
+from windlass_emulators.runpod.pod_host import find_sshd
 
-TIMEOUT_S = 30.0
-GPU = "NVIDIA L40S"
-TOKEN = f"{JOIN_PREFIX}{'7' * 64}"
 # Says where it is and counts itself; then it works on.
 SCRIPT = 'echo "pwd $PWD colour $COLOUR" >> /proc/self/fd/1; echo started >> runs; cp {join} joined; exec sleep 600\n'
 pytestmark = pytest.mark.skipif(
@@ -38,90 +26,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="session")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("keys") / "id"
-    asyncssh.generate_private_key("ssh-ed25519").write_private_key(file)
-    return file
-
-
-@dataclass
-class Place:
-    emulator: RunpodEmulator
-    host: RealPodHost
-    address: str
-    identity: Identity
-    volume_id: str
-
-    @property
-    def volume(self) -> Path:
-        return self.host.volume_folder(self.volume_id)
-
-    def settings(self, **ssh: Any) -> RunpodSettings:
-        ssh = {"start_command": "bash /workspace/start.sh", "start_watch_s": 0.5, "timeout_s": 20, **ssh}
-        return RunpodSettings(
-            image="runpod/pytorch:1", choices=[GPU], network_volume_id=self.volume_id, env={"COLOUR": "red"}, ssh=ssh
-        )  # fmt: skip
-
-    @asynccontextmanager
-    async def provider(self, preparer: Preparer | None = None, **ssh: Any) -> AsyncIterator[RunpodProvider]:
-        settings = self.settings(**ssh)
-        account = RunpodAccount("any", endpoint=f"{self.address}/v2", limiter=RunpodLimiter(1e6, 1000))
-        try:
-            yield RunpodProvider(
-                "red",
-                settings,
-                account,
-                identity="this",
-                url="http://127.0.0.1:1",
-                preparer=preparer or Preparer(settings, self.identity.open_shell, retry_s=0.2),
-                public_key=self.identity.public_key,
-                list_reuse_s=0.1,
-            )
-        finally:
-            await account.close()
-
-    def folder(self, pod_id: str) -> Path:
-        return self.host.folder / pod_id / "root" / "etc" / "windlass"
-
-
 @pytest.fixture
-def place(tmp_path: Path, key_file: Path) -> Iterator[Place]:
-    settings = RunpodEmulatorSettings(
-        provisioning_s=0, starting_s=0, runtime_s=0, requests_per_minute=10**5, requests_per_hour=10**6
-    )
-    with RealPodHost(tmp_path / "pods", stop_grace_s=1.0) as host:
-        emulator = RunpodEmulator(lambda: datetime.now(UTC), settings, host)
-        with serving(emulator) as address:
-            body = json.dumps({"name": "d", "size": 100, "dataCenter": "EU-RO-1"}).encode()
-            made = emulator.handle("POST", "/v2/network-volumes", [], {"Authorization": "Bearer any"}, body)
-            place = Place(emulator, host, address, read_identity(key_file), json.loads(made.body)["id"])
-            (place.volume / "start.sh").write_text(SCRIPT.format(join="$(dirname $PWD)/etc/windlass/join.json"))
-            yield place
+def place(tmp_path: Path) -> Iterator[PodSite]:
+    with open_pod_site(tmp_path) as site:
+        (site.volume / "start.sh").write_text(SCRIPT.format(join="$(dirname $PWD)/etc/windlass/join.json"))
+        yield site
 
 
-async def unheard(_host_key: str) -> None: ...
-
-
-async def spawn_worker(provider: RunpodProvider, slot: int = 0) -> Machine:
-    await provider.create(MachineRequest(f"red-{slot}-aa", "red", slot, join_token=TOKEN))
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            machine = {machine.name: machine for machine in await provider.list_machines()}[f"red-{slot}-aa"]
-            if machine.state is MachineState.RUNNING:
-                return machine
-            await asyncio.sleep(0.05)
-
-
-async def has_port(provider: RunpodProvider, machine: Machine) -> None:
-    """Wait until it is listed with one: the time to prepare it counts from then on."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not any(each.id == machine.id and each.address for each in await provider.list_machines()):
-            await asyncio.sleep(0.05)
-
-
-async def test_healthy_pod_is_checked_and_its_worker_started(place: Place) -> None:
-    async with place.provider(checks=("python3 -c 'import json'", "command -v windlass")) as provider:
+async def test_healthy_pod_is_checked_and_its_worker_started(place: PodSite) -> None:
+    async with place.provider(checks=("python3 -c 'import json'",)) as provider:
         machine = await spawn_worker(provider)
         met: list[str] = []
 
@@ -142,7 +55,7 @@ async def test_healthy_pod_is_checked_and_its_worker_started(place: Place) -> No
         assert "/workspace" in said
 
 
-async def test_worker_starts_once_despite_concurrent_preparations(place: Place) -> None:
+async def test_worker_starts_once_despite_concurrent_preparations(place: PodSite) -> None:
     async with place.provider() as provider, place.provider() as other:
         machine = await spawn_worker(provider)
         first = await provider.prepare(machine, None, unheard)
@@ -156,7 +69,7 @@ async def test_worker_starts_once_despite_concurrent_preparations(place: Place) 
 
 
 @pytest.mark.parametrize("dies_after", range(5))
-async def test_next_orchestrator_finishes_an_interrupted_preparation(place: Place, dies_after: int) -> None:
+async def test_next_orchestrator_finishes_an_interrupted_preparation(place: PodSite, dies_after: int) -> None:
     """By then the commands up to there have run, the last of them unheard."""
 
     class Dying:
@@ -204,14 +117,14 @@ async def test_next_orchestrator_finishes_an_interrupted_preparation(place: Plac
             {},
             {"start_command": "bash /workspace/none.sh"},
             "START_SCRIPT_FAILED",
-            "the worker did not start: exit status 127",
+            "the worker did not start: .*none.sh: No such file or directory .exit status 127: .* is missing on the pod",
         ),
         ({"ssh_failures": {"start.sh": "line 3: oops"}}, {}, "START_SCRIPT_FAILED", "line 3: oops"),
         ({"has_no_ssh": True}, {"timeout_s": 1.0}, "SSH_UNREACHABLE", "not done within 1 s .*refused"),
     ],
 )  # fmt: skip
 async def test_each_failed_check_has_its_own_code_and_output(
-    place: Place, faults: dict[str, Any], ssh: dict[str, Any], code: str, message: str
+    place: PodSite, faults: dict[str, Any], ssh: dict[str, Any], code: str, message: str
 ) -> None:
     place.emulator.faults.next_pod(**faults)
     async with place.provider(**ssh) as provider:
@@ -224,7 +137,7 @@ async def test_each_failed_check_has_its_own_code_and_output(
     assert not (place.volume / "runs").exists()
 
 
-async def test_failed_start_script_is_quoted_without_secrets(place: Place) -> None:
+async def test_failed_start_script_is_quoted_without_secrets(place: PodSite) -> None:
     (place.volume / "start.sh").write_text(f"for n in $(seq 40); do echo line $n; done; echo have {TOKEN}; exit 3\n")
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
@@ -238,14 +151,14 @@ async def test_failed_start_script_is_quoted_without_secrets(place: Place) -> No
             await provider.prepare(machine, caught.value.host_key, unheard)
 
 
-async def test_late_sshd_is_waited_for(place: Place) -> None:
+async def test_late_sshd_is_waited_for(place: PodSite) -> None:
     place.emulator.faults.next_pod(ssh_after_s=1.5)
     async with place.provider() as provider:
         await provider.prepare(await spawn_worker(provider), None, unheard)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
-async def test_changed_host_key_is_rejected(place: Place) -> None:
+async def test_changed_host_key_is_rejected(place: PodSite) -> None:
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
         known = await provider.prepare(machine, None, unheard)
@@ -259,7 +172,7 @@ async def test_changed_host_key_is_rejected(place: Place) -> None:
         assert caught.value.code == "SSH_HOST_KEY_CHANGED"
 
 
-async def test_broken_connection_is_retried(place: Place) -> None:
+async def test_broken_connection_is_retried(place: PodSite) -> None:
     breaks = iter([True, False, True, False])
 
     class Breaking:
@@ -283,7 +196,7 @@ async def test_broken_connection_is_retried(place: Place) -> None:
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
-async def test_pod_with_another_key_is_unreachable(place: Place, tmp_path: Path) -> None:
+async def test_pod_with_another_key_is_unreachable(place: PodSite, tmp_path: Path) -> None:
     other = Identity(asyncssh.generate_private_key("ssh-ed25519"))
     async with place.provider() as provider:
         machine = await spawn_worker(provider)

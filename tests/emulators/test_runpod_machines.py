@@ -27,6 +27,7 @@ from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import Container, Mount
 from windlass_emulators.runpod.faults import PodFaults
 from windlass_emulators.runpod.hardware import session
+from windlass_emulators.runpod.images import contents_of
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd, join_document, program_of
 from windlass_emulators.serve import serving
 
@@ -90,6 +91,7 @@ def wait_said(host: RealPodHost, text: str) -> str:
         ("example/worker:1", "", {"WINDLASS_JOIN": "{}"}, WORKER),
         ("example/worker:1", "", {}, None),
         ("runpod/pytorch:1", "", {"WINDLASS_JOIN": "{}"}, None),
+        ("python:3.12-slim", "", {"WINDLASS_JOIN": "{}"}, None),
         ("runpod/pytorch:1", "bash -c 'sleep 1'", {}, "bash -c sleep 1"),
         ("example/worker:1", "it's broken", {}, "/bin/sh -c it's broken"),
     ],
@@ -97,7 +99,7 @@ def wait_said(host: RealPodHost, text: str) -> str:
 def test_program_depends_on_image_args_and_join_data(
     image: str, args: str, env: Mapping[str, str], command: str | None
 ) -> None:
-    words = program_of(replace(PLAIN, image=image, args=args, env=env))
+    words = program_of(replace(PLAIN, image=image, args=args, env=env), contents_of(image, {}))
     assert (None if words is None else " ".join(words)) == command
 
 
@@ -310,7 +312,12 @@ def test_ssh_session_sees_the_emulated_hardware(host: RealPodHost, keys: Keys) -
     volume, free, whole = sizes.out.splitlines()
     assert volume.split()[1:] == ["97656250", "92773438", "4882813", "95%", "/workspace"]
     assert (free, whole.split()[-1]) == ("4769", "/")
-    assert shell.run("command -v windlass python3 && ! mountpoint -q /elsewhere && df /no/such/place").status == 1
+    assert (
+        shell.run(
+            "! command -v windlass && command -v python3 && ! mountpoint -q /elsewhere && df /no/such/place"
+        ).status
+        == 1
+    )
     # As in a real pod, a login does not have the container's environment.
     assert shell.run("echo ${COLOUR-none}; . /etc/rp_environment; echo $COLOUR").out == "none\nred\n"
     assert shell.run("echo ${DATABASE_URL-none}; cat", stdin="hello").out == "none\nhello"

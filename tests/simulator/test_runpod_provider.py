@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.runpod_fixture import GPU, OTHER_GPU, TOKEN, URL, EmulatedRunpod, request_for
+from support.simulator.loop import run
 from support.virtual_time import in_virtual_time
 from windlass.model.errors import (
     Ambiguous,
@@ -20,6 +21,7 @@ from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.machine import Machine, MachineState
+from windlass.model.worker_log import MAX_BOOT_LOG_CHARACTERS
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.runpod.catalog import DEFAULT_DISK_GB, disk_price
 from windlass_emulators.runpod.errors import NO_CAPACITY
@@ -534,3 +536,15 @@ async def test_foreign_pod_is_not_deleted() -> None:
         await cloud.provider().delete(Machine(theirs["id"], "red-0-aa", MachineState.RUNNING))
     assert theirs["id"] in cloud.pods
     assert cloud.sent("DELETE") == []
+
+
+def test_boot_log_can_be_stored_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        cloud = EmulatedRunpod()
+        monkeypatch.setattr(cloud.host, "log_lines", lambda _: ["x" * 1500] * 30 + ["core\0dumped"])
+        provider = cloud.provider()
+        text = await provider.boot_log(await provider.create(request_for()))
+        assert text.endswith("core\\0dumped")
+        assert len(text) == MAX_BOOT_LOG_CHARACTERS
+
+    run(scenario())

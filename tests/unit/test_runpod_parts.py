@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,12 +17,14 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.runpod import naming, provisioning
 from windlass.providers.runpod.catalog import read_offers, read_price
 from windlass.providers.runpod.errors import response_error, transport_error
+from windlass.providers.runpod.installation import INSTALL_FOLDER, INSTALL_SCRIPT, PodInstallation, failure_of
 from windlass.providers.runpod.provisioning import (
     WRITE_JOIN_FILE,
     Preparer,
-    checks,
+    dependency_checks,
     last_lines,
     launch_script,
+    machine_checks,
     missing_disk,
     missing_gpus,
 )
@@ -169,12 +172,35 @@ def test_free_disk_is_read_from_df(free_kb: str, problem: str | None) -> None:
 
 def test_only_configured_checks_run() -> None:
     plain = RunpodSettings(ssh={"min_free_disk_gb": 0})  # type: ignore[arg-type]
-    assert [check.code for check in checks(plain)] == ["GPU_NOT_DETECTED", "START_SCRIPT_FAILED"]
+    assert [check.code for check in machine_checks(plain)] == ["GPU_NOT_DETECTED", "JOIN_DATA_MISSING"]
+    assert list(dependency_checks(plain)) == []
     whole = RunpodSettings(network_volume_id="v", ssh={"checks": ("true", "false")})  # type: ignore[arg-type]
-    assert [check.code for check in checks(whole)] == [
-        "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "DEPENDENCY_MISSING", "DEPENDENCY_MISSING",
-        "START_SCRIPT_FAILED",
+    assert [check.code for check in machine_checks(whole)] == [
+        "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "JOIN_DATA_MISSING",
     ]  # fmt: skip
+    assert [check.code for check in dependency_checks(whole)] == ["DEPENDENCY_MISSING", "DEPENDENCY_MISSING"]
+
+
+@pytest.mark.parametrize(
+    ("last_line", "failure"),
+    [
+        ("PYTHON_MISSING: the image has no Python", ("PYTHON_MISSING", "the image has no Python")),
+        ("REQUIREMENTS_FAILED: ERROR: no torch: x", ("REQUIREMENTS_FAILED", "ERROR: no torch: x")),
+        ("MADE_UP: anything", ("INSTALL_FAILED", "MADE_UP: anything")),
+        ("Killed", ("INSTALL_FAILED", "Killed")),
+    ],
+)
+def test_only_known_codes_are_taken_from_an_installation(last_line: str, failure: tuple[str, str]) -> None:
+    assert failure_of(last_line) == failure
+
+
+def test_index_options_also_apply_to_what_windlass_needs() -> None:
+    lines = ("--index-url https://pypi.example.org", "-i x", "-f=/w", "app==1.4", "-e .", "--require-hashes")
+    command = PodInstallation("1", {}, lines).command("/join", 60)
+    (written,) = [line for line in command.split(" || exit 1\n") if line.endswith("mv index.txt.$$ index.txt")]
+    assert written == (
+        "printf %s '--index-url https://pypi.example.org\n-i x\n-f=/w\n' > index.txt.$$ && mv index.txt.$$ index.txt"
+    )
 
 
 def test_output_is_shortened_to_its_last_lines() -> None:
@@ -193,12 +219,14 @@ MASKED_LINES = [
 ]
 
 
-async def test_pod_output_is_reported_without_secrets() -> None:
+async def failed_preparation(output: str, failing: str = "", **options: Any) -> NotPrepared:
+    """`failing`: a part of the commands that fail with this output."""
+
     class Pod:
         host_key = "ssh-ed25519 AAAA"
 
         async def run(self, command: str, timeout_s: float) -> CommandResult:
-            return CommandResult(1, OUTPUT)
+            return CommandResult(1, output) if failing in command else CommandResult(0, "GPU, 81920")
 
     @asynccontextmanager
     async def open_shell(_endpoint: Endpoint, _host_key: str | None) -> AsyncIterator[Pod]:
@@ -210,11 +238,44 @@ async def test_pod_output_is_reported_without_secrets() -> None:
     async def on_host_key(_host_key: str) -> None:
         return
 
-    preparer = Preparer(RunpodSettings(), open_shell, mask=mask_of(["hf-secret-4"]))
+    settings = RunpodSettings(ssh={"min_free_disk_gb": 0})  # type: ignore[arg-type]
     with pytest.raises(NotPrepared) as failed:
-        await preparer.prepare("pod p", find_endpoint, None, on_host_key)
-    assert failed.value.output.splitlines() == MASKED_LINES
-    assert str(failed.value).endswith(MASKED_LINES[-1])
+        await Preparer(settings, open_shell, **options).prepare("pod p", find_endpoint, None, on_host_key)
+    return failed.value
+
+
+async def test_pod_output_is_reported_without_secrets() -> None:
+    failed = await failed_preparation(OUTPUT, mask=mask_of(["hf-secret-4"]))
+    assert failed.output.splitlines() == MASKED_LINES
+    assert str(failed).endswith(MASKED_LINES[-1])
+
+
+INDEXES = ("--extra-index-url https://ci:pass%2Bword@pypi.example.org/simple", "--index-url=https://tokentoken@x.org/s")
+
+
+async def test_credentials_of_package_indexes_are_not_reported() -> None:
+    """Also where they are not part of an address any more."""
+    output = "GET https://ci:pass%2Bword@pypi.example.org/\nREQUIREMENTS_FAILED: 401 for pass+word, tokentoken"
+    installation = PodInstallation("1", {}, (*INDEXES, "app @ git+https://x.org/app@v1"))
+    failed = await failed_preparation(output, "requirements.txt", installation=installation)
+    assert failed.code == "REQUIREMENTS_FAILED"
+    assert str(failed).endswith("401 for ********, ********")
+    assert failed.output.splitlines()[0] == "GET https://ci:********@pypi.example.org/"
+    assert installation.secrets == ("pass%2Bword", "pass+word", "tokentoken")
+
+
+def test_other_users_of_a_pod_cannot_read_the_requirements(tmp_path: Path) -> None:
+    folder = tmp_path / "windlass"
+    command = PodInstallation("1", {INSTALL_SCRIPT: "umask; : > made"}, INDEXES).command("/join", 60)
+    done = subprocess.run(
+        ["sh", "-c", command.replace(INSTALL_FOLDER, str(folder))],
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    modes = {name: (folder / name).stat().st_mode & 0o777 for name in ("requirements.txt", "index.txt")}
+    assert modes == {"requirements.txt": 0o600, "index.txt": 0o600}
+    assert "tokentoken" in (folder / "index.txt").read_text()
+    assert folder.stat().st_mode & 0o777 == 0o755
+    assert int(done.stdout, 8) == 0o022, "other users can run what is installed"
 
 
 # ----------------------------------------------------------------------------------------------------------- starting

@@ -115,6 +115,29 @@ def test_runpod_settings_need_provider_runpod() -> None:
         FleetConfig(runpod=RunpodSettings(image="i"))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[fleets.gpu.bootstrap]\nsetup = ["true"]\n', "bootstrap.setup is set and provider is 'runpod'"),
+        ('[fleets.gpu.bootstrap]\nrequirements = ["app"]\n', "set auto_start_worker = true"),
+        (
+            "auto_start_worker = true\n[fleets.gpu.runpod.ssh]\ninstalls_windlass = false\n"
+            '[fleets.gpu.bootstrap]\nrequirements = ["app"]\n',
+            "runpod.ssh.installs_windlass = true",
+        ),
+    ],
+)
+def test_bootstrap_that_a_pod_would_ignore_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(tmp_path, text + '[fleets.gpu.runpod]\nimage = "i"\n')
+
+
+def test_requirements_of_pods_need_ssh(tmp_path: Path) -> None:
+    text = 'auto_start_worker = true\n[fleets.gpu.bootstrap]\nrequirements = ["app"]\n'
+    fleet = load(tmp_path, text + '[fleets.gpu.runpod]\nimage = "i"\n').fleets["gpu"]
+    assert fleet.bootstrap.requirements == ("app",)
+
+
 def test_storage_path_defaults_to_the_volume() -> None:
     assert RunpodSettings().storage_path is None
     assert RunpodSettings(network_volume_id="v", volume_path="/data").storage_path == "/data"

@@ -77,7 +77,8 @@ storage_check_interval_cycles = 5
 
 [fleets.{fleet}.runpod]
 choices = ["{first}@SECURE/{place}", "{second}@SECURE/{place}"]
-image = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
+image = "example/worker:1"  # it brings Windlass, and waits until its worker is started over SSH
+args = "sleep infinity"
 network_volume_id = "{volume}"
 
 [fleets.{fleet}.runpod.ssh]

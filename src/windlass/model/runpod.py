@@ -74,14 +74,28 @@ class SshSettings(BaseModel):
     )
     min_free_disk_gb: float = Field(default=2.0, ge=0, description="Required free space on the container's disk.")
     checks: tuple[str, ...] = Field(
-        default=(), description="Shell commands that must succeed, such as `python3 -c 'import torch'`."
+        default=(),
+        description="Shell commands that must succeed before the worker is started, such as "
+        "`python3 -c 'import torch'`.",
+    )
+    installs_windlass: bool = Field(
+        default=True,
+        description="Install Windlass and `bootstrap.requirements` in an environment of their own, unless the image "
+        "brings the version of the control plane.",
+    )
+    has_image_packages: bool = Field(
+        default=True, description="Whether that environment sees the Python packages of the image, such as torch."
+    )
+    install_timeout_s: float = Field(
+        default=600.0, ge=30, le=1800, description="Timeout of the installation, in addition to `timeout_s`."
     )
     command_timeout_s: float = Field(default=60.0, gt=0, le=300, description="Timeout of one command.")
     timeout_s: float = Field(
         default=300.0,
         gt=0,
         le=1800,
-        description="Timeout from the first check of a running pod to the start of its worker.",
+        description="Timeout from the first check of a running pod to the start of its worker, without the "
+        "installation.",
     )
 
     _whole_path = field_validator("storage_path")(_folder)

@@ -66,6 +66,9 @@ class PodHost(Protocol):
 
     def erase_volume(self, volume_id: str) -> None: ...
 
+    def log_lines(self, pod_id: str) -> list[str]:
+        """The last lines that the pod's program printed."""
+
     def is_running(self, pod_id: str) -> bool:
         """Whether a program runs in the pod. A pod whose program has ended still exists and is still billed."""
 
@@ -105,6 +108,9 @@ class VirtualPodHost:
         self.stop(pod_id)
 
     def erase_volume(self, volume_id: str) -> None: ...
+
+    def log_lines(self, pod_id: str) -> list[str]:  # noqa: ARG002
+        return []
 
     def is_running(self, pod_id: str) -> bool:
         return pod_id in self.running

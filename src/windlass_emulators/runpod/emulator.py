@@ -37,6 +37,7 @@ ROUTES = make_routes(
         ("GET", "/pods/{id}", pods.get_pod),
         ("DELETE", "/pods/{id}", pods.delete_pod),
         ("POST", "/pods/{id}/action", pods.act_on_pod),
+        ("GET", "/pods/{id}/logs", pods.stream_logs),
         ("GET", "/network-volumes", volumes.list_volumes),
         ("POST", "/network-volumes", volumes.create_volume),
         ("GET", "/network-volumes/{id}", volumes.get_volume),
@@ -49,7 +50,6 @@ ROUTES = make_routes(
         ("GET", "/registries/{id}", templates.get_registry),
         # Published operations that are not emulated.
         ("PATCH", "/pods/{id}", _refuse_unsupported),
-        ("GET", "/pods/{id}/logs", _refuse_unsupported),
         ("GET", "/templates", _refuse_unsupported),
         ("GET PATCH DELETE", "/templates/{id}", _refuse_unsupported),
         ("GET", "/registries", _refuse_unsupported),

@@ -3,11 +3,12 @@
 A pod runs:
 - its `args`, if it has any: they stand for the image's entrypoint and its arguments;
 - otherwise, with WINDLASS_JOIN in its environment (or WINDLASS_URL, WINDLASS_WORKER_ID and WINDLASS_JOIN_TOKEN), the
-  worker: `windlass worker --join /etc/windlass/join.json`;
-- nothing for one of Runpod's own images (`runpod/...`): as in the cloud, the worker is started over SSH.
+  worker: `windlass worker --join /etc/windlass/join.json`, if its image brings one (images.py);
+- otherwise nothing: as in the cloud, the worker is started over SSH.
 
 With `22/tcp` among its ports and a PUBLIC_KEY in its environment, the pod answers SSH on 127.0.0.1, with a new port and
-a new host key at every start. Every start has an empty disk; a persistent mount and network volumes keep their content.
+a new host key at every start, if its image has an SSH server. Every start has an empty disk; a persistent mount and
+network volumes keep their content.
 """
 
 import json
@@ -27,17 +28,27 @@ from windlass_emulators.cloud_init import File, inside
 from windlass_emulators.process_host import map_path, mapped_command, write_file
 from windlass_emulators.processes import STOP_GRACE_S, EmulatedMachine, MachineProgram, Processes, bare_environment
 from windlass_emulators.runpod.containers import LOOPBACK, SSH_PORT, Container
+from windlass_emulators.runpod.images import (
+    ImageContents,
+    contents_of,
+    hidden_packages,
+    link_programs,
+    python_of_image,
+    without_windlass,
+)
 
 HARDWARE = Path(__file__).parent / "hardware"
 JOIN_FILE = "/etc/windlass/join.json"
 DRIVER = "570.86.15"
-OFFICIAL_PREFIX = "runpod/"
+MAX_LOG_READ_BYTES = 1 << 20
 KEYGEN_TIMEOUT_S = 20.0
 # Disk space used by a fresh container, and GPU memory used by the driver.
 SYSTEM_GB, DRIVER_MB = 2.0, 4
 _JOIN_PARTS = {"worker_id": "WINDLASS_WORKER_ID", "url": "WINDLASS_URL", "join_token": "WINDLASS_JOIN_TOKEN"}
 # An image's start script writes these to the join file and removes them from the environment.
 _JOIN_VARIABLES = ("WINDLASS_JOIN", *_JOIN_PARTS.values())
+# Folders that are not in the pod's Python path (hardware/sitecustomize.py).
+HIDDEN_PACKAGES = "EMULATED_HIDDEN_PACKAGES"
 # Folders of sshd that are not in a user's PATH.
 _SSHD_PLACES = os.pathsep.join(("/usr/sbin", "/usr/local/sbin", "/sbin"))
 # sshd requires it when it runs as root.
@@ -74,8 +85,15 @@ def find_sshd() -> str | None:
 class RealPodHost(Processes):
     address = LOOPBACK
 
-    def __init__(self, folder: Path | None = None, stop_grace_s: float = STOP_GRACE_S) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        stop_grace_s: float = STOP_GRACE_S,
+        images: Mapping[str, ImageContents] | None = None,
+    ) -> None:
+        """`images`: contents of images, by the start of their name."""
         super().__init__(folder, stop_grace_s)
+        self.images = dict(images or {})
         # root on a real pod. Here the user who runs the emulator; the API publishes this name.
         self.user = pwd.getpwuid(os.geteuid()).pw_name
         self._shell = shutil.which("bash") or "/bin/sh"
@@ -109,6 +127,14 @@ class RealPodHost(Processes):
             super().erase(machine_id)
             shutil.rmtree(self._persistent(str(machine_id)), ignore_errors=True)
 
+    def log_lines(self, pod_id: str) -> list[str]:
+        try:
+            with (self.folder / pod_id / "container.log").open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_LOG_READ_BYTES))
+                return log.read().decode(errors="replace").splitlines()
+        except OSError:
+            return []
+
     def erase_volume(self, volume_id: str) -> None:
         shutil.rmtree(self.volume_folder(volume_id), ignore_errors=True)
 
@@ -139,26 +165,33 @@ class RealPodHost(Processes):
     def _prepare_disk(self, machine: EmulatedMachine, container: Container) -> dict[str, Any]:
         """Write the pod's disk. Returns the settings of its first process."""
         root = machine.root
+        image = contents_of(container.image, self.images)
         folders = self._folders(machine, container)
         _write_hardware(machine, container, folders)
         for name in ("root", "tmp"):
             (root / name).mkdir(exist_ok=True)
-        _write_tools(root, has_driver=not container.faults.has_no_driver)
+        _write_tools(root, image, has_driver=not container.faults.has_no_driver)
         environment = _environment(machine, container)
+        if not image.has_windlass:
+            programs = self.folder / "programs"
+            link_programs(programs)
+            environment["PATH"] = f"{root / 'usr/local/bin'}{os.pathsep}{programs}"
+            environment["PYTHONPATH"] = without_windlass(environment["PYTHONPATH"])
+            environment[HIDDEN_PACKAGES] = os.pathsep.join(hidden_packages())
         described = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
         write_file(root, File("/etc/rp_environment", described.encode(), 0o600))
         join = join_document(container.env)
         if join is not None:
             write_file(root, File(JOIN_FILE, join.encode(), 0o600))
-        command = program_of(container)
+        command = program_of(container, image)
         if container.faults.program_fails is not None:
             command = ["/bin/sh", "-c", 'echo "$1"; exit 1', "program", container.faults.program_fails]
         return {
-            "command": None if command is None else mapped_command(root, tuple(command)),
+            "command": command and _mapped(root, image, command),
             "directory": str(root / "root"),
             "environment": environment,
             "log": str(machine.folder / "container.log"),
-            "ssh": self._ssh(machine, container, environment),
+            "ssh": self._ssh(machine, container, environment) if image.has_ssh else None,
         }
 
     def _ssh(
@@ -181,7 +214,7 @@ class RealPodHost(Processes):
         session = {
             "root": str(machine.root),
             # Paths of the pod, even if they do not exist yet.
-            "own": [*(mount.path for mount in container.mounts), "/root", "/etc/windlass"],
+            "own": [*(mount.path for mount in container.mounts), "/root", "/etc/windlass", "/var/lib/windlass"],
             "environment": _login_environment(environment, self.user, self._shell),
             "shell": self._shell,
             "failures": dict(container.faults.ssh_failures),
@@ -215,16 +248,22 @@ def _first_process(machine: EmulatedMachine, settings: Mapping[str, Any], listen
     )
 
 
-def program_of(container: Container) -> list[str] | None:
+def program_of(container: Container, image: ImageContents) -> list[str] | None:
     """The command that the image runs, or None."""
     if container.args.strip():
         try:
             return shlex.split(container.args)
         except ValueError:
             return ["/bin/sh", "-c", container.args]
-    if container.image.startswith(OFFICIAL_PREFIX) or join_document(container.env) is None:
+    if not image.starts_worker or join_document(container.env) is None:
         return None
     return ["/opt/windlass/bin/windlass", "worker", "--join", JOIN_FILE]
+
+
+def _mapped(root: Path, image: ImageContents, command: list[str]) -> list[str]:
+    if image.has_windlass:
+        return mapped_command(root, tuple(command))
+    return [map_path(root, word) for word in command]
 
 
 def join_document(env: Mapping[str, str]) -> str | None:
@@ -259,7 +298,9 @@ def _environment(machine: EmulatedMachine, container: Container) -> dict[str, st
 
 def _login_environment(environment: Mapping[str, str], user: str, shell: str) -> dict[str, str]:
     """The environment of a fresh login, with the variables that emulate the machine."""
-    names = ("PATH", "PYTHONPATH", "HOME", "EMULATED_HARDWARE", "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ")
+    names = (
+        "PATH", "PYTHONPATH", "HOME", "EMULATED_HARDWARE", HIDDEN_PACKAGES, "SSL_CERT_FILE", "SSL_CERT_DIR", "TZ",
+    )  # fmt: skip
     known = {name: environment[name] for name in names if name in environment}
     return {**known, "USER": user, "LOGNAME": user, "SHELL": shell}
 
@@ -286,16 +327,20 @@ def _write_hardware(machine: EmulatedMachine, container: Container, folders: Map
     path.with_suffix(".new").replace(path)
 
 
-def _write_tools(root: Path, *, has_driver: bool) -> None:
+def _write_tools(root: Path, image: ImageContents, *, has_driver: bool) -> None:
     python = [sys.executable, "-S"]
     tools = {
         f"/usr/local/bin/{name}": [*python, HARDWARE / "storage.py", name] for name in ("df", "mountpoint", "findmnt")
     }
     if has_driver:
         tools["/usr/local/bin/nvidia-smi"] = [*python, HARDWARE / "nvidia_smi.py"]
-    for path in ("/usr/local/bin/windlass", "/opt/windlass/bin/windlass"):
-        tools[path] = [sys.executable, "-m", "windlass"]
-    tools["/opt/windlass/bin/python"] = [sys.executable]
+    if image.has_windlass:
+        for path in ("/usr/local/bin/windlass", "/opt/windlass/bin/windlass"):
+            tools[path] = [sys.executable, "-m", "windlass"]
+        tools["/opt/windlass/bin/python"] = [sys.executable]
+    elif image.has_python:
+        for name in ("python3", "python"):
+            write_file(root, File(f"/usr/local/bin/{name}", python_of_image().encode(), 0o755))
     for path, words in tools.items():
         text = f'#!/bin/sh\nexec {shlex.join(str(word) for word in words)} "$@"\n'
         write_file(root, File(path, text.encode(), 0o755))

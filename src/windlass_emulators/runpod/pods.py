@@ -1,6 +1,7 @@
 """/pods: creation with all published refusals, actions, deletion."""
 
 import hashlib
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,6 +21,8 @@ from windlass_emulators.runpod.errors import NO_CAPACITY, RunpodApiError, not_fo
 from windlass_emulators.runpod.templates import ContainerBody, make_config
 from windlass_emulators.runpod.validation import CudaVersion, NonEmptyText, RunpodBody, parse_runpod_body
 from windlass_emulators.validation import NotNull, OptionalFlag
+
+MAX_LOG_TAIL = 5_000
 
 
 class GpuOrder(RunpodBody):
@@ -71,6 +74,28 @@ def delete_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     if not account.faults.take_ineffective_deletion():
         account.remove(pod)
     return Response(204)
+
+
+def stream_logs(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
+    """The last lines as events of a stream that stays open. `since` and Last-Event-ID are not emulated."""
+    pod, source = _find(account, call), call.query.get("source")
+    if source not in (None, "container", "system"):
+        raise RunpodApiError(422, None, ["source: want one of container, system"])
+    try:
+        tail = int(call.query.get("tail", "100"))
+    except ValueError:
+        tail = -1
+    if not 0 <= tail <= MAX_LOG_TAIL:
+        raise RunpodApiError(422, None, [f"tail: want 0 to {MAX_LOG_TAIL}"])
+    lines = [("system", f"pod {pod.id} is {pod.status}")] if source != "container" else []
+    lines += [("container", line) for line in account.host.log_lines(pod.id)] if source != "system" else []
+    ts = account.now.isoformat(timespec="seconds").replace("+00:00", "Z")
+    events = [
+        f"id: {ts}/{number:012d}\ndata: {json.dumps({'ts': ts, 'source': name, 'line': line})}\n\n"
+        for number, (name, line) in enumerate(lines[len(lines) - tail if tail < len(lines) else 0 :], 1)
+    ]
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Response(200, headers, "".join(events).encode(), is_held_open=True)
 
 
 def act_on_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:

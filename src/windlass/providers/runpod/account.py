@@ -6,6 +6,7 @@ concurrent callers share a response.
 """
 
 import asyncio
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,12 @@ TRICKLE_S = 10.0
 # Attempts of a read, and the pause before the second. The pause doubles each time.
 READ_ATTEMPTS = 3
 READ_PAUSE_S = 0.5
+# Of a stream of log lines: its end, and the longest wait for the limiter. A deletion waits for both, for 3 s at most;
+# what was read until then is kept.
+LOG_IDLE_S = 1.5
+LOG_TIMEOUT_S = 2.3
+LOG_MAX_WAIT_S = 0.5
+MAX_LOG_LINE_CHARACTERS = 2_000
 # Prices seldom change. Stock changes often and is only a hint.
 OFFERS_FRESH_S = 300.0
 # After a failed request.
@@ -97,6 +104,18 @@ class RunpodAccount:
 
     async def _send(self, method: str, path: str, body: Json | None, max_wait_s: float) -> httpx.Response:
         await self.limiter.wait(max_wait_s, is_urgent=method != "POST")
+        try:
+            async with asyncio.timeout(self.timeout_s + TRICKLE_S):
+                timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.timeout_s))
+                response = await self._open_client().request(method, path, json=body, timeout=timeout)
+            self.limiter.record_response(response.status_code, response.headers)
+        except Exception as error:
+            raise transport_error(error) from error
+        if not response.is_success:
+            raise response_error(response)
+        return response
+
+    def _open_client(self) -> httpx.AsyncClient:
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._endpoint,
@@ -104,16 +123,7 @@ class RunpodAccount:
                 limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
                 transport=self._transport,
             )
-        try:
-            async with asyncio.timeout(self.timeout_s + TRICKLE_S):
-                timeout = httpx.Timeout(self.timeout_s, connect=min(CONNECT_TIMEOUT_S, self.timeout_s))
-                response = await self._client.request(method, path, json=body, timeout=timeout)
-            self.limiter.record_response(response.status_code, response.headers)
-        except Exception as error:
-            raise transport_error(error) from error
-        if not response.is_success:
-            raise response_error(response)
-        return response
+        return self._client
 
     async def read(self, path: str) -> Json:
         """A GET request, repeated if its response is lost. Raises VendorError or Throttled."""
@@ -170,6 +180,35 @@ class RunpodAccount:
             return None
         return date if date.tzinfo is not None else date.replace(tzinfo=UTC)
 
+    async def pod_log(self, pod_id: str, lines: int) -> list[str]:
+        """The last lines of the pod's program and its host. Raises VendorError, or Throttled if nothing was sent.
+
+        The vendor sends them as a stream that stays open, so reading ends LOG_IDLE_S after the last line.
+        """
+        await self.limiter.wait(LOG_MAX_WAIT_S)
+        found: list[str] = []
+        try:
+            # A stream without any line is silent from the start.
+            timeout = httpx.Timeout(LOG_IDLE_S, connect=CONNECT_TIMEOUT_S)
+            async with (
+                asyncio.timeout(LOG_TIMEOUT_S),
+                self._open_client().stream("GET", f"/pods/{pod_id}/logs?tail={lines}", timeout=timeout) as response,
+            ):
+                self.limiter.record_response(response.status_code, response.headers)
+                if not response.is_success:
+                    await response.aread()
+                    raise response_error(response)
+                async for event in response.aiter_lines():
+                    if event.startswith("data:"):
+                        found.append(_log_line(event.removeprefix("data:")))
+                    if len(found) >= lines:
+                        break
+        except (httpx.ReadTimeout, TimeoutError):
+            pass
+        except httpx.HTTPError as error:
+            raise transport_error(error) from error
+        return found
+
     # -------------------------------------------------------------------------------------------------- capacity
 
     def record_no_capacity(self, key: CapacityKey, for_s: float) -> None:
@@ -196,3 +235,13 @@ class RunpodAccount:
             except (VendorError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
                 log.info("list gpu offers failed", cloud=cloud, error=str(error) or type(error).__name__)
         return {cloud: self._offers[cloud, gpu_count] for cloud in clouds if (cloud, gpu_count) in self._offers}
+
+
+def _log_line(data: str) -> str:
+    """The text of an event. Lines about the pod itself, not of its program, begin with "system:"."""
+    try:
+        event = json.loads(data)
+        text = str(event["line"])[:MAX_LOG_LINE_CHARACTERS]
+        return text if event.get("source") != "system" else f"system: {text}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return data.strip()[:MAX_LOG_LINE_CHARACTERS]

@@ -38,7 +38,10 @@ from windlass.model.errors import (
     Unavailable,
 )
 from windlass.model.machine import Machine, MachineRequest, Preparation, ProviderTraits, Volume
+from windlass.model.redaction import mask_known
 from windlass.model.runpod import GpuChoice, RunpodSettings
+from windlass.model.task import storable
+from windlass.model.worker_log import MAX_BOOT_LOG_CHARACTERS
 from windlass.ports.provider import OnHostKey
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Json, RunpodAccount
@@ -58,6 +61,8 @@ DELETE_POLL_INTERVALS_S = (0.5, 2.0, 4.0, 8.0, 12.0, 12.0)
 REFUSED_REPORTED_S = 3600.0
 # A new pod may not be found by its id for this long.
 HIDDEN_S = 60.0
+# Last lines of a pod that never joined.
+BOOT_LOG_LINES = 200
 
 # The age that a list may have; the vendor promises nothing. A machine that is really gone costs nothing meanwhile.
 _ABSENCE_GRACE_S = 60.0
@@ -236,6 +241,15 @@ class RunpodProvider:
 
     def _throttled(self, error: VendorError, message: str) -> Throttled:
         return Throttled(message, error.retry_after_s or max(self._account.limiter.pause_s, _PAUSE_S))
+
+    async def boot_log(self, machine: Machine) -> str:
+        """What the pod printed, while it exists."""
+        doing = f"reading the log of pod {machine.id} of {machine.name}"
+        try:
+            lines = await self._account.pod_log(machine.id, BOOT_LOG_LINES)
+        except VendorError as error:
+            raise Unavailable(f"{doing}: {error}") from error
+        return storable(mask_known("\n".join(lines)))[-MAX_BOOT_LOG_CHARACTERS:]
 
     # ------------------------------------------------------------------------------------------------------ delete
 

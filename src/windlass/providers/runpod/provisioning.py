@@ -1,8 +1,9 @@
 """Turns a running pod into a worker: check the pod over SSH, then start its worker once.
 
-Each check that can fail has its own code: SSH_UNREACHABLE, SSH_HOST_KEY_CHANGED, STORAGE_NOT_MOUNTED, GPU_NOT_DETECTED,
-DISK_FULL, DEPENDENCY_MISSING, START_SCRIPT_FAILED; MACHINE_GONE ends the attempt at once. While the API does not report
-the pod's address, the last known one is tried. A failure there proves nothing, so it never fails the pod.
+Each step that can fail has its own code: SSH_UNREACHABLE, SSH_HOST_KEY_CHANGED, STORAGE_NOT_MOUNTED, GPU_NOT_DETECTED,
+DISK_FULL, JOIN_DATA_MISSING, those of the installation (installation.py), DEPENDENCY_MISSING, START_SCRIPT_FAILED;
+MACHINE_GONE ends the attempt at once. While the API does not report the pod's address, the last known one is tried. A
+failure there proves nothing, so it never fails the pod.
 
 The worker is started once, however often this runs: creating a directory on the pod's disk is atomic, and the shell
 that creates it starts the worker. A broken connection or a crash of the orchestrator does not interrupt that. If the
@@ -18,9 +19,10 @@ from math import ceil
 
 from windlass.model.errors import NotPrepared, Throttled, Unavailable
 from windlass.model.machine import Preparation
-from windlass.model.redaction import Mask
+from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import JOIN_FILE, RunpodSettings
 from windlass.ports.provider import OnHostKey
+from windlass.providers.runpod.installation import ENVIRONMENT_FOLDER, PodInstallation, failure_of
 from windlass.providers.runpod.ssh import CommandResult, Endpoint, HostKeyChanged, OpenShell, Shell, Unreachable
 from windlass.providers.vendor_error import VendorError
 
@@ -40,6 +42,12 @@ LOG_CHECK_S = 5.0
 # The file in which Runpod's images keep the container's environment. A login shell does not have that environment.
 ENVIRONMENT = "/etc/rp_environment"
 WATCH_INTERVAL_S = 0.2
+# Exit status of the launch if the worker failed. Its log and its own status are in the output.
+LAUNCH_FAILED = 75
+_EXIT_STATUSES = {
+    "exit status 126": ": a program of start_command may not be executed",
+    "exit status 127": ": a program or script of start_command is missing on the pod",
+}
 SSH_UNREACHABLE = "SSH_UNREACHABLE"
 _KB_PER_GB = 1_000_000 / 1.024
 # The pod's current SSH address; None while it has none. Raises VendorError, Throttled, or NotPrepared if it never will.
@@ -57,7 +65,8 @@ class Check:
 
 
 class Preparer:
-    """`mask` redacts secrets from command output, which goes into events and reasons."""
+    """`mask` redacts secrets from command output, which goes into events and reasons. Without an `installation`, pods
+    must bring everything that the start command needs."""
 
     def __init__(
         self,
@@ -66,12 +75,15 @@ class Preparer:
         rng: random.Random | None = None,
         retry_s: float = RETRY_S,
         mask: Mask = Mask(),  # noqa: B008 - a value
+        installation: PodInstallation | None = None,
     ) -> None:
         self._settings = settings
+        self._installation = installation
         self._open_shell = open_shell
         self._rng = rng or random.Random()  # noqa: S311
         self._retry_s = retry_s
-        self._mask = mask
+        # pip prints addresses of indexes, and an index may repeat credentials in its answers.
+        self._mask = mask | mask_of(installation.secrets if installation is not None else ())
 
     async def prepare(
         self,
@@ -85,11 +97,11 @@ class Preparer:
         in messages. `last_known` is its last SSH address."""
         attempt = _ProvisioningAttempt(pod, host_key, on_host_key, last_known, self._mask)
         try:
-            async with asyncio.timeout(self._settings.ssh.timeout_s):
+            async with asyncio.timeout(self._settings.ssh.timeout_s) as attempt.timeout:
                 while not await self._try_once(attempt, find_endpoint):  # noqa: ASYNC110 - it polls the pod
                     await asyncio.sleep(self._retry_s * (0.5 + self._rng.random()))
         except TimeoutError:
-            reason = f"not done within {self._settings.ssh.timeout_s:g} s ({attempt.last})"
+            reason = f"not done within {self._settings.ssh.timeout_s + attempt.extra_s:g} s ({attempt.last})"
             if attempt.had_api_error and attempt.code == SSH_UNREACHABLE:
                 raise Unavailable(f"preparing {pod}: {reason}; the API did not always report its address") from None
             raise attempt.failure(reason) from None
@@ -126,18 +138,36 @@ class Preparer:
 
     async def _check_and_start(self, attempt: "_ProvisioningAttempt", shell: Shell) -> None:
         limit_s = self._settings.ssh.command_timeout_s
-        for check in checks(self._settings):
-            attempt.code, attempt.last = check.code, f"checking that {check.condition}"
-            result = await shell.run(check.command, limit_s)
-            is_success = result.status == 0
-            problem = check.find_problem(result.output) if is_success else describe_failure(result, limit_s, self._mask)
-            if problem is not None:
-                raise attempt.failure(f"check failed: {check.condition}: {problem}", result.output)
+        for check in machine_checks(self._settings):
+            await self._check(attempt, shell, check)
+        if self._installation is not None:
+            await self._install(attempt, shell, self._installation)
+        for check in dependency_checks(self._settings):
+            await self._check(attempt, shell, check)
         attempt.code, attempt.last = "START_SCRIPT_FAILED", "starting the worker"
         result = await shell.run(launch_script(self._settings), limit_s + self._settings.ssh.start_watch_s)
         if result.status != 0:
-            problem = describe_failure(result, limit_s, self._mask)
+            problem = describe_start_failure(result, limit_s, self._mask)
             raise attempt.failure(f"the worker did not start: {problem}", result.output)
+
+    async def _check(self, attempt: "_ProvisioningAttempt", shell: Shell, check: Check) -> None:
+        limit_s = self._settings.ssh.command_timeout_s
+        attempt.code, attempt.last = check.code, f"checking that {check.condition}"
+        result = await shell.run(check.command, limit_s)
+        is_success = result.status == 0
+        problem = check.find_problem(result.output) if is_success else describe_failure(result, limit_s, self._mask)
+        if problem is not None:
+            raise attempt.failure(f"check failed: {check.condition}: {problem}", result.output)
+
+    async def _install(self, attempt: "_ProvisioningAttempt", shell: Shell, installation: PodInstallation) -> None:
+        limit_s = self._settings.ssh.install_timeout_s
+        attempt.code, attempt.last = "INSTALL_FAILED", "installing windlass"
+        attempt.extend(limit_s)
+        command = installation.command(JOIN_FILE, limit_s)
+        result = await shell.run(f"{_LOAD_ENVIRONMENT}\nunset WINDLASS_JOIN\n{command}", limit_s)
+        if result.status != 0:
+            attempt.code, problem = failure_of(describe_failure(result, limit_s, self._mask))
+            raise attempt.failure(f"windlass was not installed: {problem}", result.output)
 
 
 @dataclass(slots=True)
@@ -153,6 +183,16 @@ class _ProvisioningAttempt:
     last: str = "not tried"
     # Whether the API failed to report the pod's address at least once.
     had_api_error: bool = False
+    timeout: asyncio.Timeout | None = None
+    # By how much the timeout was extended.
+    extra_s: float = 0.0
+
+    def extend(self, extra_s: float) -> None:
+        """Once, however often a connection breaks."""
+        deadline = self.timeout.when() if self.timeout is not None else None
+        if self.timeout is not None and deadline is not None and not self.extra_s:
+            self.timeout.reschedule(deadline + extra_s)
+            self.extra_s = extra_s
 
     async def record_host_key(self, host_key: str) -> None:
         """Stored before anything else happens: after a crash, the next attempt must accept only this key."""
@@ -172,6 +212,15 @@ def describe_failure(result: CommandResult, limit_s: float, mask: Mask) -> str:
     return lines[-1] if lines else f"exit status {result.status}"
 
 
+def describe_start_failure(result: CommandResult, limit_s: float, mask: Mask) -> str:
+    """The worker's last line, which names what is missing, and its exit status."""
+    lines = last_lines(result.output, mask).splitlines()
+    if result.status != LAUNCH_FAILED or len(lines) < 2:
+        return describe_failure(result, limit_s, mask)
+    meaning = _EXIT_STATUSES.get(lines[-1], "")
+    return f"{lines[-2]} ({lines[-1]}{meaning})"
+
+
 def last_lines(output: str, mask: Mask) -> str:
     # Mask before cutting: part of a secret would not be recognised.
     lines = [line.rstrip() for line in mask(output).splitlines() if line.strip()]
@@ -181,8 +230,8 @@ def last_lines(output: str, mask: Mask) -> str:
 # ------------------------------------------------------------------------------------------------------------ checks
 
 
-def checks(settings: RunpodSettings) -> Iterator[Check]:
-    """In the order in which they run."""
+def machine_checks(settings: RunpodSettings) -> Iterator[Check]:
+    """What the pod must have before anything is installed, in the order in which it is checked."""
     path, ssh = settings.storage_path, settings.ssh
     if path is not None:
         is_mounted = f"( mountpoint {path} || grep ' {path} ' /proc/mounts )"
@@ -193,9 +242,13 @@ def checks(settings: RunpodSettings) -> Iterator[Check]:
     if ssh.min_free_disk_gb > 0:
         condition = f"{ssh.min_free_disk_gb:g} GB of disk are free"
         yield Check("DISK_FULL", condition, "df -P -k /", lambda output: missing_disk(output, ssh.min_free_disk_gb))
-    for command in ssh.checks:
-        yield Check("DEPENDENCY_MISSING", f"`{command}` succeeds", command)
-    yield Check("START_SCRIPT_FAILED", "the join file can be written", WRITE_JOIN_FILE)
+    yield Check("JOIN_DATA_MISSING", "the join file can be written", WRITE_JOIN_FILE)
+
+
+def dependency_checks(settings: RunpodSettings) -> Iterator[Check]:
+    """What the handler needs, in the environment in which it will run."""
+    for command in settings.ssh.checks:
+        yield Check("DEPENDENCY_MISSING", f"`{command}` succeeds", f"{_USE_ENVIRONMENT}\n{command}")
 
 
 def missing_gpus(output: str, wanted: int) -> str | None:
@@ -216,6 +269,10 @@ def missing_disk(output: str, wanted_gb: float) -> str | None:
 # ------------------------------------------------------------------------------------------------------------ starting
 
 _LOAD_ENVIRONMENT = f"if [ -r {ENVIRONMENT} ] && sh -n {ENVIRONMENT} 2>/dev/null; then . {ENVIRONMENT}; fi"
+# The installed environment comes first in PATH. An image that brings Windlass has none.
+_USE_ENVIRONMENT = (
+    f"if [ -x {ENVIRONMENT_FOLDER}/bin/windlass ]; then PATH={ENVIRONMENT_FOLDER}/bin:$PATH; export PATH; fi"
+)
 # For images that do not write the file themselves.
 WRITE_JOIN_FILE = f"""\
 umask 077
@@ -234,6 +291,7 @@ def launch_script(settings: RunpodSettings) -> str:
     cd = f"cd {settings.storage_path}" if settings.storage_path is not None else 'cd "$HOME"'
     program = f"""\
 {_LOAD_ENVIRONMENT}
+{_USE_ENVIRONMENT}
 unset WINDLASS_JOIN
 : > {LOG}
 while sleep {LOG_CHECK_S} && kill -0 $$; do
@@ -257,4 +315,4 @@ while [ $left -gt 0 ] && [ ! -s {STATUS} ]; do sleep {WATCH_INTERVAL_S}; left=$(
 [ ! -s {STATUS} ] || [ "$(cat {STATUS})" = 0 ] && exit 0
 tail -n {MAX_LINES} {LOG}
 echo "exit status $(cat {STATUS})"
-exit 75"""
+exit {LAUNCH_FAILED}"""

@@ -1,10 +1,11 @@
 """Python imports this module at the start of every program in a pod.
 
 It replaces `os.statvfs` and `os.path.ismount`, so that mounts have the emulated size. `shutil.disk_usage` and psutil
-use the same function.
+use the same function. Packages of this host that the pod's image does not have are removed from the path.
 """
 
 import os
+import sys
 from typing import Any
 
 import readings
@@ -36,3 +37,6 @@ def _ismount(path: Any) -> bool:
 if readings.VARIABLE in os.environ:
     os.statvfs = _statvfs
     os.path.ismount = _ismount
+
+_hidden = os.environ.get("EMULATED_HIDDEN_PACKAGES", "").split(os.pathsep)
+sys.path[:] = [folder for folder in sys.path if folder not in _hidden]
