@@ -1,0 +1,120 @@
+"""The worker images in deploy/images: linted, complete, and their scripts run. Built only where Docker runs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+IMAGES = REPOSITORY / "deploy" / "images"
+DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
+BIN = Path(sys.executable).parent
+TIMEOUT_S = 60
+BUILD_TIMEOUT_S = 1800
+JOIN = {"worker_id": "gpu-0-aa", "url": "https://windlass.example.com", "join_token": "wlj_secret"}
+# Stands for the installed program: it prints its arguments and whether the token is in its environment.
+PROGRAM = '#!/bin/sh\necho "$@"\nenv | grep -c WINDLASS_JOIN\ncat "$WORKER_STATE/join.json"\n'
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_worker_image_passes_hadolint(dockerfile: Path) -> None:
+    linted = subprocess.run(
+        [BIN / "hadolint", dockerfile], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (linted.returncode, linted.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_worker_image_is_complete(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+    # Only the user's own folder is not in the repository.
+    sources = [word for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    own = [word for word in sources if not word.startswith(("app", "${"))]
+    assert "src" in own
+    assert [word for word in own if not (REPOSITORY / word).exists()] == []
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    assert not [name for name in re.findall(r"^COPY \$\{(\w+)\}", text, re.MULTILINE) if not (
+        REPOSITORY / defaults[name]).is_dir()]  # fmt: skip
+    user = re.findall(r"^USER (.*)$", text, re.MULTILINE)[-1]
+    assert defaults.get(user.strip("${}"), user) == "10001"
+    for instruction in ("HEALTHCHECK", 'ENTRYPOINT ["entrypoint.sh"]', "VOLUME /var/lib/windlass"):
+        assert f"\n{instruction}" in text
+
+
+def test_worker_images_are_those_that_the_docs_name() -> None:
+    assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "cuda.Dockerfile"]
+    # The worker refuses variables that look like settings and are none.
+    variables = re.findall(r"\bWINDLASS_\w+", "".join(path.read_text() for path in IMAGES.iterdir() if path.is_file()))
+    assert set(variables) == {"WINDLASS_JOIN"}
+
+
+def start(folder: Path, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "windlass").write_text(PROGRAM)
+    (folder / "windlass").chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [IMAGES / "entrypoint.sh", *words],
+        env={"PATH": path, "WORKER_STATE": str(folder / "state"), **env},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+
+def test_entrypoint_joins_with_a_private_file_and_without_the_variable(tmp_path: Path) -> None:
+    done = start(tmp_path, WINDLASS_JOIN=json.dumps(JOIN))
+    file = tmp_path / "state" / "join.json"
+    arguments, tokens, joined = done.stdout.splitlines()
+    assert arguments == f"worker --join {file}"
+    assert tokens == "0"
+    assert json.loads(joined) == JOIN
+    assert file.stat().st_mode & 0o777 == 0o600
+    # After a restart of the container, the file that has been used is kept.
+    file.write_text("{}")
+    assert start(tmp_path, WINDLASS_JOIN=json.dumps(JOIN)).stdout.splitlines()[2] == "{}"
+
+
+def test_entrypoint_without_join_data_takes_arguments_or_says_what_is_missing(tmp_path: Path) -> None:
+    assert start(tmp_path, "--queue", "q", "--handler", "app:f").stdout.splitlines()[0] == (
+        "worker --queue q --handler app:f"
+    )
+    refused = start(tmp_path)
+    assert (refused.returncode, "WINDLASS_JOIN is not set" in refused.stderr) == (2, True)
+
+
+def test_shellcheck_accepts_scripts_of_the_images() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here: install the package shellcheck")
+    judged = subprocess.run(
+        ["shellcheck", *IMAGES.glob("*.sh")], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (judged.returncode, judged.stdout) == (0, "")
+
+
+def has_docker() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+@pytest.mark.skipif(not has_docker(), reason="no Docker daemon here: images are built where one runs")
+def test_cpu_image_is_built_and_refuses_to_start_without_join_data(tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    context.mkdir()
+    for name in ("src", "deploy"):
+        shutil.copytree(REPOSITORY / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, context / name)
+    (context / "app").mkdir()
+    (context / "app" / "app.py").write_text("def generate(task):\n    return task.payload\n")
+    tag = "windlass-test-worker"
+    subprocess.run(
+        ["docker", "build", "-f", context / "deploy/images/cpu.Dockerfile", "-t", tag, context],
+        timeout=BUILD_TIMEOUT_S, check=True,
+    )  # fmt: skip
+    done = subprocess.run(["docker", "run", "--rm", tag], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "WINDLASS_JOIN is not set" in done.stderr) == (2, True)
