@@ -58,11 +58,12 @@ def hetzner_scenario(seed: int) -> Scenario:
     """
     scenario = draw_billed_scenario(seed) if seed % 2 else draw_scenario(seed)
     return replace(
-        scenario, fleets={name: _surroundings(fleet_scenario) for name, fleet_scenario in scenario.fleets.items()}
+        scenario, fleets={name: on_hetzner(fleet_scenario) for name, fleet_scenario in scenario.fleets.items()}
     )
 
 
-def _surroundings(fleet_scenario: FleetScenario) -> FleetScenario:
+def on_hetzner(fleet_scenario: FleetScenario) -> FleetScenario:
+    """The fleet with the traits of this vendor."""
     settings = {
         "provider": "hetzner",
         "policy": "clear-time",
@@ -120,7 +121,7 @@ class Project(InProcessTransport):
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+    def send(self, request: requests.PreparedRequest, *_: Any, **options: Any) -> requests.Response:
         method, path = request.method or "", urlsplit(request.url or "").path
         cloud = self._cloud_of(request, method, path)
         lag_s, self.emulator.faults.lag_s = self.emulator.faults.lag_s, 0.0
@@ -166,13 +167,17 @@ class Project(InProcessTransport):
         if method == "POST":
             if roll < rates.create_ambiguous:
                 kind = rng.choice(["late", "answer lost", "silence", "silence after", "5xx", "5xx after"])
+                if not cloud.allow("create_ambiguous"):
+                    return None
                 if kind not in ("late", "answer lost"):
                     return self._script(method, path, kind, cloud)
                 self.faults_seen.add(kind)
                 cloud.trace.add("hetzner", f"{method} {path}: {kind}")
                 return kind
             if roll < rates.create_ambiguous + rates.create_refused:
-                return self._script(method, path, rng.choice(REFUSALS), cloud)
+                refusal = rng.choice(REFUSALS)
+                kind = "create_throttled" if refusal == "rate_limit_exceeded" else "create_refused"
+                return self._script(method, path, refusal, cloud) if cloud.allow(kind) else None
             if roll > 1 - rates.create_ambiguous / 2:
                 self._fail_action("start_server", cloud)
         elif method == "DELETE":
@@ -182,16 +187,22 @@ class Project(InProcessTransport):
                 code = rng.choice(NOT_DELETED)
                 is_lost = code in NO_ANSWERS
                 after = " after" if is_lost and rng.random() < 0.5 else ""
-                return self._script(method, path, ("silence" if code is None else code) + after, cloud)
+                kind = ("silence" if code is None else code) + after
+                return self._script(method, path, kind, cloud) if cloud.allow("delete_failed") else None
         elif roll < rates.list_failed / (1 if path == "/v1/servers" else 3):
-            return self._script(method, path, rng.choice(["silence", "5xx", "rate_limit_exceeded"]), cloud)
+            kind = rng.choice(["silence", "5xx", "rate_limit_exceeded"])
+            return self._script(method, path, kind, cloud) if cloud.allow("list_failed") else None
         elif path == "/v1/servers" and rng.random() < rates.list_stale:
-            self.emulator.faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
-            self.faults_seen.add("list old")
+            lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
+            if cloud.allow("list_stale"):
+                self.emulator.faults.lag_s = lag_s
+                self.faults_seen.add("list old")
         return None
 
     def _fail_action(self, command: str, cloud: HetznerCloud) -> None:
         """The request succeeds, but its action has no effect."""
+        if not cloud.allow("action_failed"):
+            return
         self.faults_seen.add(f"{command} failed")
         cloud.trace.add("hetzner", f"{command} is accepted and fails")
         self.emulator.faults.next_action(command)
@@ -201,7 +212,8 @@ class Project(InProcessTransport):
         actions = self.emulator.project.actions.values()
         return any(each.command == "start_server" and each.error and about in each.resources for each in actions)
 
-    def _script(self, method: str, path: str, kind: str, cloud: HetznerCloud) -> None:
+    def _script(self, method: str, path: str, kind: str, cloud: HetznerCloud) -> str | None:
+        """Script the answer to the next such request. Returns None: the network has no fault."""
         word, _, after = kind.partition(" ")
         code = {"silence": None, "5xx": self.rng.choice(["server_error", "unavailable", "timeout", "bad_gateway"])}.get(
             word, word
@@ -209,6 +221,7 @@ class Project(InProcessTransport):
         self.faults_seen.add(f"{method} {kind}")
         cloud.trace.add("hetzner", f"{method} {path}: {kind}")
         self.emulator.faults.next(code, method=method, path=re.escape(path), takes_effect=bool(after))
+        return None
 
     # ----------------------------------------------------------------------------------------------------- books
 
@@ -257,8 +270,9 @@ class Project(InProcessTransport):
     def forget_an_address(self) -> None:
         """A person turns off the automatic deletion of a Primary IP, labelled or not."""
         addresses = list(self.emulator.project.primary_ips.values())
-        if addresses:
-            self.rng.choice(addresses).is_auto_deleted = False
+        chosen = self.rng.choice(addresses) if addresses else None
+        if chosen is not None and next(iter(self.clouds.values())).allow("address_kept"):
+            chosen.is_auto_deleted = False
             self.faults_seen.add("forgotten address")
 
     def bill(self) -> Any:
@@ -313,7 +327,7 @@ class HetznerHistory(Simulation):
         self.deletion_reasons = {}
         # A project has one billing unit, so all fleets of a scenario share it.
         (self.hour_s,) = {cloud.billing_unit_s for cloud in clouds.values()}
-        self.project = Project(clouds, self.hour_s, self._rng_for("hetzner"))
+        self.project = Project(clouds, self.hour_s, self.rng_for("hetzner"))
         for cloud in clouds.values():
             cloud.project = self.project
             cloud.on_delete_requested = self._ends
@@ -330,6 +344,7 @@ class HetznerHistory(Simulation):
             usual.price_micros_per_hour,
             billing_unit_s=usual.billing_unit_s,
             rates=usual.rates,
+            decisions=usual.decisions,
         )
         cloud.on_created, cloud.on_delete_requested = usual.on_created, usual.on_delete_requested
         cloud.start_worker = lambda entry: self._start_worker(cloud, fleet_scenario, entry)
@@ -350,7 +365,7 @@ class HetznerHistory(Simulation):
         if not isinstance(service, ProcessProvider):
             return service
         fleet = service.provider.fleet  # type: ignore[attr-defined] # the bare cloud
-        rng = self._rng_for(f"{orchestrator.name} {self.now()}")
+        rng = self.rng_for(f"{orchestrator.name} {self.now()}")
         account = HetznerAccount(
             "any",
             endpoint=ENDPOINT,
@@ -408,6 +423,6 @@ class HetznerHistory(Simulation):
         return (
             super()
             .failure_report(why)
-            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed} --billed", replay)
+            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed} --world billed", replay)
             .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed}", replay)
         )

@@ -123,7 +123,7 @@ class Pods(InProcessTransport):
         faults = self.emulator.faults
         breaks = self._draw(method, path, cloud) if cloud is not None and not self.faults_ended else None
         if method == "POST" and path == PODS and self.has_bad_pods and not self.faults_ended:
-            self._draw_pod()
+            self._draw_pod(cloud)
         if breaks == "late":
             delay_s = self.rng.uniform(0.0, MAX_LATE_S)
             asyncio.get_running_loop().call_later(delay_s, lambda: self._arrive(request))
@@ -166,25 +166,33 @@ class Pods(InProcessTransport):
                 kind = rng.choice(
                     ["late", "answer lost", *(f"{each}{after}" for each in NO_ANSWERS for after in AFTER)]
                 )
+                if not cloud.allow("create_ambiguous"):
+                    return None
                 if kind not in ("late", "answer lost"):
                     return self._script(method, path, kind, cloud)
                 return self._tell(cloud, method, path, kind)
             if roll < rates.create_ambiguous + rates.create_refused:
-                return self._script(method, path, rng.choice(REFUSALS), cloud)
+                refusal = rng.choice(REFUSALS)
+                return self._script(method, path, refusal, cloud) if cloud.allow(refused_as(refusal)) else None
         elif method == "DELETE":
             if roll < rates.delete_failed:
                 kind = rng.choice(NOT_DELETED)
                 after = rng.choice(AFTER) if kind in NO_ANSWERS else ""
-                return self._script(method, path, kind + after, cloud)
+                return self._script(method, path, kind + after, cloud) if cloud.allow("delete_failed") else None
         elif roll < rates.list_failed / (1 if path == PODS else 3):
-            return self._script(method, path, rng.choice(["silence", "5xx", "429"]), cloud)
+            kind = rng.choice(["silence", "5xx", "429"])
+            return self._script(method, path, kind, cloud) if cloud.allow("list_failed") else None
         elif path == PODS and rng.random() < rates.list_stale:
-            faults.lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
-            self.faults_seen.add("list old")
+            lag_s = rng.uniform(0.0, MAX_LIST_AGE_S)
+            if cloud.allow("list_stale"):
+                faults.lag_s = lag_s
+                self.faults_seen.add("list old")
         return None
 
-    def _draw_pod(self) -> None:
+    def _draw_pod(self, cloud: RunpodCloud | None) -> None:
         roll = self.fate.random()
+        if cloud is None or (roll < NO_GPU_SHARE + NO_RUNTIME_SHARE and not cloud.allow("bad_pod")):
+            return
         if roll < NO_GPU_SHARE:
             self.emulator.faults.next_pod(has_no_gpu=True)
         elif roll < NO_GPU_SHARE + NO_RUNTIME_SHARE:
@@ -195,13 +203,14 @@ class Pods(InProcessTransport):
         cloud.trace.add("runpod", f"{method} {path}: {kind}")
         return kind
 
-    def _script(self, method: str, path: str, kind: str, cloud: RunpodCloud) -> None:
+    def _script(self, method: str, path: str, kind: str, cloud: RunpodCloud) -> str | None:
+        """Script the answer to the next such request. Returns None: the network has no fault."""
         self._tell(cloud, method, path, kind)
         word = kind.removesuffix(" after")
         faults = self.emulator.faults
         if word == "nothing":
             faults.next_delete(does_nothing=True)
-            return
+            return None
         detail = NO_CAPACITY if word == "no capacity" else None
         words = {"silence": None, "no capacity": 400, "5xx": self.rng.choice([500, 502, 503, 504])}
         status = words[word] if word in words else int(word)
@@ -210,6 +219,7 @@ class Pods(InProcessTransport):
             status, method=method, path=re.escape(path), detail=detail, retry_after_s=retry_s,
             takes_effect=kind.endswith(" after"),
         )  # fmt: skip
+        return None
 
     # ----------------------------------------------------------------------------------------------------- books
 
@@ -254,6 +264,11 @@ class Pods(InProcessTransport):
 AFTER = ("", " after")
 
 
+def refused_as(refusal: str) -> str:
+    """The kind of fault of a refused creation."""
+    return "create_throttled" if refusal == "429" else "create_refused"
+
+
 class SlowPreparer:
     """Takes virtual time, and reports the fault of the pod."""
 
@@ -288,14 +303,20 @@ class RunpodHistory(Simulation):
         self.wrap_service = self._replace_provider
         super()._build()
         clouds = {name: cloud for name, cloud in self.clouds.items() if isinstance(cloud, RunpodCloud)}
-        self.pods = Pods(clouds, self._rng_for("runpod"), self._rng_for("pods"))
+        self.pods = Pods(clouds, self.rng_for("runpod"), self.rng_for("pods"))
         for cloud in clouds.values():
             cloud.pods = self.pods
 
     def _make_cloud(self, name: str, fleet_scenario: FleetScenario) -> SimulatedCloud:
         usual = super()._make_cloud(name, fleet_scenario)
         cloud = RunpodCloud(
-            name, usual.rng, self.trace, usual.max_list_age_s, usual.max_creation_delay_s, rates=usual.rates
+            name,
+            usual.rng,
+            self.trace,
+            usual.max_list_age_s,
+            usual.max_creation_delay_s,
+            rates=usual.rates,
+            decisions=usual.decisions,
         )
         cloud.on_created, cloud.on_delete_requested = usual.on_created, usual.on_delete_requested
         cloud.start_worker = lambda entry: self._start_worker(cloud, fleet_scenario, entry)
@@ -314,14 +335,14 @@ class RunpodHistory(Simulation):
         if not isinstance(service, ProcessProvider):
             return service
         fleet = service.provider.fleet  # type: ignore[attr-defined] # the bare cloud
-        rng = self._rng_for(f"{orchestrator.name} {self.now()}")
+        rng = self.rng_for(f"{orchestrator.name} {self.now()}")
         account = RunpodAccount(
             "any", endpoint=ENDPOINT, timeout_s=TIMEOUT_S, transport=Network(self.pods, rng), rng=rng
         )  # fmt: skip
         is_prepared = self.scenario.seed % 2 == 1
         provider = RunpodProvider(
             fleet,
-            RunpodSettings(image=IMAGE, choices=["NVIDIA L40S", "NVIDIA RTX A5000@COMMUNITY"], capacity_memory_s=60.0),
+            RunpodSettings(image=IMAGE, choices=("NVIDIA L40S", "NVIDIA RTX A5000@COMMUNITY"), capacity_memory_s=60.0),
             account,
             identity="this",
             url=URL,
@@ -359,6 +380,6 @@ class RunpodHistory(Simulation):
         return (
             super()
             .failure_report(why)
-            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed} --billed", replay)
+            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed} --world billed", replay)
             .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed}", replay)
         )
