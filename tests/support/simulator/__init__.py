@@ -11,5 +11,5 @@ none, until the fleets are at rest. invariants.py checks the promises of docs/ar
 crashes.py kills an orchestrator before, during or after any of its calls.
 
 A seed always gives the same run. Replay one with its trace:
-`PYTHONPATH=tests python -m support.simulator --seed 7`; add `--billed` for the scenarios with billing periods.
+`PYTHONPATH=tests python -m support.simulator --seed 7`; `--world` names another of worlds.py.
 """

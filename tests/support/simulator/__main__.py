@@ -4,22 +4,25 @@ import argparse
 import sys
 
 from support.simulator.invariants import InvariantViolation
-from support.simulator.scenario import draw_billed_scenario, draw_scenario
-from support.simulator.simulation import Simulation
+from support.simulator.shrinking import Injection
+from support.simulator.worlds import WORLDS, make_simulation
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m support.simulator", description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--billed", action="store_true", help="bill machines by started periods of 5 to 60 minutes")
-    arguments = parser.parse_args()
-    simulation = Simulation((draw_billed_scenario if arguments.billed else draw_scenario)(arguments.seed))
+    parser.add_argument("--world", choices=WORLDS, default="plain")
+    parser.add_argument("--until", type=float, help="end the faults at this virtual time in seconds")
+    parser.add_argument("--only", help="inject only the faults with these keys, separated by commas")
+    options = parser.parse_args()
+    only = None if options.only is None else tuple(options.only.split(","))
+    simulation = make_simulation(options.world, options.seed, Injection(only, options.until))
     result, is_violated = "every invariant held", False
     try:
         simulation.run()
     except InvariantViolation:
         result, is_violated = simulation.violations[0], True
-    sys.stdout.write(f"{simulation.trace.text(limit=None)}\n\nseed {arguments.seed}: {result}\n")
+    sys.stdout.write(f"{simulation.trace.text(limit=None)}\n\n{options.world} {options.seed}: {result}\n")
     return int(is_violated)
 
 

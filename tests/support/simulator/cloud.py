@@ -19,6 +19,7 @@ from math import floor
 from random import Random
 from typing import Any, Protocol
 
+from support.simulator.decisions import FaultDecisions
 from support.simulator.loop import to_datetime
 from support.simulator.processes import start_detached
 from support.simulator.trace import Trace
@@ -128,6 +129,7 @@ class SimulatedCloud:
     start_worker: Callable[[MachineRecord], Stoppable] | None = None
     rates: FaultRates = field(default_factory=FaultRates)
     machines: dict[str, MachineRecord] = field(default_factory=dict)
+    decisions: FaultDecisions = field(default_factory=FaultDecisions)
     # Called when a machine is created, and when a call to delete an existing machine arrives.
     on_created: Callable[[MachineRecord], None] = lambda _: None
     on_delete_requested: Callable[[MachineRecord], None] = lambda _: None
@@ -170,7 +172,7 @@ class SimulatedCloud:
 
     async def create(self, request: MachineRequest) -> Machine:
         self.create_calls += 1
-        outcome = self._creates.popleft() if self._creates else self._draw_create()
+        outcome = self._creates.popleft() if self._creates else self._draw_create(request.name)
         self.trace.add("cloud", f"create {request.name}: {_describe(outcome)}")
         answer: asyncio.Future[Machine] = asyncio.get_running_loop().create_future()
         start_detached(self._create(request, outcome, answer))
@@ -209,7 +211,7 @@ class SimulatedCloud:
 
     async def delete(self, machine: Machine) -> datetime | None:
         self.delete_calls += 1
-        outcome = self._deletes.popleft() if self._deletes else self._draw_delete()
+        outcome = self._deletes.popleft() if self._deletes else self._draw_delete(machine.name)
         self.trace.add("cloud", f"delete {machine.id} of {machine.name}: {_describe(outcome)}")
         answer: asyncio.Future[datetime | None] = asyncio.get_running_loop().create_future()
         start_detached(self._delete(machine.id, outcome, answer))
@@ -306,7 +308,11 @@ class SimulatedCloud:
 
     # ---------------------------------------------------------------------------------------------- random outcomes
 
-    def _draw_create(self) -> CreateOutcome:
+    def allow(self, kind: str, worker_id: str | None = None) -> bool:
+        """Whether to inject a drawn fault of this fleet's machines."""
+        return self.decisions.allow(self.fleet, kind, worker_id)
+
+    def _draw_create(self, worker_id: str) -> CreateOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
         duration_s = rng.uniform(0.1, 3.0)
         if roll < rates.create_ambiguous:
@@ -317,7 +323,8 @@ class SimulatedCloud:
                 CreateOutcome(duration_s, never_answers=True),
                 CreateOutcome(duration_s, raises=RuntimeError("adapter bug")),
             ]
-            return rng.choice(kinds)
+            chosen = rng.choice(kinds)
+            return chosen if self.allow("create_ambiguous", worker_id) else CreateOutcome(duration_s)
         roll -= rates.create_ambiguous
         if roll < rates.create_refused:
             problems: list[ProviderError] = [
@@ -325,22 +332,33 @@ class SimulatedCloud:
                 NoCapacity("creating: no capacity"),
                 Throttled("creating: too many requests", retry_after_s=rng.uniform(1.0, 30.0)),
             ]
-            return CreateOutcome(duration_s, raises=rng.choice(problems))
+            problem = rng.choice(problems)
+            is_throttled = isinstance(problem, Throttled)
+            kind = "create_throttled" if is_throttled else "create_refused"
+            return CreateOutcome(duration_s, raises=problem if self.allow(kind, worker_id) else None)
         roll -= rates.create_refused
-        return CreateOutcome(rng.uniform(3.0, 55.0) if roll < rates.create_slow else duration_s)
+        if roll < rates.create_slow:
+            slow_s = rng.uniform(3.0, 55.0)
+            return CreateOutcome(slow_s if self.allow("create_slow", worker_id) else duration_s)
+        return CreateOutcome(duration_s)
 
     def _draw_list(self) -> ListOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
         if roll < rates.list_failed:
             problems: list[Exception] = [Unavailable("listing: 503"), RuntimeError("adapter bug")]
-            return rng.choice([ListOutcome(raises=rng.choice(problems)), ListOutcome(never_answers=True)])
+            failed = rng.choice([ListOutcome(raises=rng.choice(problems)), ListOutcome(never_answers=True)])
+            return failed if self.allow("list_failed") else ListOutcome()
         roll -= rates.list_failed
         if roll < rates.list_stale:
-            return ListOutcome(stale_by_s=rng.uniform(0.0, self.max_list_age_s))
+            stale = ListOutcome(stale_by_s=rng.uniform(0.0, self.max_list_age_s))
+            return stale if self.allow("list_stale") else ListOutcome()
         roll -= rates.list_stale
-        return ListOutcome(duration_s=rng.uniform(1.0, 50.0)) if roll < rates.list_slow else ListOutcome()
+        if roll < rates.list_slow:
+            slow = ListOutcome(duration_s=rng.uniform(1.0, 50.0))
+            return slow if self.allow("list_slow") else ListOutcome()
+        return ListOutcome()
 
-    def _draw_delete(self) -> DeleteOutcome:
+    def _draw_delete(self, worker_id: str) -> DeleteOutcome:
         rng, rates, roll = self.rng, self.rates, self.rng.random()
         duration_s = rng.uniform(0.1, 2.0)
         if roll < rates.delete_failed:
@@ -353,12 +371,14 @@ class SimulatedCloud:
                 DeleteOutcome(duration_s, never_answers=True),
                 DeleteOutcome(duration_s, never_answers=True, takes_effect=False),
             ]
-            return rng.choice(kinds)
+            chosen = rng.choice(kinds)
+            return chosen if self.allow("delete_failed", worker_id) else DeleteOutcome(duration_s)
         roll -= rates.delete_failed
         if roll < rates.delete_slow:
-            return rng.choice(
+            slow = rng.choice(
                 [DeleteOutcome(rng.uniform(2.0, 80.0)), DeleteOutcome(duration_s, rng.uniform(2.0, 80.0))]
             )
+            return slow if self.allow("delete_slow", worker_id) else DeleteOutcome(duration_s)
         return DeleteOutcome(duration_s)
 
 

@@ -98,6 +98,8 @@ class InvariantChecker:
     claimed_at: dict[str, float] = field(default_factory=dict)
     # Results that came after their claim was lost.
     late_results: int = 0
+    # Workers whose rows were lost in a failover. Their machines are orphaned.
+    lost_rows: set[str] = field(default_factory=set)
     quarantined: list[str] = field(default_factory=list)
 
     def unfinished_tasks(self) -> list[int]:
@@ -107,7 +109,10 @@ class InvariantChecker:
 
     def on_machine_created(self, record: MachineRecord) -> None:
         cloud, fleet = self.clouds[record.fleet], self.fleets[record.fleet]
-        billed = [other for other in cloud.billed_machines() if not other.is_duplicate]
+        # A machine whose row was lost in a failover is unknown until a list shows it.
+        billed = [
+            other for other in cloud.billed_machines() if not other.is_duplicate and other.name not in self.lost_rows
+        ]
         self.most_billed[record.fleet] = max(self.most_billed.get(record.fleet, 0), len(billed))
         if len(billed) > fleet.max_workers:
             names = ", ".join(f"{other.id} of {other.name}" for other in billed)
@@ -135,9 +140,30 @@ class InvariantChecker:
 
     def _must_be_kept(self, worker: SimulatedWorker) -> bool:
         """Whether the orchestrator has no reason to fail this worker."""
-        if worker.history.has_ended or worker.id in self.terminated_by_operator:
+        if worker.history.has_ended or worker.id in self.terminated_by_operator or worker.id in self.lost_rows:
             return False
         return worker.history.reason_to_fail(self._now(), self.fleets[worker.fleet_name]) is None
+
+    # ----------------------------------------------------------------------------------------------------- database
+
+    def on_rows_lost(self, worker_ids: set[str]) -> None:
+        """These workers were spawned in transactions that a failover lost."""
+        self.lost_rows |= worker_ids
+
+    def on_clock_step(self, step_s: float) -> None:
+        """Only database time counts: after a step forward, limits on drains, starts and tasks may be over.
+
+        The heartbeat timeout is not among them: a step must not make a worker look silent.
+        """
+        if step_s < 0:
+            return
+        for worker_id in self.draining_since:
+            self.draining_since[worker_id] -= step_s
+        for worker in self.workers_by_machine.values():
+            history = worker.history
+            if history.first_heartbeat_at is None:
+                history.spawned_at -= step_s
+            history.running = {token: since - step_s for token, since in history.running.items()}
 
     # -------------------------------------------------------------------------------------------------------- tasks
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from support.simulator.decisions import FaultDecisions
 from support.simulator.processes import SimulatedProcess, start_detached
 from support.simulator.trace import Trace
 from windlass.model.errors import DatabaseUnavailable
@@ -66,8 +67,14 @@ class RemoteStore:
         observer: CallObserver,
         *,
         immediate_share: float = 0.0,
+        decisions: FaultDecisions | None = None,
+        source: str = "",
+        worker_id: str | None = None,
     ) -> None:
-        """`immediate_share` of the calls take no virtual time. They are much cheaper to simulate."""
+        """`immediate_share` of the calls take no virtual time. They are much cheaper to simulate.
+
+        `source` names the process in fault decisions. `worker_id` is None for an orchestrator.
+        """
         self._target = target
         self._process = process
         self._faults = faults
@@ -75,6 +82,9 @@ class RemoteStore:
         self._trace = trace
         self._observer = observer
         self._immediate_share = immediate_share
+        self._decisions = decisions or FaultDecisions()
+        self._source = source or process.name
+        self._worker_id = worker_id
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._target, name)
@@ -109,16 +119,20 @@ class RemoteStore:
             return IMMEDIATE
         there_s, back_s = rng.uniform(0.0, LATENCY_S), rng.uniform(0.0, LATENCY_S)
         roll = rng.random()
-        for share, outcome in (
-            (faults.lost, CallOutcome(there_s, back_s, rng.uniform(0.0, CALL_ERROR_S), is_request_lost=True)),
-            (faults.unanswered, CallOutcome(there_s, back_s, there_s + rng.uniform(0.0, CALL_ERROR_S))),
-            (faults.late, CallOutcome(rng.uniform(0.0, LATE_S), back_s, rng.uniform(0.0, CALL_ERROR_S))),
-            (faults.slow, CallOutcome(rng.uniform(0.0, SLOW_S), rng.uniform(0.0, SLOW_S))),
+        for kind, share, outcome in (
+            ("lost", faults.lost, CallOutcome(there_s, back_s, rng.uniform(0.0, CALL_ERROR_S), is_request_lost=True)),
+            ("unanswered", faults.unanswered, CallOutcome(there_s, back_s, there_s + rng.uniform(0.0, CALL_ERROR_S))),
+            ("late", faults.late, CallOutcome(rng.uniform(0.0, LATE_S), back_s, rng.uniform(0.0, CALL_ERROR_S))),
+            ("slow", faults.slow, CallOutcome(rng.uniform(0.0, SLOW_S), rng.uniform(0.0, SLOW_S))),
         ):
             if roll < share:
-                return outcome
+                return outcome if self._allow(kind) else CallOutcome(there_s, back_s)
             roll -= share
         return CallOutcome(there_s, back_s)
+
+    def _allow(self, kind: str) -> bool:
+        side = "control" if self._worker_id is None else "worker"
+        return self._decisions.allow(self._source, f"{side}_call_{kind}", self._worker_id)
 
     async def _send(self, name: str, outcome: CallOutcome, take_effect: Callable[[], Awaitable[Any]]) -> Any:
         loop = asyncio.get_running_loop()

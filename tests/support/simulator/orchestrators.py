@@ -5,12 +5,14 @@ Each start uses a new lease holder name, because a killed process cannot renew i
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from random import Random
 from typing import Any
 
 from support.simulator.processes import SimulatedProcess
 from support.simulator.trace import Trace
 from windlass.control.cycle import FleetCycle
+from windlass.control.deployment import Deployment
 from windlass.control.fleet_task import FleetTask
 from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
@@ -34,6 +36,7 @@ class SimulatedOrchestrator:
         rng: Random,
         trace: Trace,
         wrap_service: WrapService,
+        versions: dict[str, str],
     ) -> None:
         self.name = name
         self.fleets = fleets
@@ -42,7 +45,13 @@ class SimulatedOrchestrator:
         self._rng = rng
         self._trace = trace
         self._wrap_service = wrap_service
+        # Fleet to the fingerprint of its code and settings, which a test may change at any time.
+        self._versions = versions
         self._starts = 0
+        self._tasks: dict[str, FleetTask] = {}
+        # After how many awaits the process of this name dies. None: it does not.
+        self.draw_death: Callable[[str], int | None] = lambda _: None
+        self.on_death: Callable[[SimulatedOrchestrator], None] = lambda _: None
         self.process: SimulatedProcess | None = None
 
     @property
@@ -56,6 +65,8 @@ class SimulatedOrchestrator:
         self._starts += 1
         process = self.process = SimulatedProcess(f"{self.name}.{self._starts}")
         self._trace.add(process.name, "started")
+        process.steps_left = self.draw_death(process.name)
+        process.on_last_step = lambda: self.on_death(self)
         process.start(self._run(process))
 
     def kill(self) -> None:
@@ -63,12 +74,25 @@ class SimulatedOrchestrator:
             self._trace.add(self.process.name, "killed")
             self.process.kill()
 
+    def reconfigure(self, fleet: str, config: FleetConfig) -> None:
+        """Use another configuration, as after a reload: at once if the process runs, and in later starts."""
+        provider = self.fleets[fleet][1]
+        self.fleets[fleet] = config, provider
+        if self.process is not None and self.is_running and fleet in self._tasks:
+            self._tasks[fleet].reconfigure(config, self._wrap_service(self, ProcessProvider(provider, self.process)))
+
     async def _run(self, process: SimulatedProcess) -> None:
         candidate = Candidate(process.name, self._ttl_s)
         store = self._wrap_service(self, self._open_store(process))
         cycles = [
             FleetCycle(
-                name, config, store, self._wrap_service(self, ProcessProvider(provider, process)), candidate, self._rng
+                name,
+                config,
+                store,
+                self._wrap_service(self, ProcessProvider(provider, process)),
+                candidate,
+                self._rng,
+                deployment=Deployment(partial(self._version_of, name)),
             )
             for name, (config, provider) in self.fleets.items()
         ]
@@ -80,8 +104,12 @@ class SimulatedOrchestrator:
                 self._trace.add(process.name, f"{summary.fleet}: {actions}; {summary.decision}")
 
         async with asyncio.TaskGroup() as group:
-            for cycle in cycles:
-                group.create_task(FleetTask(cycle, trace_actions, self._rng).run())
+            self._tasks = {cycle.name: FleetTask(cycle, trace_actions, self._rng) for cycle in cycles}
+            for task in self._tasks.values():
+                group.create_task(task.run())
+
+    async def _version_of(self, fleet: str, _config: FleetConfig) -> str | None:
+        return self._versions.get(fleet)
 
 
 class ProcessProvider:

@@ -6,7 +6,7 @@ A frozen process stops at its next checkpoint and continues from there, unaware 
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
@@ -25,8 +25,10 @@ def _make_task(
     **options: Any,  # newer Pythons pass the name here
 ) -> asyncio.Task[Any]:
     context = copy_context() if context is None else context
-    task = asyncio.Task(coroutine, loop=loop, context=context, **options)
     process = context.get(_current)
+    if process is not None and process.steps_left is not None:
+        coroutine = CountedCoroutine(coroutine, process)
+    task = asyncio.Task(coroutine, loop=loop, context=context, **options)
     if process is not None:
         process.own(task)
     return task
@@ -39,10 +41,37 @@ def start_detached(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return asyncio.get_running_loop().create_task(coroutine, context=context)
 
 
+class CountedCoroutine(Coroutine[Any, Any, Any]):
+    """Forwards to a coroutine and counts each await at which it suspends, so that a process can die at any of them."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], process: "SimulatedProcess") -> None:
+        self._inner = inner
+        self._process = process
+
+    def send(self, value: Any) -> Any:
+        awaited = self._inner.send(value)
+        self._process.step()
+        return awaited
+
+    def throw(self, *error: Any) -> Any:
+        awaited = self._inner.throw(*error)
+        self._process.step()
+        return awaited
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Any:
+        return self._inner.__await__()
+
+
 class SimulatedProcess:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_dead = False
+        # The process dies when its tasks have suspended this many times. None: never.
+        self.steps_left: int | None = None
+        self.on_last_step: Callable[[], None] = lambda: None
         # A dict keeps the order in which tasks started, so that a kill cancels them in the same order in every run.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._thawed = asyncio.Event()
@@ -62,6 +91,13 @@ class SimulatedProcess:
         if error is not None and not self.is_dead:
             context = {"message": f"{self.name} failed", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
+
+    def step(self) -> None:
+        """One of its tasks suspends at an await."""
+        if self.steps_left is not None and self.steps_left > 0:
+            self.steps_left -= 1
+            if self.steps_left == 0 and not self.is_dead:
+                self.on_last_step()
 
     def kill(self) -> None:
         self.is_dead = True

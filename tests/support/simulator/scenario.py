@@ -4,11 +4,13 @@ The order of the random draws is part of the meaning of a seed: adding or moving
 """
 
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from random import Random
 from typing import Any
 
 from support.simulator.cloud import FaultRates
 from support.simulator.network import NetworkFaults
+from support.simulator.storms import StormPlan
 from support.simulator.workers import TaskProfile, WorkerFaults
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import BootTimes
@@ -86,6 +88,7 @@ class Scenario:
     outage_s: float = 60.0
     # Mean time between actions of a human operator. 0: none.
     operator_every_s: float = 0.0
+    storm: StormPlan = field(default_factory=StormPlan)
     # Drawn by draw_billed_scenario.
     is_billed: bool = False
 
@@ -172,6 +175,43 @@ def draw_billed_scenario(seed: int) -> Scenario:
             for name, fleet_scenario in scenario.fleets.items()
         },
     )
+
+
+def add_storm(scenario: Scenario) -> Scenario:
+    """The scenario with rare faults of the whole installation (storms.py).
+
+    Configurations, clocks and lost transactions change what a machine costs by design, so billed scenarios have budgets
+    in place of them, and their ledger must still equal the bill.
+    """
+    rng = Random(f"{scenario.seed} storm")  # noqa: S311
+
+    def every_s(*means: float) -> float:
+        return rng.choice([0.0, *means])
+
+    is_billed = any(fleet.price_micros_per_hour is not None for fleet in scenario.fleets.values())
+    plan = StormPlan(
+        machines_taken_every_s=every_s(150.0, 400.0),
+        notification_lost=rng.choice([0.0, 0.1, 1.0]),
+        orchestrator_dies=rng.choice([0.0, 0.5, 1.0]),
+        worker_dies=rng.choice([0.0, 0.1, 0.4]),
+        failover_every_s=0.0 if is_billed else every_s(120.0, 300.0),
+        clock_step_every_s=0.0 if is_billed else every_s(100.0, 300.0),
+        reconfigured_every_s=0.0 if is_billed else every_s(100.0, 300.0),
+        deployed_every_s=0.0 if is_billed else every_s(200.0),
+    )
+    return replace(
+        scenario,
+        storm=plan,
+        fleets={name: _with_budget(fleet, rng) if is_billed else fleet for name, fleet in scenario.fleets.items()},
+    )
+
+
+def _with_budget(fleet: FleetScenario, rng: Random) -> FleetScenario:
+    workers = Decimal(rng.choice([1, 2, 4]))
+    price = Decimal(fleet.price_micros_per_hour or 0) / 1_000_000
+    budget = (workers * price).quantize(Decimal("0.000001"))
+    changes = {"budget_per_hour": budget, "budget_action": rng.choice(["warn", "stop-spawning", "drain"])}
+    return replace(fleet, config=fleet.config.model_copy(update=changes)) if budget > 0 else fleet
 
 
 def _draw_fleet(rates: _RateDraw, queue: str, until_s: float) -> FleetScenario:

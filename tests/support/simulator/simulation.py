@@ -9,17 +9,21 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 
 from support.memory_store.stores import MemoryStores
 from support.simulator.cloud import MachineRecord, SimulatedCloud
+from support.simulator.coverage import Coverage
+from support.simulator.decisions import FaultDecisions
 from support.simulator.invariants import InvariantChecker, InvariantViolation, TaskRecord
-from support.simulator.loop import EPOCH, run, to_datetime, virtual_now
+from support.simulator.loop import EPOCH, run, virtual_now
 from support.simulator.network import NetworkFaults, RemoteStore
 from support.simulator.orchestrators import SimulatedOrchestrator, WrapService
 from support.simulator.processes import SimulatedProcess, start_detached, track_processes
 from support.simulator.scenario import FleetScenario, Scenario
+from support.simulator.storms import RESTART_DELAYS_S, Storm, find_task_difference
 from support.simulator.trace import Trace
 from support.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass.control.executor import CALL_TIMEOUT_S
@@ -62,12 +66,14 @@ class SimulationReport:
 @dataclass(slots=True)
 class Simulation:
     scenario: Scenario
-    make_store: Callable[[Random], Any] = lambda rng: MemoryStores(virtual_now, chance=rng)
+    # None: the memory store with the clock of the simulation.
+    make_store: Callable[[Random], Any] | None = None
     make_provider: Callable[[SimulatedCloud], Provider] = lambda cloud: cloud
     wrap_service: WrapService = lambda _, service: service
     # Called after everything is built and before it starts: tests script faults here.
     on_ready: Callable[["Simulation"], None] = lambda _: None
     on_faults_ended: Callable[[], None] = lambda: None
+    decisions: FaultDecisions = field(default_factory=FaultDecisions)
 
     trace: Trace = field(init=False)
     checker: InvariantChecker = field(init=False)
@@ -77,7 +83,15 @@ class Simulation:
     faults_ended: bool = field(init=False, default=False)
     # Faults of the next workers, before random ones are drawn.
     scripted_faults: deque[WorkerFaults] = field(init=False, default_factory=deque)
+    # Fleet to the fingerprint of its code and settings, and the faults of all workers of a version.
+    versions: dict[str, str] = field(init=False, default_factory=dict)
+    version_faults: dict[str, WorkerFaults] = field(init=False, default_factory=dict)
     violations: list[str] = field(init=False, default_factory=list)
+    coverage: Coverage = field(init=False, default_factory=Coverage)
+    # The present configuration of each fleet, and the difference between the database's clock and the loop's.
+    configs: dict[str, FleetConfig] = field(init=False)
+    clock_offset_s: float = field(init=False, default=0.0)
+    storm: Storm = field(init=False)
     _worker_network: NetworkFaults = field(init=False)
     _control_network: NetworkFaults = field(init=False)
     _rng: Random = field(init=False)
@@ -93,7 +107,7 @@ class Simulation:
             raise InvariantViolation(self.failure_report(problem)) from error
 
     def failure_report(self, problem: str) -> str:
-        seed = f"{self.scenario.seed}{' --billed' if self.scenario.is_billed else ''}"
+        seed = f"{self.scenario.seed}{' --world billed' if self.scenario.is_billed else ''}"
         replay = f"replay: PYTHONPATH=tests python -m support.simulator --seed {seed}"
         return f"{problem}\n\n{self.trace.text()}\n\n{problem}\n{replay}\n"
 
@@ -131,27 +145,35 @@ class Simulation:
 
     # -------------------------------------------------------------------------------------------------- building
 
+    def database_now(self) -> datetime:
+        return virtual_now() + timedelta(seconds=self.clock_offset_s)
+
     def _build(self) -> None:
         scenario = self.scenario
-        self._rng = self._rng_for("world")
+        self.storm = Storm(self, scenario.storm)
+        self.decisions.on_fault = self._count_fault
+        self._rng = self.rng_for("world")
         self._worker_network = replace(scenario.worker_network)
         self._control_network = replace(scenario.control_network)
-        self.store = self.make_store(self._rng_for("store"))
-        configs = {name: fleet.config for name, fleet in scenario.fleets.items()}
-        self.checker = InvariantChecker(configs, self.report_violation)
+        store_rng = self.rng_for("store")
+        self.store = (
+            self.make_store(store_rng) if self.make_store else MemoryStores(self.database_now, chance=store_rng)
+        )
+        self.configs = {name: fleet.config for name, fleet in scenario.fleets.items()}
+        self.checker = InvariantChecker(dict(self.configs), self.report_violation)
         self.clouds = self.checker.clouds = {
             name: self._make_cloud(name, fleet) for name, fleet in scenario.fleets.items()
         }
         self.orchestrators = [self._make_orchestrator(f"o{number}") for number in range(scenario.orchestrators)]
 
-    def _rng_for(self, purpose: str) -> Random:
+    def rng_for(self, purpose: str) -> Random:
         """A separate generator per purpose: more draws for one do not change the draws of another."""
         return Random(f"{self.scenario.seed} {purpose}")  # noqa: S311
 
     def _make_cloud(self, name: str, fleet: FleetScenario) -> SimulatedCloud:
         cloud = SimulatedCloud(
             name,
-            self._rng_for(f"cloud {name}"),
+            self.rng_for(f"cloud {name}"),
             self.trace,
             max_list_age_s=fleet.max_list_age_s,
             max_creation_delay_s=fleet.max_creation_delay_s,
@@ -159,6 +181,7 @@ class Simulation:
             price_micros_per_month=fleet.price_micros_per_month,
             billing_unit_s=fleet.billing_unit_s,
             rates=replace(fleet.rates),
+            decisions=self.decisions,
         )
         cloud.on_created = self.checker.on_machine_created
         cloud.on_delete_requested = self.checker.on_delete_requested
@@ -166,13 +189,16 @@ class Simulation:
         return cloud
 
     def _start_worker(self, cloud: SimulatedCloud, fleet: FleetScenario, record: MachineRecord) -> SimulatedWorker:
-        rng = self._rng_for(f"worker {record.id}")
+        rng = self.rng_for(f"worker {record.id}")
         if self.faults_ended:
             faults = WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
         else:
             faults = fleet.worker_faults.draw(rng, fleet.config)
+            if not faults.are_none and not self._allow_worker_faults(record, faults):
+                faults = WorkerFaults()
         if self.scripted_faults:
             faults = self.scripted_faults.popleft()
+        faults = self.version_faults.get(self.versions.get(record.fleet, ""), faults)
         if faults != WorkerFaults(boots_s=faults.boots_s):
             self.trace.add(record.name, f"{faults}")
         process = SimulatedProcess(record.name)
@@ -184,24 +210,76 @@ class Simulation:
             self.trace,
             self.checker.on_worker_call,
             immediate_share=IMMEDIATE_SHARE,
+            decisions=self.decisions,
+            source=record.id,
+            worker_id=record.name,
         )
         worker = SimulatedWorker(record, cloud, fleet.config, transport, process, faults, fleet.tasks, rng, self.trace)
+        worker.on_fault = lambda kind: self.decisions.happened(kind, record.name)
+        worker.allow_task_failure = lambda: self.decisions.allow(record.id, "task_fails", record.name)
+        steps = self.storm.draw_death(record.id, self.scenario.storm.worker_dies)
+        if steps is not None and self.decisions.allow(record.id, "worker_dies_at_await", happens_now=False):
+            worker.history.has_fault = True
+            process.steps_left, process.on_last_step = steps, worker.die
         self.checker.on_worker_started(record, worker)
         worker.start(lambda: self.faults_ended)
         return worker
 
     def _make_orchestrator(self, name: str) -> SimulatedOrchestrator:
-        rng = self._rng_for(f"orchestrator {name}")
+        rng = self.rng_for(f"orchestrator {name}")
 
         def open_store(process: SimulatedProcess) -> RemoteStore:
             observer = self.checker.on_orchestrator_call
-            return RemoteStore(self.store, process, self._control_network, rng, self.trace, observer)
+            return RemoteStore(
+                self.store, process, self._control_network, rng, self.trace, observer, decisions=self.decisions
+            )
 
         fleets: dict[str, tuple[FleetConfig, Provider]] = {
             fleet: (fleet_scenario.config, self.make_provider(self.clouds[fleet]))
             for fleet, fleet_scenario in self.scenario.fleets.items()
         }
-        return SimulatedOrchestrator(name, fleets, open_store, self.scenario.ttl_s, rng, self.trace, self.wrap_service)
+        orchestrator = SimulatedOrchestrator(
+            name, fleets, open_store, self.scenario.ttl_s, rng, self.trace, self.wrap_service, self.versions
+        )
+        orchestrator.draw_death = self._draw_death
+        orchestrator.on_death = self._kill_at_await
+        return orchestrator
+
+    def _draw_death(self, process: str) -> int | None:
+        steps = self.storm.draw_death(process, self.scenario.storm.orchestrator_dies)
+        allowed = steps is not None and self.decisions.allow(process, "orchestrator_dies_at_await", happens_now=False)
+        return steps if allowed else None
+
+    def _kill_at_await(self, orchestrator: SimulatedOrchestrator) -> None:
+        if self.faults_ended:
+            return
+        self.decisions.happened("orchestrator_dies_at_await")
+        orchestrator.kill()
+        delay_s = self.rng_for(f"restart {orchestrator.name} {self.now()}").choice(RESTART_DELAYS_S)
+        asyncio.get_running_loop().call_later(delay_s, orchestrator.start)
+
+    def _allow_worker_faults(self, record: MachineRecord, faults: WorkerFaults) -> bool:
+        name = next(name for name, is_set in faults.as_kinds().items() if is_set)
+        return self.decisions.allow(record.id, name, record.name, happens_now=not faults.is_timed)
+
+    def _count_fault(self, kind: str, worker_id: str | None) -> None:
+        self.coverage.count_fault(kind, worker_id, self.store)
+
+    async def reconfigure(self, fleet: str, config: FleetConfig, *, is_rolling: bool = False) -> None:
+        """Change the configuration of a fleet, by a reload or by restarting one orchestrator after another.
+
+        While the configurations differ, the larger limit holds.
+        """
+        largest = max(config.max_workers, self.checker.fleets[fleet].max_workers)
+        self.configs[fleet] = config
+        self.checker.fleets[fleet] = config.model_copy(update={"max_workers": largest})
+        for orchestrator in self.orchestrators:
+            if is_rolling:
+                orchestrator.kill()
+            orchestrator.reconfigure(fleet, config)
+            if is_rolling:
+                await asyncio.sleep(5.0)
+                orchestrator.start()
 
     # ---------------------------------------------------------------------------------------------------- phases
 
@@ -213,6 +291,7 @@ class Simulation:
         asyncio.get_running_loop().set_exception_handler(on_loop_error)
         self._build()
         self.on_ready(self)
+        self.storm.start()
         for fleet in self.scenario.fleets.values():
             start_detached(self._enqueue_tasks(fleet))
         for orchestrator in self.orchestrators:
@@ -227,6 +306,7 @@ class Simulation:
         rested_s = await self._wait_for_none(self._find_unrest, faults_ended_at, REST_LIMIT_S)
         await self._check_rest()
         inexact_bills = await self._audit_costs(faults_ended_at)
+        self.coverage.count_events(self.store)
         return SimulationReport(
             trace=self.trace,
             tasks=len(self.checker.tasks),
@@ -248,6 +328,10 @@ class Simulation:
     def _raise_violation(self) -> None:
         if self.trace.errors:
             self.report_violation(f"unexpected error logged: {self.trace.errors[0]}")
+        if not self.violations and isinstance(self.store, MemoryStores):
+            difference = find_task_difference(self.checker.tasks, self.store)
+            if difference is not None:
+                self.report_violation(difference)
         if self.violations:
             raise InvariantViolation(self.violations[0])
 
@@ -260,6 +344,9 @@ class Simulation:
         self._control_network.clear()
         for cloud in self.clouds.values():
             cloud.rates.clear()
+        for name, config in self.configs.items():
+            if config.budget_per_hour is not None:
+                await self.reconfigure(name, config.model_copy(update={"budget_per_hour": None}))
         for orchestrator in self.orchestrators:
             orchestrator.start()
         for fleet in await self.store.fleets():
@@ -274,8 +361,8 @@ class Simulation:
         cycles run.
         """
         limits = []
-        for name, fleet in self.scenario.fleets.items():
-            traits, config = self.clouds[name].traits, fleet.config
+        for name in self.scenario.fleets:
+            traits, config = self.clouds[name].traits, self.configs[name]
             calls_s = self.scenario.ttl_s + 2 * CALL_TIMEOUT_S + traits.creation_lateness_s
             boot_s = boot_limit(config, BootTimes()).total_s
             silence_s = 3 * config.heartbeat_timeout_s + 4 * traits.absence_grace_s + boot_s
@@ -325,7 +412,7 @@ class Simulation:
         if unfinished:
             return f"promise 1 broken: {len(unfinished)} tasks are not finished, such as {unfinished[:10]}"
         for name, cloud in self.clouds.items():
-            config, billed = self.scenario.fleets[name].config, len(cloud.billed_machines())
+            config, billed = self.configs[name], len(cloud.billed_machines())
             buffer = config.idle_buffer if config.policy == "buffered" else 0
             needed = min(max(config.min_workers, buffer), config.max_workers)
             if billed != needed:
@@ -335,8 +422,11 @@ class Simulation:
             if worker.status is not WorkerStatus.ACTIVE:
                 return f"promise 9 broken: worker {worker.id} is {worker.status} at rest"
             # A worker that was frozen when the faults ended may be failed, and replaced.
-            max_age_s = MAX_HEARTBEAT_AGE_INTERVALS * self.scenario.fleets[worker.fleet].config.heartbeat_interval_s
-            if worker.last_heartbeat is None or to_datetime(self.now() - max_age_s) > worker.last_heartbeat:
+            max_age_s = MAX_HEARTBEAT_AGE_INTERVALS * self.configs[worker.fleet].heartbeat_interval_s
+            if (
+                worker.last_heartbeat is None
+                or self.database_now() - timedelta(seconds=max_age_s) > worker.last_heartbeat
+            ):
                 return f"promise 9 broken: worker {worker.id} sent no heartbeat for {max_age_s:g} s"
         return await self._find_leak()
 
@@ -378,6 +468,8 @@ class Simulation:
     async def _enqueue_tasks(self, fleet: FleetScenario) -> None:
         for at, count in fleet.arrivals:
             await asyncio.sleep(max(0.0, at - self.now()))
+            if not self.decisions.allow("producer", f"tasks_{fleet.config.queues[0]}"):
+                continue
             for _ in range(count):
                 task_id = await self.store.enqueue(NewTask(fleet.config.queues[0], max_attempts=fleet.max_attempts))
                 self.checker.tasks[task_id] = TaskRecord()
@@ -389,9 +481,11 @@ class Simulation:
             await asyncio.sleep(self._rng.expovariate(1 / every_s))
             if self.faults_ended:
                 return
-            orchestrator.kill()
-            await asyncio.sleep(self._rng.choice([0.0, 1.0, 30.0]))
-            orchestrator.start()
+            down_s = self._rng.choice([0.0, 1.0, 30.0])
+            if self.decisions.allow(orchestrator.name, "orchestrator_killed"):
+                orchestrator.kill()
+                await asyncio.sleep(down_s)
+                orchestrator.start()
 
     async def _cause_outages(self) -> None:
         every_s = self.scenario.outage_every_s
@@ -399,9 +493,12 @@ class Simulation:
             await asyncio.sleep(self._rng.expovariate(1 / every_s))
             if self.faults_ended:
                 return
+            down_s = self._rng.uniform(1.0, self.scenario.outage_s)
+            if not self.decisions.allow("database", "outage"):
+                continue
             self.trace.add("database", "unavailable")
             self.set_database_down(True)
-            await asyncio.sleep(self._rng.uniform(1.0, self.scenario.outage_s))
+            await asyncio.sleep(down_s)
             self.set_database_down(False)
             self.trace.add("database", "available")
 
@@ -416,6 +513,8 @@ class Simulation:
                 continue
             command = rng.choice(["pause", "resume", "spawn", "restart", "drain", "terminate"])
             workers = [worker.id for worker in await self.store.workers() if worker.fleet == fleet]
+            if not self.decisions.allow("operator", f"operator_{command}"):
+                continue
             self.trace.add("operator", f"{command} {fleet}")
             match command:
                 case "pause":

@@ -12,6 +12,15 @@ import structlog
 MAX_LINES = 400
 
 
+def shorten(text: str, limit: int = MAX_LINES) -> str:
+    """The first and last lines of a trace."""
+    lines = text.split("\n")
+    if len(lines) > limit:
+        head, tail = lines[: limit // 4], lines[-(limit - limit // 4) :]
+        lines = [*head, f"            ... {len(lines) - limit} lines ...", *tail]
+    return "\n".join(lines)
+
+
 class Trace:
     def __init__(self) -> None:
         self._lines: list[tuple[float, str, str]] = []
@@ -29,11 +38,8 @@ class Trace:
         self._is_closed = True
 
     def text(self, limit: int | None = MAX_LINES) -> str:
-        lines = [f"{at:10.3f}  {source:<14} {event}" for at, source, event in self._lines]
-        if limit is not None and len(lines) > limit:
-            head, tail = lines[: limit // 4], lines[-(limit - limit // 4) :]
-            lines = [*head, f"            ... {len(lines) - limit} lines ...", *tail]
-        return "\n".join(lines)
+        text = "\n".join(f"{at:10.3f}  {source:<14} {event}" for at, source, event in self._lines)
+        return text if limit is None else shorten(text, limit)
 
     @contextmanager
     def capture_logs(self) -> Iterator[None]:

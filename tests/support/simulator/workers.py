@@ -6,6 +6,7 @@ tell whether the orchestrator had a reason to fail it.
 """
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -48,6 +49,22 @@ class WorkerFaults:
     has_no_gpu: bool = False
 
     @property
+    def is_timed(self) -> bool:
+        """The fault happens some time after the start."""
+        return self.crashes_at_s is not None or self.freezes_at_s is not None
+
+    def as_kinds(self) -> dict[str, bool]:
+        return {
+            "worker_never_joins": self.never_joins,
+            "worker_vanishes": self.crashes_at_s is not None and self.vanishes,
+            "worker_crashes": self.crashes_at_s is not None and not self.vanishes,
+            "worker_freezes": self.freezes_at_s is not None,
+            "worker_ignores_drain": self.ignores_drain,
+            "worker_fails_tasks": self.fails_tasks,
+            "worker_has_no_gpu": self.has_no_gpu,
+        }
+
+    @property
     def are_none(self) -> bool:
         is_useless = self.never_joins or self.ignores_drain or self.fails_tasks or self.has_no_gpu
         return not (is_useless or self.crashes_at_s or self.freezes_at_s)
@@ -67,6 +84,8 @@ class WorkerHistory:
     # Distinct tasks that failed since the last completed one.
     consecutive_failures: set[int] = field(default_factory=set)
     has_ended: bool = False
+    # It dies at some await.
+    has_fault: bool = False
 
     def add_heartbeat(self, now: float) -> None:
         since = self.last_heartbeat_at if self.last_heartbeat_at is not None else self.spawned_at
@@ -76,7 +95,7 @@ class WorkerHistory:
 
     def reason_to_fail(self, now: float, fleet: FleetConfig) -> str | None:
         """Why the orchestrator may fail this worker. None: it must not."""
-        if not self.faults.are_none:
+        if not self.faults.are_none or self.has_fault:
             return "has an injected fault"
         if self.first_heartbeat_at is None or self.last_heartbeat_at is None:
             return "never sent a heartbeat" if now - self.spawned_at > boot_limit(fleet, BootTimes()).stall_s else None
@@ -93,7 +112,10 @@ class WorkerHistory:
 
 @dataclass(frozen=True, slots=True)
 class TaskProfile:
-    """The range of task durations, and the share of attempts that fail on any worker."""
+    """The range of task durations, and the share of attempts that fail on any worker.
+
+    A task whose payload has a `duration_s` takes that long.
+    """
 
     duration_s: tuple[float, float] = (5.0, 30.0)
     failure_rate: float = 0.0
@@ -126,6 +148,8 @@ class SimulatedWorker:
         self._tasks = tasks
         self._rng = rng
         self._trace = trace
+        self.on_fault: Callable[[str], None] = lambda _: None
+        self.allow_task_failure: Callable[[], bool] = lambda: True
         self._is_draining = False
         self._have_faults_ended: Callable[[], bool] = lambda: False
         self._failed_tasks: set[int] = set()
@@ -148,6 +172,7 @@ class SimulatedWorker:
     def _crash(self) -> None:
         if self.process.is_dead or self._have_faults_ended():
             return
+        self.on_fault("worker_vanishes" if self._faults.vanishes else "worker_crashes")
         self._trace.add(self.id, "crashed with its machine" if self._faults.vanishes else "crashed")
         self.stop()
         if self._faults.vanishes:
@@ -155,8 +180,17 @@ class SimulatedWorker:
         else:
             self._cloud.mark_exited(self._machine.id)
 
+    def die(self) -> None:
+        """End the program at the await that it has reached."""
+        if not (self.process.is_dead or self._have_faults_ended()):
+            self.on_fault("worker_dies_at_await")
+            self._trace.add(self.id, "died at an await")
+            self.stop()
+            self._cloud.mark_exited(self._machine.id)
+
     def _freeze(self) -> None:
         if not (self.process.is_dead or self._have_faults_ended()):
+            self.on_fault("worker_freezes")
             self._trace.add(self.id, f"frozen for {self._faults.frozen_s:.0f} s")
             self.process.freeze()
             asyncio.get_running_loop().call_later(self._faults.frozen_s, self.process.thaw)
@@ -241,7 +275,9 @@ class SimulatedWorker:
         """Run one attempt and deliver its result. Returns the claims to work on next."""
         self._held[claim.token] = claim
         self.history.running[claim.token] = self._now()
-        duration_s = self._rng.uniform(*self._tasks.duration_s)
+        payload = json.loads(claim.payload)
+        own_s = payload.get("duration_s") if isinstance(payload, dict) else None
+        duration_s = own_s if own_s is not None else self._rng.uniform(*self._tasks.duration_s)
         attempt = asyncio.create_task(asyncio.sleep(FAILING_TASK_S if self._fails_tasks() else duration_s))
         self._attempts[claim.token] = attempt
         try:
@@ -264,7 +300,8 @@ class SimulatedWorker:
         return self._faults.fails_tasks and (is_detectable or not self._have_faults_ended())
 
     async def _deliver(self, claim: Claim) -> list[Claim]:
-        if self._rng.random() < self._tasks.failure_rate or self._fails_tasks():
+        is_failure = self._rng.random() < self._tasks.failure_rate and self.allow_task_failure()
+        if is_failure or self._fails_tasks():
             self._failed_tasks.add(claim.task_id)
             await self._retry(
                 lambda: self._transport.fail(self.id, claim.task_id, claim.token, "simulated failure", jitter=0.5)

@@ -1,0 +1,201 @@
+"""Rare faults of a whole installation, on top of the usual faults of a simulation.
+
+- Any await can be the moment at which an orchestrator or a worker dies.
+- The database fails over to a standby that lacks the last transactions, and its clock steps in both directions.
+- Notifications are lost. The vendor takes away several machines at once.
+- The configuration changes, by a reload or by a rolling restart of the orchestrators. New code is deployed.
+- A budget is reached (a setting of the fleets, see worlds.py).
+
+The task ledger of the invariant checker follows a failover: docs/backup.md allows that a task enqueued in the lost
+transactions is lost, and that one completed in them runs again. Nothing else may be lost.
+"""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from support.memory_store.stores import MemoryStores
+from support.simulator.invariants import TaskRecord
+from support.simulator.processes import start_detached
+
+if TYPE_CHECKING:
+    from support.simulator.simulation import Simulation
+
+RESTART_DELAYS_S = (0.0, 1.0, 30.0)
+# Oldest transaction that a failover may lose, and the longest time until the standby accepts connections.
+MAX_LOST_S, MAX_FAILOVER_S = 10.0, 20.0
+CLOCK_STEPS_S = (-3600.0, -60.0, -5.0, 5.0, 60.0, 3600.0)
+# A worker or orchestrator that dies at an await does so within its first steps.
+MAX_STEPS = 3_000
+
+
+@dataclass(frozen=True, slots=True)
+class StormPlan:
+    """Mean times between events in seconds (0: never), and shares from 0 to 1."""
+
+    failover_every_s: float = 0.0
+    clock_step_every_s: float = 0.0
+    reconfigured_every_s: float = 0.0
+    deployed_every_s: float = 0.0
+    machines_taken_every_s: float = 0.0
+    notification_lost: float = 0.0
+    # Shares of starts of a process that end at a random await.
+    orchestrator_dies: float = 0.0
+    worker_dies: float = 0.0
+
+    @property
+    def is_calm(self) -> bool:
+        return self == StormPlan()
+
+
+class Storm:
+    """Causes the events of a StormPlan in a simulation until its faults end."""
+
+    def __init__(self, simulation: "Simulation", plan: StormPlan) -> None:
+        self._simulation = simulation
+        self._plan = plan
+        self._rng = simulation.rng_for("storm")
+        self._deploys = 0
+
+    def start(self) -> None:
+        plan = self._plan
+        if plan.notification_lost > 0:
+            self._lose_notifications()
+        for every_s, cause in (
+            (plan.failover_every_s, self._fail_over),
+            (plan.clock_step_every_s, self._step_clock),
+            (plan.reconfigured_every_s, self._reconfigure),
+            (plan.deployed_every_s, self._deploy),
+            (plan.machines_taken_every_s, self._take_machines),
+        ):
+            if every_s > 0:
+                start_detached(self._repeat(every_s, cause))
+
+    async def _repeat(self, every_s: float, cause: Callable[[], Any]) -> None:
+        # A generator of its own: the events of one kind do not change the draws of another.
+        rng = self._simulation.rng_for(f"storm {cause.__name__}")
+        while True:
+            await asyncio.sleep(rng.expovariate(1 / every_s))
+            if self._simulation.faults_ended:
+                return
+            await cause()
+
+    def _allow(self, kind: str) -> bool:
+        return self._simulation.decisions.allow("storm", kind)
+
+    # ------------------------------------------------------------------------------------------------------ deaths
+
+    def draw_death(self, purpose: str, share: float) -> int | None:
+        """After how many awaits a new process dies. None: it does not."""
+        rng = self._simulation.rng_for(f"death {purpose}")
+        if self._simulation.faults_ended or rng.random() >= share:
+            return None
+        # As often early in a life as late: a start has few awaits, and each matters.
+        return round(float(MAX_STEPS ** rng.random()))
+
+    # ---------------------------------------------------------------------------------------------------- database
+
+    async def _fail_over(self) -> None:
+        simulation = self._simulation
+        lost_s, down_s = self._rng.uniform(0.0, MAX_LOST_S), self._rng.uniform(0.0, MAX_FAILOVER_S)
+        if not self._allow("failover"):
+            return
+        saved = copy_store(simulation.store), copy.deepcopy(simulation.checker.tasks), simulation.checker.last_term
+        spawned = set(simulation.checker.spawned_at)
+        await asyncio.sleep(lost_s)
+        simulation.trace.add("database", f"fails over, the last {lost_s:.1f} s are lost")
+        simulation.set_database_down(True)
+        await asyncio.sleep(down_s)
+        store, tasks, term = saved
+        restore_store(simulation.store, store)
+        checker = simulation.checker
+        lost_tasks = set(checker.tasks) - set(tasks)
+        checker.tasks, checker.last_term = tasks, term
+        checker.on_rows_lost(set(checker.spawned_at) - spawned)
+        simulation.set_database_down(False)
+        simulation.trace.add("database", f"standby accepts connections, {len(lost_tasks)} tasks lost")
+
+    async def _step_clock(self) -> None:
+        step_s = self._rng.choice(CLOCK_STEPS_S)
+        if self._allow("clock_forward" if step_s > 0 else "clock_back"):
+            self._simulation.trace.add("database", f"clock steps by {step_s:+g} s")
+            self._simulation.clock_offset_s += step_s
+            self._simulation.checker.on_clock_step(step_s)
+
+    def _lose_notifications(self) -> None:
+        """A listener may miss a notification, for instance while it reconnects."""
+        simulation, rng = self._simulation, self._simulation.rng_for("storm notify")
+        hub = simulation.store.tables.notifications
+        notify = hub.notify
+
+        def notify_or_lose(queue: str) -> None:
+            is_lost = rng.random() < self._plan.notification_lost and not simulation.faults_ended
+            if not (is_lost and self._allow("notification_lost")):
+                notify(queue)
+
+        hub.notify = notify_or_lose
+
+    # ------------------------------------------------------------------------------------------- operators, vendor
+
+    async def _reconfigure(self) -> None:
+        simulation, rng = self._simulation, self._rng
+        name = rng.choice(list(simulation.clouds))
+        config = simulation.configs[name]
+        max_workers = rng.choice([1, 2, 3, 6])
+        changes = {
+            "max_workers": max_workers,
+            "min_workers": rng.randint(0, min(2, max_workers)),
+            "idle_timeout_s": rng.choice([10.0, 20.0, 60.0]),
+        }
+        is_rolling = rng.random() < 0.5
+        if not self._allow("rolling_restart" if is_rolling else "reconfigured"):
+            return
+        how = "rolling restart" if is_rolling else "reload"
+        simulation.trace.add("operator", f"{how} of {name} with {changes}")
+        await simulation.reconfigure(name, config.model_copy(update=changes), is_rolling=is_rolling)
+
+    async def _deploy(self) -> None:
+        name = self._rng.choice(list(self._simulation.clouds))
+        if self._allow("deployed"):
+            self._deploys += 1
+            self._simulation.trace.add("operator", f"deploy v{self._deploys} to {name}")
+            self._simulation.versions[name] = f"v{self._deploys}"
+
+    async def _take_machines(self) -> None:
+        simulation, rng = self._simulation, self._rng
+        cloud = simulation.clouds[rng.choice(list(simulation.clouds))]
+        share = rng.choice([0.5, 1.0])
+        records = [record for record in cloud.billed_machines() if rng.random() < share]
+        if records and self._allow("machines_taken"):
+            simulation.trace.add("cloud", f"vendor takes away {len(records)} machines of {cloud.fleet}")
+            for record in records:
+                if record.id in simulation.checker.workers_by_machine:
+                    simulation.checker.workers_by_machine[record.id].history.has_ended = True
+                cloud.remove_machine(record.id)
+
+
+def copy_store(store: MemoryStores) -> MemoryStores:
+    """A copy of all rows. Listeners, random numbers and the clock are shared: they are not part of a database."""
+    tables = store.tables
+    memo: dict[int, Any] = {id(each): each for each in (tables.notifications, tables.chance, tables.now)}
+    return copy.deepcopy(store, memo)
+
+
+def restore_store(store: MemoryStores, saved: MemoryStores) -> None:
+    """Replace all rows with those of a copy. References to `store` stay valid."""
+    for name, value in vars(saved).items():
+        setattr(store, name, value)
+
+
+def find_task_difference(tasks: dict[int, TaskRecord], store: MemoryStores) -> str | None:
+    """A difference between the task ledger and the rows: a task lost, or a result accepted by only one of them."""
+    for task_id, record in tasks.items():
+        row = store.tables.tasks.rows.get(task_id)
+        if row is None:
+            return f"promise 1 broken: task {task_id} was enqueued and has no row"
+        is_complete = row.status == "complete"
+        if is_complete != (record.accepted is not None):
+            return f"promise 2 broken: task {task_id} is {row.status}, accepted result: {record.accepted is not None}"
+    return None
