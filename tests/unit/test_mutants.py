@@ -1,0 +1,78 @@
+"""Every mutant of tools/mutants still applies to the current sources, and names tests that exist."""
+
+import ast
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_runner() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants_run", ROOT / "tools" / "mutants" / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+runner: Any = load_runner()
+
+
+def test_every_mutant_applies_to_the_sources() -> None:
+    mutants = runner.load_mutants()
+    assert runner.problems(mutants, ROOT) == []
+    assert len(mutants) >= 80
+
+
+def test_every_test_named_by_a_mutant_exists() -> None:
+    for test in {test for mutant in runner.load_mutants() for test in mutant.tests}:
+        path, _, name = test.partition("::")
+        nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        assert not name or name.partition("[")[0] in names, test
+
+
+def test_mutant_whose_text_is_not_found_once_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").touch()
+    (tmp_path / "a.py").write_text("x = 1\nx = 1\ny = 1\n")
+    mutant = runner.Mutant("a", "a.py", "x = 1", "x = 2", ("test_a.py",), "subject")
+    assert "occurs 2 times" in mutant.problem(tmp_path)
+    assert "occurs 0 times" in replace(mutant, old="z = 1").problem(tmp_path)
+    assert replace(mutant, old="y = 1").problem(tmp_path) is None
+    assert len(runner.problems([mutant, mutant], tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome"),
+    [
+        ("assert value == 1", "caught"),
+        ("assert value", "survived"),
+        ("import missing_module", "caught"),
+        ("while True: pass", "timed out"),
+    ],
+)
+def test_verdict_of_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str) -> None:
+    monkeypatch.setattr(runner, "RUN_LIMIT_S", 20.0 if outcome != "timed out" else 3.0)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "subject.py").write_text("value = 1\n")
+    (tmp_path / "test_subject.py").write_text(f"from subject import value\ndef test_it():\n    {body}\n")
+    mutant = runner.Mutant("a", "src/subject.py", "value = 1", "value = 2", ("test_subject.py",), "subject")
+    verdict = runner.judge(mutant, tmp_path)
+    assert verdict.outcome == outcome
+    assert (tmp_path / "src" / "subject.py").read_text() == "value = 1\n"
+
+
+def test_mutant_whose_tests_cannot_start_is_invalid(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "subject.py").write_text("value = 1\n")
+    (tmp_path / "test_subject.py").write_text("from subject import value\ndef test_it(): pass\n")
+    mutant = runner.Mutant("a", "src/subject.py", "value = 1", "other = 1", ("test_subject.py",), "subject")
+    assert runner.judge(mutant, tmp_path).outcome == "invalid"
