@@ -7,6 +7,7 @@ import time
 
 from windlass.model.adaptive import AdaptiveMemory, ArrivalRecord
 from windlass.policy.scale.adaptive import decide
+from windlass.policy.scale.adaptive_boot import BootEstimate
 from windlass.policy.scale.adaptive_load import FleetLoad
 
 ROUNDS = 20
@@ -27,7 +28,7 @@ def measure(workers: int, queued: int) -> float:
         starting_ages_s=[],
         durations_s=durations,
         duration_mean_s=100.5,
-        boot_s=120.0,
+        boots=BootEstimate(120.0, 120.0),
     )
     records = tuple(ArrivalRecord(8_800.0 + 10 * number, queued // 120, 0.0) for number in range(120))
     memory = AdaptiveMemory(at=9_990.0, machines=workers, arrivals=records)

@@ -14,8 +14,9 @@ from windlass.model.adaptive import AdaptiveMemory, ArrivalRecord
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView
 from windlass.policy.plan import plan
-from windlass.policy.scale.adaptive import decide
-from windlass.policy.scale.adaptive_keep import cheapest_timeout_s, floor_of_workers
+from windlass.policy.scale.adaptive import DUE_TOLERANCE_S, decide
+from windlass.policy.scale.adaptive_boot import BootEstimate
+from windlass.policy.scale.adaptive_keep import cheapest_timeout_s, cheapest_workers, floor_of_workers
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker
 from windlass.policy.scale.adaptive_spawn import MAX_PLAYED
 from windlass.simulator.engine import World
@@ -25,6 +26,7 @@ from windlass.simulator.trace import GENERATORS, GeneratorSettings, Trace, gener
 
 def load(**values: Any) -> FleetLoad:
     durations = values.pop("durations", (30.0,) * 20)
+    boot_s = values.pop("boot_s", 120.0)
     given: dict[str, Any] = {
         "now": 1000.0,
         "slots": 1,
@@ -37,9 +39,16 @@ def load(**values: Any) -> FleetLoad:
         "starting_ages_s": (),
         "durations_s": durations,
         "duration_mean_s": sum(durations) / len(durations) if durations else None,
-        "boot_s": 120.0,
+        "boots": BootEstimate(boot_s, boot_s),
     }
     return FleetLoad(**(given | values))
+
+
+def test_idle_timeout_in_words_is_the_one_that_drains() -> None:
+    """Processes of this host are kept for at least 30 s, however fast they start."""
+    for idle_s, drained in ((29.0, ()), (31.0, (0,))):
+        decision = decide(load(idle=(IdleWorker(idle_s),), is_free=True, boot_s=1.0), AdaptiveMemory(), None, None)
+        assert (decision.timeout_s, decision.drain) == (30.0, drained)
 
 
 def spawned(**values: Any) -> int:
@@ -98,7 +107,7 @@ def test_idle_worker_drains_after_the_timeout_of_its_rank() -> None:
     decision = decide(load(idle=idle), memory, None, None)
     assert decision.drain == (1,)
     # The first rank has 240 s left.
-    assert decision.valid_until == 1240.0
+    assert decision.valid_until == pytest.approx(1240.0, abs=DUE_TOLERANCE_S)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +142,18 @@ def test_floor_keeps_workers_for_a_steady_load() -> None:
     assert 9 <= floor_of_workers(given, memory, 130.0, 1.5) <= 12
     # After a silence longer than any before, nothing is kept.
     assert floor_of_workers(replace(given, now=1200.0), memory, 130.0, 1.5) == 0
+
+
+def test_priced_floor_serves_a_steady_load_with_little_waiting() -> None:
+    records = tuple(ArrivalRecord(float(at), 30, at * 9.0) for at in range(0, 1000, 10))
+    memory = AdaptiveMemory(at=1000.0, machines=9, machine_s=9000.0, arrivals=records)
+    given = load(durations=(3.0,) * 50, queued=30, busy=9, running_ages_s=(1.0,) * 9)
+    cheap, dear = (cheapest_workers(given, memory, price, 2.0) for price in (0.01, 10.0))
+    assert 9 <= cheap < dear
+    assert decide(given, memory, None, 10.0).spawn >= dear - 9
+    # Tasks longer than a boot have a worker each, and after a long silence nothing is kept.
+    assert cheapest_workers(replace(given, durations_s=(300.0,) * 5, duration_mean_s=300.0), memory, 10.0, 2.0) == 0
+    assert cheapest_workers(replace(given, now=1200.0), memory, 10.0, 2.0) == 0
 
 
 def test_work_per_cycle_is_bounded() -> None:

@@ -374,6 +374,14 @@ def test_budget_applies_to_each_currency() -> None:
     assert planned.hold.reason == "USD 6.00 of 5.00 spent today"
 
 
+def test_begun_periods_count_in_their_own_currency_only() -> None:
+    dollars = replace(TARIFF, currency="USD")
+    workers = [billed_worker(f"e{n}", n, 60) for n in range(2)] + [billed_worker("u0", 2, 60, tariff=dollars)]
+    planned = plan(seen(*workers), fleet(budget_per_day="3", min_workers=3))
+    assert planned.hold is None
+    assert of_kind(planned.actions, RaiseAlert) == []
+
+
 @pytest.mark.parametrize("amount", ["0", "-1", "0.0000001", "ten", "nan"])
 def test_invalid_budget_amount_is_rejected(amount: str) -> None:
     with pytest.raises(ValueError, match="budget_per_day"):

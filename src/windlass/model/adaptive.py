@@ -30,3 +30,7 @@ class AdaptiveMemory:
     # Rank to the lengths of its last idle gaps, newest last, and to the idle time after which it drains.
     gaps: dict[int, tuple[float, ...]] = field(default_factory=dict)
     timeouts: dict[int, float] = field(default_factory=dict)
+    # Starting workers beyond those that tasks need, because boots vary. At most: some may have been refused.
+    extra_starts: int = 0
+    # Ages at which starts were cancelled, newest last: those boots would have taken longer.
+    cancelled_boots_s: tuple[float, ...] = ()

@@ -1,22 +1,24 @@
 """adaptive: spawns what a forward look says would miss the goal, and keeps what is worth its next charge.
 
     spawn  workers without which a queued task would start later than its goal   adaptive_spawn.py
+           more of them where boots vary; those that come too late are cancelled adaptive_boot.py
     drain  idle workers whose rank's learned idle timeout has passed             adaptive_keep.py
            where billing periods are long: idle workers at the end of their period
 
 Two settings, of which one is enough: `wait_goal_s` (the longest wait that tasks should see; unset: one boot time and
 10 s, and none for processes of this host, which cost nothing), or `price_of_waiting` (what a second of waiting is
-worth, in machine seconds). All else is learned: durations, boot times, arrivals and idle gaps. It never spawns and
-drains in one cycle, and a worker that drains was idle for its whole timeout, so that it does not flap.
+worth, in machine seconds). All else is learned: durations by queue, boot times, arrivals and idle gaps. It never spawns
+and drains in one cycle, and a worker that drains was idle for its whole timeout, so that it does not flap.
 """
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.policy import billing
 from windlass.policy.derive import WorkerState
 from windlass.policy.scale import adaptive_keep
+from windlass.policy.scale.adaptive_boot import estimate_boots, in_time_share, ready_in_time, starts_for
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s
 from windlass.policy.scale.adaptive_spawn import spawns_needed
 from windlass.policy.scale.demand import Demand, ScalingDecision
@@ -40,6 +42,10 @@ UNKNOWN_BOOT_S = 60.0
 UNKNOWN_PROCESS_START_S = 1.0
 # A memory from further in the future is dropped: the clock was set back, and its times would not pass for as long.
 MAX_CLOCK_STEP_S = 1.0
+# A worker whose timeout ends this soon is due: gaps and timeouts are rounded to milliseconds.
+DUE_TOLERANCE_S = 0.001
+# Cancelled starts that are remembered: two for each boot that the estimate uses.
+MAX_CANCELLED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,72 +53,115 @@ class AdaptiveDecision:
     spawn: int
     # Positions in `FleetLoad.idle` of workers to drain, the least recently used first.
     drain: tuple[int, ...]
+    # Starting workers to cancel, the newest first.
+    cancel: int
     floor: int
     goal_s: float
     # Idle timeout of the rank after the busy workers.
     timeout_s: float
+    # Share of boots that are ready within the goal. 1: no more workers start than tasks need.
+    in_time: float
     memory: AdaptiveMemory
     # The decision stays the same until this moment unless a task arrives or ends or a worker becomes ready.
     valid_until: float
 
 
 def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, price: float | None) -> AdaptiveDecision:
-    goal_s = wait_goal_s if wait_goal_s is not None else 0.0 if load.is_free else load.boot_s + GOAL_MARGIN_S
-    has_price = price is not None and price > 0
-    restart_s = load.boot_s * (1 + TASKS_PER_RESTART * (price or 0.0) if has_price else RESTART_BOOTS)
+    goal_s = wait_goal_s if wait_goal_s is not None else 0.0 if load.is_free else load.boots.mean_s + GOAL_MARGIN_S
+    price = price or 0.0
     is_long_unit = load.billing_unit_s >= billing.LONG_UNIT_S
     late_slack_s = LATE_SLACK_LONG_UNIT_S if is_long_unit else LATE_SLACK_S
-    if has_price or load.is_free:
+    if price or load.is_free:
         late_slack_s = 0.0
     if memory.at is not None and memory.at > load.now + MAX_CLOCK_STEP_S:
         memory = AdaptiveMemory()
     memory = adaptive_keep.observe(load, memory)
-    spawn = spawns_needed(load, memory, goal_s, late_slack_s) if load.queued else 0
+    # The queue is played with the median boot. Where boots vary, the mean is longer, and the goal leaves less time.
+    played_goal_s = max(0.0, goal_s - max(0.0, load.boots.mean_s - load.boots.median_s))
+    # Where boots vary, more workers start than tasks need, and `counted` of them are ready in time. Not where a start
+    # costs a long billing period. The newest tasks arrived half a cycle ago on average.
+    ages_s = sorted(load.starting_ages_s, reverse=True)
+    in_time = 1.0
+    if not is_long_unit and not load.is_free:
+        in_time = in_time_share(load.boots, goal_s - GOAL_MARGIN_S / 2, load.queued_mean_s)
+    counted = ready_in_time(len(ages_s), in_time)
+
+    needed = spawns_needed(load, memory, played_goal_s, late_slack_s, ages_s[:counted]) if load.queued else 0
+    floor = 0
+    if price and not is_long_unit:
+        floor = adaptive_keep.cheapest_workers(load, memory, price, PATIENCE_WITH_PRICE)
+        if load.queued:
+            needed = max(needed, floor - load.workers)
+    spawn = max(needed, starts_for(counted + needed, in_time) - len(ages_s)) if needed else 0
     allowed = max(0, min(spawn, load.max_workers - load.workers))
-    memory = adaptive_keep.learn_gaps(load, memory, allowed, restart_s)
-    floor, drain, valid_until = 0, list[int](), float("inf")
-    timeout_s = adaptive_keep.timeout_s(memory, load.busy + 1, restart_s)
+    restart_s = load.boot_s * (1 + TASKS_PER_RESTART * price if price else RESTART_BOOTS)
+    memory = adaptive_keep.learn_gaps(load, memory, min(counted + needed, len(ages_s) + allowed), restart_s)
+
+    extra = min(memory.extra_starts, len(ages_s))
+    cancel = 0
+    if not spawn and extra:
+        surplus = len(ages_s) - starts_for(min(counted, ceil(load.queued / load.slots)), in_time)
+        cancel = max(0, min(surplus, extra, load.max_cancelled))
+    cancelled = tuple(round(age_s, 3) for age_s in ages_s[len(ages_s) - cancel :])
+    memory = replace(
+        memory,
+        machines=load.workers + allowed,
+        extra_starts=extra - cancel + max(0, allowed - needed),
+        cancelled_boots_s=(*memory.cancelled_boots_s, *cancelled)[-MAX_CANCELLED:],
+    )
+
+    drain, valid_until = tuple[int, ...](), inf
+    # A rank without a known gap is kept for a boot at most: nothing says yet that a task would wait for it.
+    unknown_s = load.boot_s if price else restart_s
     # Queued tasks will occupy the most recently used idle workers; the others may drain.
     reserved = ceil(load.queued / load.slots)
     if len(load.idle) > reserved and not spawn:
-        patience = PATIENCE_WITH_PRICE if has_price else PATIENCE
-        floor = 0 if is_long_unit else adaptive_keep.floor_of_workers(load, memory, goal_s, patience)
-        for position in range(len(load.idle) - 1, reserved - 1, -1):
-            rank = load.busy + position + 1
-            if rank <= floor:
-                valid_until = load.now
-                break
-            worker = load.idle[position]
-            if worker.billed_s is not None:
-                left_s = worker.billed_s - worker.window_s
-                if left_s > 0:
-                    valid_until = min(valid_until, load.now + left_s)
-                elif not adaptive_keep.is_worth_next_unit(load, memory, rank, worker.idle_s, price or 0.0):
-                    drain.append(position)
-                else:
-                    valid_until = min(valid_until, load.now + max(1.0, worker.billed_s))
-                continue
-            least_s = MIN_FREE_IDLE_S if load.is_free else 0.0
-            left_s = max(least_s, adaptive_keep.timeout_s(memory, rank, restart_s)) - worker.idle_s
-            if left_s <= 0.001:
-                drain.append(position)
-            else:
-                valid_until = min(valid_until, load.now + left_s)
+        if not is_long_unit:
+            patience = PATIENCE_WITH_PRICE if price else PATIENCE
+            floor = max(floor, adaptive_keep.floor_of_workers(load, memory, played_goal_s, patience))
+        drain, valid_until = _drains(load, memory, max(reserved, floor - load.busy), unknown_s, price)
+        if len(load.idle) > reserved and floor > load.busy + reserved:
+            valid_until = load.now
     if load.queued or load.starting_ages_s:
         valid_until = load.now
-    memory = replace(memory, machines=load.workers + allowed)
-    return AdaptiveDecision(spawn, tuple(drain), floor, goal_s, timeout_s, memory, valid_until)
+    timeout_s = _idle_timeout_s(load, memory, load.busy + 1, unknown_s)
+    return AdaptiveDecision(spawn, drain, cancel, floor, goal_s, timeout_s, in_time, memory, valid_until)
+
+
+def _drains(
+    load: FleetLoad, memory: AdaptiveMemory, kept: int, unknown_s: float, price: float
+) -> tuple[tuple[int, ...], float]:
+    """Positions of idle workers to drain, beyond the first `kept`, and until when no further one is due."""
+    drain, valid_until = list[int](), inf
+    for position in range(len(load.idle) - 1, kept - 1, -1):
+        rank, worker = load.busy + position + 1, load.idle[position]
+        if worker.billed_s is not None:
+            left_s = worker.billed_s - worker.window_s
+            if left_s <= 0 and adaptive_keep.is_worth_next_unit(load, memory, rank, worker.idle_s, price):
+                left_s = max(1.0, worker.billed_s)
+        else:
+            left_s = _idle_timeout_s(load, memory, rank, unknown_s) - worker.idle_s
+        if left_s <= DUE_TOLERANCE_S:
+            drain.append(position)
+        else:
+            valid_until = min(valid_until, load.now + left_s - DUE_TOLERANCE_S)
+    return tuple(drain), valid_until
+
+
+def _idle_timeout_s(load: FleetLoad, memory: AdaptiveMemory, rank: int, unknown_s: float) -> float:
+    least_s = MIN_FREE_IDLE_S if load.is_free else 0.0
+    return max(least_s, adaptive_keep.timeout_s(memory, rank, unknown_s))
 
 
 def adaptive(demand: Demand) -> ScalingDecision:
     fleet, queue, now = demand.fleet, demand.queue, demand.now.timestamp()
     idle = sorted((s for s in demand.active if not s.has_active_task), key=lambda s: (s.idle_s or 0.0, s.worker.id))
     busy = [state for state in demand.active if state.has_active_task]
-    ages = [(demand.now - task.started_at).total_seconds() for state in busy for task in state.worker.running]
-    boots = queue.boots_s
+    running = [task for state in busy for task in state.worker.running]
+    memory = demand.memory or AdaptiveMemory()
     unknown_s = UNKNOWN_PROCESS_START_S if demand.is_free else UNKNOWN_BOOT_S
-    boot_s = boots[len(boots) // 2] if boots else unknown_s
-    durations = queue.durations_s
+    starting = sorted(demand.booting, key=lambda s: (s.worker.created_at, s.worker.id))
+    durations, is_long_unit = queue.durations_s, demand.billing_unit_s >= billing.LONG_UNIT_S
 
     def idle_worker(state: WorkerState) -> IdleWorker:
         idle_s, until = state.idle_s or 0.0, demand.billed_until.get(state.worker.id)
@@ -128,19 +177,23 @@ def adaptive(demand: Demand) -> ScalingDecision:
         arrived=queue.arrived,
         oldest_queued_age_s=queue.oldest_queued_age_s,
         busy=len(busy),
-        running_ages_s=ages,
+        running_ages_s=[(demand.now - task.started_at).total_seconds() for task in running],
         idle=[idle_worker(state) for state in idle],
-        starting_ages_s=[(demand.now - state.worker.created_at).total_seconds() for state in demand.booting],
+        starting_ages_s=[(demand.now - state.worker.created_at).total_seconds() for state in starting],
         durations_s=durations,
         duration_mean_s=queue.duration_mean_s,
-        boot_s=boot_s,
-        assumed_duration_s=assumed_duration_s(has_long_units=bool(demand.billed_until), price=fleet.price_of_waiting),
+        boots=estimate_boots(queue.boots_s, memory.cancelled_boots_s, unknown_s),
+        assumed_duration_s=assumed_duration_s(has_long_units=is_long_unit, price=fleet.price_of_waiting),
         billing_unit_s=demand.billing_unit_s,
         max_workers=fleet.max_workers,
+        max_cancelled=min(fleet.max_changes_per_cycle, max(0, demand.capacity - fleet.min_workers)),
         is_free=demand.is_free,
+        running_queues=[task.queue for task in running] if queue.each else (),
+        queues=queue.each,
     )
-    decision = decide(load, demand.memory or AdaptiveMemory(), fleet.wait_goal_s, fleet.price_of_waiting)
+    decision = decide(load, memory, fleet.wait_goal_s, fleet.price_of_waiting)
     spare = tuple(idle[position] for position in decision.drain)
+    spare += tuple(starting[::-1][: decision.cancel])
     return ScalingDecision(
         _reason(demand, load, decision),
         spawn=decision.spawn,
@@ -156,9 +209,8 @@ def _reason(demand: Demand, load: FleetLoad, decision: AdaptiveDecision) -> str:
     text = f"{load.queued} queued, {demand.workers_text}"
     if load.queued:
         known = "" if load.duration_mean_s is not None else " (assumed)"
-        return (
-            f"{text}, tasks of {load.duration_s:.3g} s{known}, boot {load.boot_s:.0f} s, goal {decision.goal_s:.0f} s"
-        )
+        text += f", tasks of {load.queued_mean_s:.3g} s{known}, boot {load.boot_s:.0f} s, goal {decision.goal_s:.0f} s"
+        return text if decision.in_time == 1 else f"{text}, {decision.in_time:.0%} of boots in time"
     if decision.floor:
         return f"{text}, {decision.floor} kept for the load of the last {adaptive_keep.WINDOW_S / 60:.0f} min"
     if load.idle and load.idle[0].billed_s is None:

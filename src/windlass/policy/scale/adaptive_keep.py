@@ -6,13 +6,14 @@ rank is the one that would have cost least over these gaps: a gap that is kept c
 the timeout and a restart.
 
 Where a steady load is served cheaper by a constant number of workers than it was in the last WINDOW_S, at least that
-many are kept (the replay floor). Where billing periods are long, keeping costs nothing until the period ends.
+many are kept (the replay floor). With a price of waiting the floor is the number with the least machine seconds plus
+priced waiting, and it is also spawned. Where billing periods are long, keeping costs nothing until the period ends.
 """
 
 from bisect import bisect_right
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from math import ceil
+from math import ceil, inf
 
 from windlass.model.adaptive import AdaptiveMemory, ArrivalRecord
 from windlass.policy.scale.adaptive_load import FleetLoad
@@ -30,6 +31,8 @@ MAX_RECORDS = 240
 # A floor needs this many cycles with arrivals, and this share of the window.
 MIN_RECORDS = 8
 MIN_WINDOW_SHARE = 0.25
+# With a price of waiting a shorter part of the window is enough: waiting costs from the first minute.
+MIN_PRICED_SPAN_S = 120.0
 # Constant workers must be busy for at least this share, and hold the goal for all but LATE_SHARE of the tasks with
 # GOAL_SHARE of its time.
 MIN_UTILISATION = 0.5
@@ -40,8 +43,10 @@ LATE_SHARE = 0.05
 def observe(load: FleetLoad, memory: AdaptiveMemory) -> AdaptiveMemory:
     """The memory with the arrivals and the machine seconds since the last decision."""
     now = load.now
-    since = now if memory.at is None else memory.at
-    machine_s = memory.machine_s + memory.machines * max(0.0, now - since)
+    passed_s = 0.0 if memory.at is None else max(0.0, now - memory.at)
+    # Of the workers that exist, not of those that were wanted: the provider may have refused them.
+    started_s = sum(min(passed_s, age_s) for age_s in load.starting_ages_s)
+    machine_s = memory.machine_s + (load.busy + len(load.idle)) * passed_s + started_s
     arrivals = memory.arrivals
     if load.arrived > 0:
         arrivals = (*arrivals, ArrivalRecord(now, load.arrived, round(machine_s, 3)))
@@ -52,9 +57,9 @@ def observe(load: FleetLoad, memory: AdaptiveMemory) -> AdaptiveMemory:
     return replace(memory, at=now, machine_s=machine_s, arrivals=arrivals[oldest:] if oldest else arrivals)
 
 
-def learn_gaps(load: FleetLoad, memory: AdaptiveMemory, spawned: int, restart_s: float) -> AdaptiveMemory:
-    """The memory with the idle gaps that ended or began in this cycle."""
-    needed = min(MAX_RANKS, load.busy + len(load.starting_ages_s) + spawned)
+def learn_gaps(load: FleetLoad, memory: AdaptiveMemory, starting: int, restart_s: float) -> AdaptiveMemory:
+    """The memory with the idle gaps that ended or began in this cycle. `starting`: needed workers that start."""
+    needed = min(MAX_RANKS, load.busy + starting)
     known = max(len(memory.unneeded_since), max(memory.unneeded_since, default=0), memory.machines)
     highest = min(MAX_RANKS, max(needed, known, load.workers))
     since = memory.unneeded_since
@@ -81,7 +86,7 @@ def cheapest_timeout_s(gaps_s: tuple[float, ...], restart_s: float) -> float:
     ordered = sorted(gaps_s)
     sums = [0.0, *accumulate(ordered)]
     longest = MAX_KEPT_RESTARTS * restart_s
-    best_cost, best_s = float("inf"), 0.0
+    best_cost, best_s = inf, 0.0
     for timeout_s in (0.0, *(gap_s + MARGIN_S for gap_s in ordered if gap_s <= longest), restart_s):
         kept = bisect_right(ordered, timeout_s)
         cost = sums[kept] + (len(ordered) - kept) * (timeout_s + restart_s)
@@ -100,16 +105,15 @@ def floor_of_workers(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, pat
 
     `patience`: silence that ends the floor, in multiples of the longest silence of the window.
     """
-    records, duration_s, slots = memory.arrivals, load.duration_mean_s, load.slots
+    records, duration_s, slots = memory.arrivals, load.duration_s, load.slots
     # Tasks longer than a boot are served as cheaply by a worker each.
-    if len(records) < MIN_RECORDS or duration_s is None or duration_s > load.boot_s:
+    if len(records) < MIN_RECORDS or not load.durations_s or duration_s > load.boot_s:
         return 0
     first = records[0]
     span_s = load.now - first.at
     if span_s < MIN_WINDOW_SHARE * WINDOW_S:
         return 0
-    silences = [later.at - earlier.at for earlier, later in pairwise(records)]
-    if load.now - records[-1].at > patience * max(silences) + 2 * MARGIN_S:
+    if _is_silent(records, load.now, patience):
         return 0
     total = sum(record.tasks for record in records)
     work = total * duration_s / slots
@@ -122,6 +126,52 @@ def floor_of_workers(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, pat
             return workers
         workers += 1
     return 0
+
+
+def _is_silent(records: tuple[ArrivalRecord, ...], now: float, patience: float) -> bool:
+    longest_s = max(later.at - earlier.at for earlier, later in pairwise(records))
+    return now - records[-1].at > patience * longest_s + 2 * MARGIN_S
+
+
+def cheapest_workers(load: FleetLoad, memory: AdaptiveMemory, price: float, patience: float) -> int:
+    """Constant workers that would have cost least in the last window, with waiting at this price. 0: none.
+
+    `patience`: as in floor_of_workers.
+    """
+    records, duration_s, slots = memory.arrivals, load.duration_s, load.slots
+    if len(records) < MIN_RECORDS or not load.durations_s or duration_s > load.boot_s:
+        return 0
+    span_s = load.now - records[0].at
+    if span_s < MIN_PRICED_SPAN_S or _is_silent(records, load.now, patience):
+        return 0
+    work = sum(record.tasks for record in records) * duration_s / slots
+    if work < MIN_UTILISATION * span_s:
+        return 0
+    workers, best, best_cost = max(1, int(work / span_s)), 0, inf
+    # The cost falls with every worker and then rises. Steps of a sixteenth bound the search for large fleets.
+    while workers <= load.max_workers:
+        cost = workers * span_s + price * _waiting_s(records, workers * slots, duration_s)
+        if cost >= best_cost:
+            break
+        best, best_cost = workers, cost
+        workers += max(1, workers // 16)
+    return best
+
+
+def _waiting_s(records: tuple[ArrivalRecord, ...], slots: int, duration_s: float) -> float:
+    """Seconds that the tasks of the window would wait on this many slots, by the backlog of work."""
+    backlog_s, last, waiting_s = 0.0, records[0].at, 0.0
+    for record in records:
+        backlog_s = max(0.0, backlog_s - slots * (record.at - last))
+        last = record.at
+        added_s = record.tasks * duration_s
+        over_s = backlog_s + added_s - slots * duration_s
+        # Tasks beyond the free slots wait for the work before them.
+        if over_s > 0:
+            tasks = min(record.tasks, over_s / duration_s)
+            waiting_s += tasks * (over_s - tasks * duration_s / 2) / slots
+        backlog_s += added_s
+    return waiting_s
 
 
 def _late_tasks(records: tuple[ArrivalRecord, ...], slots: int, duration_s: float, wait_s: float) -> float:

@@ -5,17 +5,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from windlass.model.snapshot import QueueDurations
+from windlass.policy.scale.adaptive_boot import BootEstimate
+
 # Expected duration before the first task is complete: short, so that a first burst of short tasks does not spawn a
 # worker for each. Shorter where a worker costs a long billing period, longer where waiting has a price.
 ASSUMED_DURATION_S = 10.0
 ASSUMED_DURATION_LONG_UNIT_S = 8.0
 ASSUMED_DURATION_WITH_PRICE_S = 15.0
+# Of the known durations, the longest share that counts as outliers: two of 200.
+OUTLIER_SHARE = 0.01
+# A queue with fewer known durations is expected to be like all queues of the fleet together.
+MIN_QUEUE_DURATIONS = 8
 
 
 def assumed_duration_s(*, has_long_units: bool, price: float | None) -> float:
     if has_long_units:
         return ASSUMED_DURATION_LONG_UNIT_S
     return ASSUMED_DURATION_WITH_PRICE_S if price else ASSUMED_DURATION_S
+
+
+def robust_mean_s(ordered_s: Sequence[float], mean_s: float) -> float:
+    """The mean of a sorted sample, with its longest OUTLIER_SHARE as long as the longest of the others.
+
+    One task of a day among 200 of ten seconds must not look like 200 tasks of seven minutes.
+    """
+    outliers = int(OUTLIER_SHARE * len(ordered_s))
+    if not outliers:
+        return mean_s
+    longest_s = ordered_s[-outliers - 1]
+    return mean_s - sum(value - longest_s for value in ordered_s[-outliers:]) / len(ordered_s)
 
 
 class IdleWorker(NamedTuple):
@@ -28,7 +47,7 @@ class IdleWorker(NamedTuple):
 
 @dataclass(slots=True)
 class FleetLoad:
-    """The fleet at one moment. `durations_s` and `boots_s` are sorted samples of recent values."""
+    """The fleet at one moment. `durations_s` is a sorted sample of recent values."""
 
     now: float
     slots: int
@@ -45,31 +64,73 @@ class FleetLoad:
     starting_ages_s: Sequence[float]
     durations_s: Sequence[float]
     duration_mean_s: float | None
-    boot_s: float
+    boots: BootEstimate
     assumed_duration_s: float = ASSUMED_DURATION_S
     billing_unit_s: int = 1
     max_workers: int = 100_000
+    # Starting workers that may be cancelled in this cycle.
+    max_cancelled: int = 0
     # Machines are processes of this host and cost nothing: no task has to wait for another's worker.
     is_free: bool = False
+    # Of a fleet with several queues: the queue of each running task, in the order of `running_ages_s`, and the queues.
+    running_queues: Sequence[str | None] = ()
+    queues: Sequence[QueueDurations] = ()
 
     @property
     def workers(self) -> int:
         return self.busy + len(self.idle) + len(self.starting_ages_s)
 
     @property
+    def boot_s(self) -> float:
+        return self.boots.median_s
+
+    @property
     def duration_s(self) -> float:
         """Expected duration of a queued task. Before one is complete: at least as long as tasks have run already."""
         if self.duration_mean_s is not None:
-            return self.duration_mean_s
+            return robust_mean_s(self.durations_s, self.duration_mean_s)
         ages = self.running_ages_s
         return max(self.assumed_duration_s, sum(ages) / len(ages)) if ages else self.assumed_duration_s
+
+    @property
+    def queued_durations_s(self) -> list[tuple[int, float]]:
+        """Queued tasks and their expected duration, by queue. Queues with few known durations are one entry."""
+        known = [
+            (queue.queued, robust_mean_s(queue.durations_s, queue.duration_mean_s))
+            for queue in self.queues
+            if queue.duration_mean_s is not None and len(queue.durations_s) >= MIN_QUEUE_DURATIONS and queue.queued
+        ]
+        others = max(0, self.queued - sum(count for count, _ in known))
+        return [*known, (others, self.duration_s)] if others or not known else known
+
+    @property
+    def queued_mean_s(self) -> float:
+        """Expected duration of the queued tasks, averaged over their queues."""
+        parts = self.queued_durations_s
+        total = sum(count for count, _ in parts)
+        return sum(count * duration_s for count, duration_s in parts) / total if len(parts) > 1 else parts[0][1]
+
+    def running_remaining_s(self, share: float) -> list[float]:
+        """`remaining_s` of each running task, by the durations of its queue."""
+        known = {
+            queue.name: queue.durations_s for queue in self.queues if len(queue.durations_s) >= MIN_QUEUE_DURATIONS
+        }
+        if not known:
+            return [self.remaining_s(age_s, share) for age_s in self.running_ages_s]
+        names = [*self.running_queues, *[None] * (len(self.running_ages_s) - len(self.running_queues))]
+        return [
+            self._remaining_s(known.get(name or "", self.durations_s), age_s, share)
+            for age_s, name in zip(self.running_ages_s, names, strict=True)
+        ]
 
     def remaining_s(self, age_s: float, share: float) -> float:
         """Time after which this share of the tasks that ran as long as this one has ended.
 
         A task that ran longer than all known ones is expected to run as long again.
         """
-        known = self.durations_s
+        return self._remaining_s(self.durations_s, age_s, share)
+
+    def _remaining_s(self, known: Sequence[float], age_s: float, share: float) -> float:
         first = bisect_right(known, age_s)
         longer = len(known) - first
         if longer <= 0:

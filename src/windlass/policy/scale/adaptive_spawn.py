@@ -7,7 +7,9 @@ after its goal, and later than a worker that is spawned now could start it, need
 The work is bounded: at most MAX_PLAYED groups of tasks are played, however many are queued.
 """
 
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappush, heapreplace
+from itertools import repeat
 from math import ceil
 
 from windlass.model.adaptive import AdaptiveMemory
@@ -22,8 +24,10 @@ LATE_BOOT_SHARE = 0.1
 RAMP_FACTOR = 2
 
 
-def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_slack_s: float) -> int:
-    """Workers to spawn now.
+def spawns_needed(
+    load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_slack_s: float, starting_ages_s: Sequence[float]
+) -> int:
+    """Workers to spawn now, if these starting ones will be ready when a boot takes as long as usual.
 
     `late_slack_s`: how much later than the first possible moment a task may start that misses its goal anyway.
     """
@@ -36,10 +40,11 @@ def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_s
         limit = min(limit, allowed - starting)
     if limit <= 0:
         return 0
-    now, boot_s, slots, duration_s = load.now, load.boot_s, load.slots, load.duration_s
+    now, boot_s, slots = load.now, load.boot_s, load.slots
+    durations = _interleaved(load.queued_durations_s)
     free_at = [now] * (len(load.idle) * slots + max(0, load.busy * slots - len(load.running_ages_s)))
-    free_at += [now + load.remaining_s(age_s, BELIEVED_SHARE) for age_s in load.running_ages_s]
-    for age_s in load.starting_ages_s:
+    free_at += [now + left_s for left_s in load.running_remaining_s(BELIEVED_SHARE)]
+    for age_s in starting_ages_s:
         ready_at = now + (boot_s - age_s if age_s < boot_s else LATE_BOOT_SHARE * boot_s)
         free_at += [ready_at] * slots
     heapify(free_at)
@@ -52,6 +57,7 @@ def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_s
         # A task that misses its goal anyway is not worth a worker of its own.
         latest = new_at + late_slack_s if due_at < new_at else max(due_at, new_at)
         for _task in range(ceil(count / group)):
+            duration_s = next(durations)
             if free_at and free_at[0] <= latest:
                 heapreplace(free_at, free_at[0] + duration_s * group)
             elif spawned >= limit:
@@ -63,6 +69,21 @@ def spawns_needed(load: FleetLoad, memory: AdaptiveMemory, goal_s: float, late_s
                     heappush(free_at, new_at)
                 heappush(free_at, new_at + duration_s * group)
     return spawned
+
+
+def _interleaved(parts: list[tuple[int, float]]) -> Iterator[float]:
+    """Durations of the queued tasks without end, each queue as often as its share of them and evenly spread.
+
+    The arrivals are known for all queues together only.
+    """
+    if len(parts) == 1:
+        yield from repeat(parts[0][1])
+    total, balances = sum(count for count, _ in parts), [0] * len(parts)
+    while True:
+        balances = [balance + count for balance, (count, _) in zip(balances, parts, strict=True)]
+        chosen = max(range(len(parts)), key=balances.__getitem__)
+        balances[chosen] -= total
+        yield parts[chosen][1]
 
 
 def _queued_arrivals(load: FleetLoad, memory: AdaptiveMemory) -> list[tuple[float, int]]:
