@@ -19,12 +19,31 @@ async def client_with(api: ApiFixture, name: str, role: Role, scope: TokenScope 
     return api.client("192.0.2.7", Authorization=f"Bearer {token}")
 
 
+async def token_id(api: ApiFixture, name: str) -> int:
+    return next(token.id for token in await api.store.tokens() if token.name == name)
+
+
+async def test_reused_token_name_does_not_open_tasks_of_the_revoked_one(api: ApiFixture) -> None:
+    former = await client_with(api, "shop", Role.PRODUCER)
+    task_id = (await former.post(f"{API}/tasks", json={"queue": "a", "payload": "private"})).json()["task_id"]
+    assert (await former.get(f"{API}/tasks/{task_id}")).json()["payload"] == "private"
+    assert await api.store.revoke_token("shop")
+    latter = await client_with(api, "shop", Role.PRODUCER)
+    assert problem_of(await latter.get(f"{API}/tasks/{task_id}")) == (404, "NOT_FOUND")
+    own = (await latter.post(f"{API}/tasks", json={"queue": "a"})).json()["task_id"]
+    assert (await latter.get(f"{API}/tasks/{own}")).status_code == 200
+
+
 async def test_producer_reads_only_the_tasks_it_enqueued(api: ApiFixture) -> None:
     shop, other = await client_with(api, "shop", Role.PRODUCER), await client_with(api, "other", Role.PRODUCER)
     mine = (await shop.post(f"{API}/tasks", json={"queue": "a", "payload": {"n": 1}})).json()["task_id"]
     foreign = await api.store.enqueue(new_task("a", "secret"))
     task = (await shop.get(f"{API}/tasks/{mine}")).json()
-    assert (task["payload"], task["status"], task["owner"]) == ({"n": 1}, "queued", "token:shop")
+    assert (task["payload"], task["status"], task["owner"]) == (
+        {"n": 1},
+        "queued",
+        f"token:shop#{await token_id(api, 'shop')}",
+    )
     # Explanations and events name workers and fleets.
     assert (task["events"], task["answer"], task["cost"]) == ([], [], None)
     assert problem_of(await shop.get(f"{API}/tasks/{foreign}")) == (404, "NOT_FOUND")
@@ -98,19 +117,20 @@ async def test_events_name_the_token_and_the_person_of_a_session(api: ApiFixture
     form = {"csrf": csrf, "is_confirmed": "yes", "back": "/"}
     assert (await browser.post(f"/tasks/{second}/cancel", data=form)).status_code == 303
     await api.store.cancel_task(await api.store.enqueue(new_task("a")), "by a program")
+    ops_token = f"token:ops#{await token_id(api, 'ops')}"
     events = (await ops.get(f"{API}/events", params={"code": "TASK_CANCELLED"})).json()["items"]
     assert [(event["task_id"], event["actor"]) for event in events[1:]] == [
         (second, "session:ann"),
-        (first, "token:ops"),
+        (first, ops_token),
     ]
     assert events[0]["actor"] is None
     # A request without effect on others does not name its actor in their events.
-    assert [event.actor for event in await api.store.events(task_id=first)] == ["token:ops"]
+    assert [event.actor for event in await api.store.events(task_id=first)] == [ops_token]
     audit = (await ops.get(f"{API}/audit", params={"limit": 2})).json()
-    assert [event["actor"] for event in audit["items"]] == ["session:ann", "token:ops"]
+    assert [event["actor"] for event in audit["items"]] == ["session:ann", ops_token]
     page = (await browser.get("/audit")).text
     assert "session:ann" in page
-    assert "token:ops" in page
+    assert ops_token in page
 
 
 async def test_admin_creates_and_revokes_tokens_over_http(api: ApiFixture) -> None:
@@ -120,7 +140,7 @@ async def test_admin_creates_and_revokes_tokens_over_http(api: ApiFixture) -> No
     created = await admin.post(f"{API}/tokens", json=body)
     assert created.status_code == 201
     details = created.json()["details"]
-    assert (details["name"], details["created_by"]) == ("ci", "token:root")
+    assert (details["name"], details["created_by"]) == ("ci", f"token:root#{await token_id(api, 'root')}")
     assert details["expires_at"] is not None
     ci = api.client("192.0.2.9", Authorization=f"Bearer {created.json()['token']}")
     assert (await ci.post(f"{API}/tasks", json={"queue": "a"})).status_code == 201

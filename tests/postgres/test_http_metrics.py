@@ -32,6 +32,8 @@ async def test_metrics_contain_all_watched_series(api: ApiFixture, clock: Any) -
     ):
         assert line in text.splitlines(), f"{line}\n{text}"
     assert "gpus-0" not in text  # no series per worker
+    for quantile in ("0.5", "0.95", "0.99"):
+        assert f'windlass_boot_seconds{{fleet="gpus",phase="running",quantile="{quantile}"}}' in text
 
 
 async def test_metrics_of_free_slots_and_queue_clear_time(api: ApiFixture, clock: Any) -> None:

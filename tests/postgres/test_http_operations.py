@@ -66,8 +66,8 @@ async def test_fleet_operation_has_one_outcome_on_every_surface(api: ApiFixture)
     await api.run_cycle()
     await api.store.register(Registration("manual", ("a",), fleet="unmanaged"))
     for surface, submit in (await surfaces_of(api)).items():
-        for operation in ("pause", "resume", "spawn", "restart"):
-            needs_cycles = operation in ("spawn", "restart")
+        for operation in ("pause", "resume", "spawn", "restart", "deploy", "deploy/abort"):
+            needs_cycles = operation in ("spawn", "restart", "deploy")
             for fleet, expected in (
                 ("gpus", "done"),
                 ("unknown", "not_found"),
@@ -101,6 +101,27 @@ async def test_form_shows_the_message_of_the_operation(api: ApiFixture) -> None:
         assert expected in (await browser.get("/workers")).text
     by_script = await browser.post(f"/workers/{worker_id}/pause", data=form, headers={"Accept": "application/json"})
     assert by_script.json() == {"message": f"Worker {worker_id} was already paused."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers"),
+    [
+        pytest.param({"csrf": "wrong"}, {}, id="wrong CSRF token"),
+        pytest.param({}, {"Origin": "https://evil.example"}, id="other origin"),
+        pytest.param({}, {"Sec-Fetch-Site": "cross-site"}, id="other site"),
+    ],
+)
+async def test_forged_form_is_refused_and_changes_nothing(
+    api: ApiFixture, fields: dict[str, str], headers: dict[str, str]
+) -> None:
+    (worker_id,) = await api.spawn_active_workers(1)
+    browser = await api.browser()
+    form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes", "back": "/workers"} | fields
+    response = await browser.post(f"/workers/{worker_id}/pause", data=form, headers=headers)
+    assert response.status_code == 403
+    worker = await api.store.worker(worker_id)
+    assert worker is not None
+    assert not worker.is_paused
 
 
 async def test_form_without_confirmation_asks_and_changes_nothing(api: ApiFixture) -> None:

@@ -55,7 +55,7 @@ async def test_failed_attempts_are_listed_with_their_worker(api: ApiFixture) -> 
     assert [(item["task_id"], item["worker_id"], item["queue"]) for item in items] == [(task_id, "w", "a")]
     assert problem_of(await viewer.get(f"{API}/errors", params={"since_s": 0})) == (400, "BAD_INPUT")
     page = (await browser.get("/errors", params={"search": "cuda", "range": "7d"})).text
-    assert "1 failed attempt of 1 task in the last 7 d." in page
+    assert "1 failed attempt of 1 task in the last 7 days." in page
     assert "RuntimeError: CUDA error" in page
     assert "bad seed" not in page
     refused = await browser.get("/errors", params={"range": "1y"}, headers={"Accept": "text/html"})

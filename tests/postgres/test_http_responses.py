@@ -101,7 +101,7 @@ async def test_nul_in_an_address_is_refused(api: ApiFixture) -> None:
         f"{API}/fleets/%00",
         f"{API}/fleets/%00/history",
         f"{API}/workers/%00",
-        f"{API}/workers/w%00/log",
+        f"{API}/workers/w%00/logs",
         f"{API}/tasks?search=%00",
         f"{API}/tasks?queue=a%00",
         f"{API}/events?code=%00",

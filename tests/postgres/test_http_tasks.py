@@ -92,7 +92,7 @@ PRIVATE = "a very private prompt"
 
 
 async def test_viewers_and_pages_do_not_see_redacted_parts(dsn: str) -> None:
-    async with open_api(dsn, privacy=privacy_of([(("a",), ("$.prompt",))])) as api:
+    async with open_api(dsn, payload_privacy=lambda: privacy_of([(("a",), ("$.prompt",))])) as api:
         task_id = await api.store.enqueue(new_task("a", {"prompt": PRIVATE, "size": 3}, max_attempts=1))
         await api.store.register(Registration("w", ("a",)))
         (claim,) = await api.store.claim("w", ["a"])
@@ -123,7 +123,7 @@ async def test_viewers_and_pages_do_not_see_redacted_parts(dsn: str) -> None:
 
 
 async def test_search_for_errors_does_not_tell_redacted_parts(dsn: str) -> None:
-    async with open_api(dsn, privacy=privacy_of([(("a",), ("$.prompt",))])) as api:
+    async with open_api(dsn, payload_privacy=lambda: privacy_of([(("a",), ("$.prompt",))])) as api:
         await api.store.register(Registration("w", ("a", "b")))
         for queue in ("a", "b"):
             task_id = await api.store.enqueue(new_task(queue, {"prompt": PRIVATE}, max_attempts=1))
