@@ -42,6 +42,13 @@ RANGE_LABELS = {
     ChartRange.DAY: "24 h",
     ChartRange.WEEK: "7 d",
 }
+# After "in the last".
+RANGE_WORDS = {
+    ChartRange.QUARTER: "15 minutes",
+    ChartRange.HOUR: "hour",
+    ChartRange.DAY: "24 hours",
+    ChartRange.WEEK: "7 days",
+}
 
 
 @dataclass(frozen=True, slots=True)

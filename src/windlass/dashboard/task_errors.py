@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from windlass.dashboard.charts import RANGE_LABELS, ChartRange
+from windlass.dashboard.charts import RANGE_LABELS, RANGE_WORDS, ChartRange
 from windlass.dashboard.filters import counted
 from windlass.dashboard.render import PageContext, next_page_url, render
 from windlass.model.listing import ErrorCounts, Page, TaskError
@@ -43,7 +43,7 @@ def task_errors_page(
         search=search,
         ranges=[(value.value, label) for value, label in RANGE_LABELS.items()],
         chosen=chosen.value,
-        summary=f"{what} in the last {RANGE_LABELS[chosen]}.",
+        summary=f"{what} in the last {RANGE_WORDS[chosen]}.",
         by_worker=[count for count in counts.by_worker if count.name is not None][:MAX_FILTERS],
         by_code=[count for count in counts.by_code if count.name is not None][:MAX_FILTERS],
         is_first=is_first,

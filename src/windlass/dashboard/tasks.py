@@ -6,11 +6,13 @@ from datetime import datetime
 
 from windlass.dashboard.filters import MAX_JSON_CHARACTERS, count, indented_json
 from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.worker_logs import log_by_attempt
 from windlass.model.cost import Cost
 from windlass.model.event import Event
 from windlass.model.listing import Page, TaskDetail, TaskRow
 from windlass.model.overview import Work
 from windlass.model.task import Task, TaskStatus
+from windlass.model.worker_log import WorkerLogLine
 
 # Tabs: the value of `status` in the address, the label, and the field of Work that counts them.
 TASK_LISTS = (
@@ -134,6 +136,7 @@ def task_page(
     history: Sequence[tuple[datetime, str]],
     events: Sequence[Event],
     cost: Cost | None,
+    log: Sequence[WorkerLogLine] = (),
 ) -> str:
     def cut_note(text: str) -> str | None:
         if len(text) <= MAX_JSON_CHARACTERS:
@@ -155,4 +158,5 @@ def task_page(
             if text is not None
         ],
         cost=cost,
+        logs=log_by_attempt(log),
     )

@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from windlass.cost.report import Meter, read_meter
 from windlass.dashboard.filters import count
 from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.worker_logs import log_text
 from windlass.model.cycle import Fleet
 from windlass.model.listing import Page, WorkerRow
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
+from windlass.model.worker_log import WorkerLogLine
 from windlass.policy.billing import LONG_UNIT_S
 
 # Workers per slot map. Larger fleets are shown in several pages.
@@ -135,11 +138,12 @@ def worker_page(
     answer: Sequence[str],
     history: Sequence[tuple[datetime, str]],
     tasks: Sequence[TaskSummary],
-    log: Sequence[str] | None,
-    log_problem: str | None,
+    log: Sequence[WorkerLogLine],
     ray_dashboard: str | None,
+    diagnostics: Mapping[str, Any] | None = None,
+    log_problem: str | None = None,
 ) -> str:
-    """`log` None: no log is available, for the reason in `log_problem`. With both, the log comes from the database."""
+    """`diagnostics`: what was known about the worker when it failed or terminated."""
     return render(
         "worker.html",
         page_context,
@@ -149,7 +153,8 @@ def worker_page(
         answer=answer,
         history=history,
         tasks=tasks,
-        log=log,
-        log_problem=log_problem and log_problem[:1].upper() + log_problem[1:],
+        log=[log_text(line) for line in log],
+        diagnostics=diagnostics or {},
+        log_problem=log_problem and f"{log_problem[:1].upper()}{log_problem[1:]}.",
         ray_dashboard=ray_dashboard,
     )

@@ -19,7 +19,7 @@ MAX_PATH_CHARACTERS = 200
 # Requested all the time by workers, probes and open pages.
 _UNLOGGED_READS = (
     *("/internal/worker/", "/healthz", "/readyz", "/metrics", "/static/", "/api/v1/"),
-    *("/workers", "/tasks", "/cycles", "/cost", "/audit", "/access"),
+    *("/workers", "/tasks", "/cycles", "/cost", "/what-if", "/audit", "/access"),
 )
 log = structlog.get_logger("windlass.server")
 

@@ -32,6 +32,7 @@ from windlass.server.routes import (
     supervisor_compat,
     task_errors,
     tasks,
+    what_if,
     worker_protocol,
     workers,
 )
@@ -62,7 +63,7 @@ def make_app(context: WorkerApiContext) -> Application:
         error_page = functools.partial(render_error, context)
         for subject in (
             *(overview, queues, fleets, workers, tasks, task_errors, cycles, cost, alerts),
-            *(access, supervisor_compat, login),
+            *(what_if, access, supervisor_compat, login),
         ):
             api.include_router(subject.routes(context))
         api.include_router(health.metrics_routes(context))

@@ -4,24 +4,27 @@ WorkerApiContext is enough for the worker protocol and the health routes. AppCon
 dashboard need. `ControlPlane` is the only tie to the control loop, which runs in another process.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Protocol
 
-from windlass.model.config import WorkerConfig
+from windlass.model.config import LogsConfig, WorkerConfig
 from windlass.model.counters import CounterBuffer
 from windlass.model.cycle import Explanation
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.payload_privacy import PayloadPrivacy
 from windlass.model.work_order import RayHead
 from windlass.ports.auth import AuthStore
 from windlass.ports.costs import CostStore
 from windlass.ports.fleets import FleetQueries, Operations
+from windlass.ports.history import HistoryStore
 from windlass.ports.processes import ProcessStore
 from windlass.ports.queries import QueryStore
 from windlass.ports.tasks import TaskStore
 from windlass.ports.transport import HeartbeatStore, WorkerTransport
+from windlass.ports.worker_logs import WorkerLogQueries
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
@@ -58,7 +61,18 @@ class WorkerStore(WorkerTransport, HeartbeatStore, Protocol):
     async def now(self) -> datetime: ...
 
 
-class AppStore(TaskStore, FleetQueries, Operations, CostStore, QueryStore, AuthStore, ProcessStore, Protocol):
+class AppStore(
+    TaskStore,
+    FleetQueries,
+    Operations,
+    CostStore,
+    QueryStore,
+    HistoryStore,
+    AuthStore,
+    ProcessStore,
+    WorkerLogQueries,
+    Protocol,
+):
     """The store methods behind the JSON API and the dashboard."""
 
 
@@ -82,8 +96,11 @@ class ControlPlane(Protocol):
     async def run_cycle(self) -> list[dict[str, Any]]:
         """Run one cycle of every fleet and return their summaries. Raises TimeoutError."""
 
-    async def explain(self, subject: str) -> Explanation:
-        """Explain the state of a task, a worker or a fleet. Raises BadInput if there is none of that name."""
+    async def explain(self, subject: str, redact_event: Callable[[Event], Event] | None = None) -> Explanation:
+        """Explain the state of a task, a worker or a fleet. Raises BadInput if there is none of that name.
+
+        `redact_event` removes from the events of a worker what the reader may not see.
+        """
 
     def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:
         """The last lines that a worker on this host printed. Raises BadInput if this host has no log of it."""
@@ -96,6 +113,8 @@ class WorkerApiContext:
     long_poll_hub: LongPollHub
     control: ControlPlane
     worker_defaults: WorkerConfig
+    # What workers send of their output.
+    logs: LogsConfig = field(default_factory=LogsConfig)
     max_payload_bytes: int
     version: str
     # Requests per second of one token, session or address, and of one worker. A worker with tasks that take no time
@@ -118,7 +137,11 @@ class AppContext(WorkerApiContext):
     # Requests from this host may read without a token until the first token is created.
     is_open_to_localhost: bool = False
     cors_origins: tuple[str, ...] = ()
-    # Parts of payloads and results that are hidden on pages, and from viewers.
-    privacy: PayloadPrivacy = field(default_factory=PayloadPrivacy)
+    # Parts of payloads and results that are hidden on pages, and from viewers. A reload changes them.
+    payload_privacy: Callable[[], PayloadPrivacy] = PayloadPrivacy
     # Login through an identity provider, if one is configured.
     oidc: OidcClient | None = None
+
+    @property
+    def privacy(self) -> PayloadPrivacy:
+        return self.payload_privacy()

@@ -62,17 +62,22 @@ _EVENT = TypeAdapter(Event)
 
 
 class OverviewFeed:
-    """`configured_fleets`: the fleets that this process runs. Fleets that no process runs any more are left out."""
+    """`configured_fleets`: the fleets that this process runs. Fleets that no process runs any more are left out.
+
+    `redact_event` removes what pages do not show. A stream is the same for all its listeners.
+    """
 
     def __init__(
         self,
         store: QueryStore,
         configured_fleets: Callable[[], frozenset[str]],
         clock: Callable[[], float] = time.monotonic,
+        redact_event: Callable[[Event], Event] = lambda event: event,
     ) -> None:
         self._store = store
         self._configured_fleets = configured_fleets
         self._clock = clock
+        self._redact_event = redact_event
         self._loading = asyncio.Lock()
         self._overview: Overview | None = None
         self._fresh_until = float("-inf")
@@ -162,10 +167,13 @@ class OverviewFeed:
         found = list(self._found.values())
         if last_event_id in self._found:
             return found[list(self._found).index(last_event_id) + 1 :]
-        older = await self._store.events_after(last_event_id, MAX_EVENTS)
+        older = await self._events_after(last_event_id, MAX_EVENTS)
         # Events within the overlap are left out: they are in `found`, or the next search sends them to all listeners.
         older = [e for e in older if e.id <= self._last_event_id - OVERLAP and e.id not in self._found]
         return older + [event for event in found if event.id > last_event_id]
+
+    async def _events_after(self, event_id: int, limit: int) -> list[Event]:
+        return list(map(self._redact_event, await self._store.events_after(event_id, limit)))
 
     def _check_limits(self, caller: str) -> None:
         if self._is_closed or len(self._listeners) >= MAX_LISTENERS:
@@ -217,7 +225,7 @@ class OverviewFeed:
 
     async def _find_events(self) -> None:
         """Load new events and send them to the listeners. The caller holds `_finding`."""
-        found = await self._store.events_after(self._last_event_id - OVERLAP, OVERLAP + MAX_EVENTS)
+        found = await self._events_after(self._last_event_id - OVERLAP, OVERLAP + MAX_EVENTS)
         new = [event for event in found if event.id not in self._found]
         if not new:
             return

@@ -5,11 +5,12 @@ fired since then, the answer is immediate, so no signal is missed between two po
 a hint: it also fires without new work. A signal without waiting workers is removed after a while.
 
 A cursor of another server process, behind a load balancer or before a restart, tells nothing about this signal. Then
-the store is asked whether there are tasks, and only if there are, the answer is immediate.
+the store is asked once for all of them whether there are tasks, and only if there are, the answer is immediate.
 """
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -53,13 +54,10 @@ class LongPollHub:
             signal = self._signals[names] = _PollSignal()
             signal.task = asyncio.create_task(self._watch(names, signal))
         elif cursor and not signal.knows(cursor) and self._has_tasks is not None:
-            # Taken before the question: a signal that fires meanwhile is not missed.
-            current = signal.cursor
             # Counted as waiting, so that the signal is not removed meanwhile.
             signal.waiting += 1
             try:
-                if not await self._has_tasks(names):
-                    cursor = current
+                cursor = await signal.ask(functools.partial(self._has_tasks, names))
             except WindlassError:
                 pass  # answered at once
             finally:
@@ -98,6 +96,8 @@ class _PollSignal:
         self.waiting = 0
         self.last_poll_at = time.monotonic()
         self.task: asyncio.Task[None] | None = None
+        # The question for tasks that is being answered.
+        self._question: asyncio.Future[str | None] | None = None
 
     @property
     def cursor(self) -> str:
@@ -105,6 +105,26 @@ class _PollSignal:
 
     def knows(self, cursor: str) -> bool:
         return cursor.startswith(f"{self._name}.")
+
+    async def ask(self, has_tasks: Callable[[], Awaitable[bool]]) -> str | None:
+        """The cursor from which a poll may wait, or None if there are tasks.
+
+        Polls share one question: after the end of a server, thousands of workers bring its cursors at once.
+        """
+        if self._question is None:
+            self._question = asyncio.ensure_future(self._ask(has_tasks))
+            self._question.add_done_callback(self._end_question)
+        return await asyncio.shield(self._question)
+
+    async def _ask(self, has_tasks: Callable[[], Awaitable[bool]]) -> str | None:
+        # Taken before the question: a signal that fires meanwhile is not missed.
+        current = self.cursor
+        return None if await has_tasks() else current
+
+    def _end_question(self, question: "asyncio.Future[str | None]") -> None:
+        self._question = None
+        if not question.cancelled():
+            question.exception()  # all polls may be gone; an unread exception would be logged by asyncio
 
     async def wait(self, timeout_s: float, cursor: str | None) -> str:
         self.waiting += 1

@@ -1,7 +1,8 @@
 """Outermost middleware: decides on each request by its header, and gives a response to every error.
 
 Route, caller, role, CSRF token, rate and size are judged before a byte of the body is read. A refused request is
-answered at once; if its body is large or of unknown size, the connection is closed after the response. Responses get
+answered at once; if its body is large or of unknown size, the connection is closed after the response. A caller that is
+refused all the time is answered late, so that it occupies its own connections and not the server. Responses get
 security headers, and requests a line in the access log. An unexpected error is logged with its traceback and answered
 with 500.
 """
@@ -9,6 +10,7 @@ with 500.
 import asyncio
 import contextlib
 import functools
+import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -33,6 +35,11 @@ from windlass.server.route_table import Access, RouteEntry, RouteTable
 # it, and the client might lose the response.
 MAX_DROPPED_BYTES = 1 << 20
 DROP_TIMEOUT_S = 2.0
+# A caller with more than MAX_REFUSALS_PER_S refusals gets further ones this late, and nothing of its bodies is read.
+# Between half and one and a half of it: otherwise all of them would return at the same moment.
+LATE_REFUSAL_S = 1.0
+# Refusals that wait at the same time. They hold connections, so further ones are sent at once.
+MAX_LATE_REFUSALS = 1_000
 # Defaults; a handler may set its own.
 SECURITY_HEADERS = {
     b"cache-control": b"no-store",
@@ -95,13 +102,14 @@ class AdmissionMiddleware:
         self._worker_requests = RequestRateLimiter("worker", worker_rate_limit, clock)
         self._open_requests = RequestRateLimiter("open", rate_limit, clock)
         self._refusals = RequestRateLimiter("refusal", MAX_REFUSALS_PER_S, clock)
+        self.late_refusals = 0
         # Started and stopped by the server, over the lifespan protocol of ASGI.
         self.background_tasks: Sequence[BackgroundTask] = ()
 
     @property
     def buckets(self) -> tuple[LeakyBuckets, ...]:
         """Limits that server processes share."""
-        return self._requests, self._worker_requests, self._refusals, self.authenticator.failures
+        return self._requests, self._worker_requests, self._open_requests, self._refusals, self.authenticator.failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -126,11 +134,21 @@ class AdmissionMiddleware:
                 check_scope(route, identity.caller, scope["path"])
             body.set_limit(route.max_body_bytes)
         except ApiError as error:
-            if identity.caller is None and error.status_code != 429:
-                self._refusals.check(address_of(scope))
             error.caller_name = identity.name
             raise
         return route, identity
+
+    async def is_late(self, caller: str) -> bool:
+        """Count a refusal of this caller. If it has too many, wait and return True."""
+        if self._refusals.add(caller, is_counted_when_full=False):
+            return False
+        if self.late_refusals < MAX_LATE_REFUSALS:
+            self.late_refusals += 1
+            try:
+                await asyncio.sleep(LATE_REFUSAL_S * random.uniform(0.5, 1.5))  # noqa: S311
+            finally:
+                self.late_refusals -= 1
+        return True
 
     def _find_route(self, scope: Scope) -> RouteEntry:
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
@@ -181,8 +199,8 @@ class _RequestContext:
     """One request and its response."""
 
     __slots__ = (
-        *("_body", "_counted_worker", "_headers", "_identity", "_middleware", "_scope", "_send_to_client"),
-        "_status",
+        *("_body", "_counted_worker", "_headers", "_identity", "_is_admitted", "_is_late", "_middleware", "_scope"),
+        *("_send_to_client", "_status"),
     )
 
     def __init__(self, middleware: AdmissionMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,6 +210,9 @@ class _RequestContext:
         self._headers: Headers = dict(scope["headers"])
         self._body = BodyReader(receive, self._headers, buffered=middleware.buffered)
         self._identity = ANONYMOUS
+        # The body may be read.
+        self._is_admitted = False
+        self._is_late = False
         # None until the response has started.
         self._status: int | None = None
         # The worker whose large body is counted.
@@ -206,9 +227,11 @@ class _RequestContext:
             if self._scope["method"] not in SAFE_METHODS:
                 if self._body.may_be_large:
                     self._count_large_body()
+                self._is_admitted = True
                 await self._body.read()
                 if self._counted_worker is not None:
                     self._middleware.charge_body(self._counted_worker, self._body)
+            self._is_admitted = True
             with acting_as(self._actor()):
                 await (route.handler or self._middleware.app)(self._scope, self._body.receive, self._send)
         except _ConnectionFailed:
@@ -262,9 +285,15 @@ class _RequestContext:
             converted = defect()
         if self._status is not None:
             return
+        if not self._is_admitted and converted.status_code < 500:
+            caller = converted.caller_name or self._identity.name or address_of(self._scope)
+            self._is_late = await self._middleware.is_late(caller)
+            if self._is_late:
+                message = f"more than {MAX_REFUSALS_PER_S:g} refused requests per second; the last: {converted.detail}"
+                converted = ApiError(429, http.TOO_MANY, message, retry_after_s=1)
         response = error_response(Request(self._scope), converted, self._middleware.error_page)
         with contextlib.suppress(_ConnectionFailed):
-            if not self._has_unread_body:
+            if self._is_late or not self._has_unread_body:
                 await response(self._scope, self._body.receive, self._send)
                 return
             await self._send(

@@ -1,17 +1,43 @@
-"""Payload previews and errors of lists, without the parts that a fleet's `redact` hides.
+"""Tasks, their previews, errors and notes without the parts that a fleet's `redact` hides.
 
 A preview that is cut cannot be parsed, so it is hidden as a whole, and so is the error, which may repeat a part of the
 payload. Payloads of such queues are not searched either: a search that matches would tell what it found.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from windlass.model.listing import TaskError, TaskRow
+from windlass.model.listing import TaskError, TaskRow, WorkerRow
 from windlass.model.payload_privacy import PayloadPrivacy
+from windlass.model.redaction import HIDDEN
+from windlass.model.task import Task
 
 Row = TypeVar("Row", TaskRow, TaskError)
+TaskT = TypeVar("TaskT", bound=Task)
+
+
+def text_filter(privacy: PayloadPrivacy, task: Task) -> Callable[[str], str]:
+    """Hides the private parts of a task in texts about it."""
+    return privacy.text_filter(task.queue, task.payload, task.result) if privacy.hides(task.queue) else str
+
+
+def without_hidden_parts(privacy: PayloadPrivacy, task: TaskT) -> TaskT:
+    hide = text_filter(privacy, task)
+    return replace(
+        task,
+        payload=privacy.redact(task.queue, task.payload) or "null",
+        result=privacy.redact(task.queue, task.result),
+        error=hide(task.error) if task.error is not None else None,
+        progress_note=hide(task.progress_note) if task.progress_note is not None else None,
+    )
+
+
+def without_private_note(privacy: PayloadPrivacy, worker: WorkerRow) -> WorkerRow:
+    """The row of a worker without the note of its task, which may repeat the payload."""
+    if worker.task_note is None or not privacy.hides(worker.task_queue):
+        return worker
+    return replace(worker, task_note=HIDDEN)
 
 
 def without_private_parts(privacy: PayloadPrivacy, rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -19,14 +45,19 @@ def without_private_parts(privacy: PayloadPrivacy, rows: Sequence[Row]) -> tuple
 
 
 def _without_private_parts(privacy: PayloadPrivacy, row: Row) -> Row:
-    queue = row.queue or ""
-    if not privacy.hides(queue):
+    if not privacy.hides(row.queue):
         return row
-    # Not valid JSON: everything is hidden.
-    payload = row.payload_preview or ""
-    return replace(
-        row, payload_preview=privacy.redact(queue, payload), error=privacy.redact_text(queue, row.error, payload)
+    # A preview that is cut, or missing, is not valid JSON: everything is hidden.
+    queue, payload = row.queue or "", row.payload_preview or ""
+    hide = privacy.text_filter(queue, payload)
+    row = replace(
+        row,
+        payload_preview=privacy.redact(queue, payload) if row.queue is not None else None,
+        error=hide(row.error) if row.error is not None else None,
     )
+    if isinstance(row, TaskRow) and row.progress_note is not None:
+        return replace(row, progress_note=hide(row.progress_note))
+    return row
 
 
 def unsearched_queues(privacy: PayloadPrivacy) -> list[str]:

@@ -20,12 +20,12 @@ MAX_CALLERS = 10_000
 # Wrong tokens and login links from one address: this many at once, then one per FAILURE_INTERVAL_S.
 MAX_FAILURES = 20
 FAILURE_INTERVAL_S = 3.0
-# Requests without a caller that are answered with 401, 404 or 405, per address.
+# Requests that are refused before their body is read, per caller or address. Further ones are answered late.
 MAX_REFUSALS_PER_S = 50.0
-# A worker's call counts as one, plus one for each of these bytes in its body.
-BYTES_PER_REQUEST = 128 * 1024
+# A worker's call counts as one, plus one for each of these bytes in its body: 64 MB per second at its limit.
+BYTES_PER_REQUEST = 32 * 1024
 SHARE_INTERVAL_S = 1.0
-# Callers above this part of their limit are shared, and at most so many.
+# Callers above this part of their limit are shared, and at most this many.
 SHARED_PART = 0.1
 MAX_SHARED_CALLERS = 200
 

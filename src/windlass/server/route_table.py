@@ -20,6 +20,8 @@ from windlass.ports import http
 
 # Bodies of all routes but those in `large_bodies`.
 MAX_SMALL_BODY_BYTES = 64 * 1024
+# Bodies of routes that need no caller: a form with a CSRF token.
+MAX_ANONYMOUS_BODY_BYTES = 4 * 1024
 
 
 class Access(Enum):
@@ -64,11 +66,12 @@ class RouteEntry:
 
 
 def large_bodies(max_payload_bytes: int) -> dict[str, int]:
-    """Limits of the bodies that carry payloads, results and lists of claims, by path."""
+    """Limits of the bodies that carry payloads, results, lists of claims and output, by path."""
     return {
         "/api/v1/tasks": max_payload_bytes + MAX_SMALL_BODY_BYTES,
         http.FINISH: http.max_body_bytes(max_payload_bytes),
         http.HEARTBEAT: http.MAX_HEARTBEAT_BYTES,
+        http.LOGS: http.MAX_LOGS_BYTES,
     }
 
 
@@ -137,12 +140,13 @@ def read_routes(
         if len(declared) != 1:
             raise ValueError(f"route {path} must declare its access by exactly one dependency of auth.py")
         (access,) = declared
+        small = MAX_ANONYMOUS_BODY_BYTES if access in (Access.OPEN, Access.ANYONE) else MAX_SMALL_BODY_BYTES
         entries += [
             RouteEntry(
                 method,
                 path,
                 access,
-                max_body_bytes=limits.get(path, MAX_SMALL_BODY_BYTES) if method == "POST" else MAX_SMALL_BODY_BYTES,
+                max_body_bytes=limits.get(path, small) if method == "POST" else small,
                 needs_token=path.startswith("/internal/"),
                 handler=(handlers or {}).get(path),
                 is_scoped=any(each.call in checks for each in dependant.dependencies),

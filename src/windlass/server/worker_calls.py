@@ -1,4 +1,4 @@
-"""The calls that workers make all the time (claim, finish, heartbeat), on the shortest path.
+"""The calls that workers make all the time (claim, finish, heartbeat, logs), on the shortest path.
 
 Plain ASGI applications in place of routes: no dependency injection, and bodies are decoded by msgspec, with strict
 types, straight into the types of ports/http.py. They run behind authentication and the request limits, which also turn
@@ -16,6 +16,7 @@ from windlass.model.auth import WorkerCaller
 from windlass.model.errors import BadInput
 from windlass.model.task import Claim, ClaimResult
 from windlass.model.worker import HeartbeatReply, HeartbeatReport
+from windlass.model.worker_log import MAX_CALL_LINES, MAX_CHUNKS
 from windlass.ports import http
 from windlass.server.auth import check_worker
 from windlass.server.context import WorkerApiContext
@@ -33,6 +34,7 @@ _encode = msgspec.json.Encoder().encode
 _decode_claim = msgspec.json.Decoder(http.ClaimCall).decode
 _decode_finish = msgspec.json.Decoder(http.FinishCall).decode
 _decode_heartbeat = msgspec.json.Decoder(http.HeartbeatCall).decode
+_decode_logs = msgspec.json.Decoder(http.LogsCall).decode
 
 
 class _FinishItems(msgspec.Struct):
@@ -43,6 +45,16 @@ class _HeartbeatItems(msgspec.Struct):
     claims: list[msgspec.Raw] = []
 
 
+class _LogItems(msgspec.Struct):
+    chunks: list[msgspec.Raw] = []
+
+
+class _LineItems(msgspec.Struct):
+    lines: list[msgspec.Raw] = []
+
+
+_split_logs = msgspec.json.Decoder(_LogItems).decode
+_split_lines = msgspec.json.Decoder(_LineItems).decode
 _split_finish = msgspec.json.Decoder(_FinishItems).decode
 _split_heartbeat = msgspec.json.Decoder(_HeartbeatItems).decode
 
@@ -71,7 +83,16 @@ def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
             _check_vitals(call.vitals)
         return await groups.heartbeat(HeartbeatReport(worker.worker_id, call.claims, call.vitals))
 
-    return {http.CLAIM: _handler(claim), http.FINISH: _handler(finish), http.HEARTBEAT: _handler(heartbeat)}
+    async def logs(worker: WorkerCaller, body: bytes) -> None:
+        call = await decode_body(_logs_call, body)
+        await store.append_logs(worker.worker_id, call.batch_id, call.chunks)
+
+    return {
+        http.CLAIM: _handler(claim),
+        http.FINISH: _handler(finish),
+        http.HEARTBEAT: _handler(heartbeat),
+        http.LOGS: _handler(logs),
+    }
 
 
 def _handler(call: Callable[[WorkerCaller, bytes], Awaitable[Any]]) -> ASGIApp:
@@ -128,6 +149,15 @@ def _heartbeat_call(body: bytes) -> http.HeartbeatCall:
     call = _decode_heartbeat(body)
     _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
     return call
+
+
+def _logs_call(body: bytes) -> http.LogsCall:
+    chunks = _split_logs(body).chunks
+    _check_count("chunks", chunks, MAX_CHUNKS)
+    lines = sum(len(_split_lines(chunk).lines) for chunk in chunks)
+    if lines > MAX_CALL_LINES:
+        raise BadInput(f"a call has at most {MAX_CALL_LINES:,} lines, not {lines:,}.")
+    return _decode_logs(body)
 
 
 def _check_count(what: str, items: Sequence[Any], limit: int) -> None:

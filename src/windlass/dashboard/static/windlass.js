@@ -41,6 +41,8 @@
   const REFRESH_EVERY_MS = Number(root.dataset.refreshMs ?? 600);
   const REQUEST_TIMEOUT_MS = 15000;
   const RETRY_PAGE_MS = 2000;
+  // Interval between refreshes of a page that shows output of something that runs.
+  const TAIL_EVERY_MS = 2000;
   let refreshedAt = 0;
   let isRefreshing = false;
   let refreshTimer = null;
@@ -489,6 +491,8 @@
   }
   drawCharts();
   setInterval(updateAges, 1000);
+  // Output arrives without a change of any state.
+  setInterval(() => { if (main.querySelector("[data-live]")) refreshSoon(); }, TAIL_EVERY_MS);
   // A page restored by the back button is outdated.
   addEventListener("pageshow", (event) => { if (event.persisted) refreshSoon(); });
   if (root.dataset.stream) {

@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
+from windlass.model.auth import Role
 from windlass.model.event import Event
 from windlass.model.listing import LogLine
 from windlass.model.overview import OpenAlert
@@ -42,6 +43,7 @@ def routes(context: AppContext) -> APIRouter:
 
     @router.get("/events", **documented(PageResponse[Event], "List events"))
     async def events(
+        request: Request,
         fleet: FleetFilter = None,
         worker_id: WorkerFilter = None,
         task_id: Annotated[int | None, Query(ge=1, le=MAX_TASK_ID, description="Only this task.")] = None,
@@ -53,7 +55,9 @@ def routes(context: AppContext) -> APIRouter:
         page = await store.events_page(
             fleet=fleet, worker_id=worker_id, task_id=task_id, code=code, limit=limit, cursor=cursor
         )
-        return _events(page_response(page))
+        if request.state.caller.role is not Role.VIEWER:
+            return _events(page_response(page))
+        return _events(page_response(page, [context.privacy.redact_event(event) for event in page.rows]))
 
     @router.get("/logs", **documented(PageResponse[LogLine], "List log lines"))
     async def logs(

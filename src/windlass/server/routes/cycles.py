@@ -41,6 +41,7 @@ from windlass.server.json_api import (
 )
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
+from windlass.server.payload_previews import text_filter
 
 # Changes that are marked in a chart.
 MAX_MARKS = 100
@@ -151,20 +152,15 @@ def _add_json_routes(viewer: APIRouter, context: AppContext) -> None:
     @viewer.get("/explain/{subject}", **documented(ExplanationResponse, "Explain a state"))
     async def explain(request: Request, subject: Annotated[str, Path(max_length=200)]) -> Response:
         """Why a task (by id), a worker or a fleet is in its current state."""
+        is_viewer = request.state.caller.role is Role.VIEWER
         could_be_task = subject.isascii() and subject.isdigit() and len(subject) <= len(str(MAX_TASK_ID))
-        is_redacted = could_be_task and int(subject) <= MAX_TASK_ID and request.state.caller.role is Role.VIEWER
         # Before it is explained: after that it may be purged.
-        task = await store.task(int(subject)) if is_redacted else None
+        task = await store.task(int(subject)) if is_viewer and could_be_task and int(subject) <= MAX_TASK_ID else None
         try:
-            explanation = await context.control.explain(subject)
+            explanation = await context.control.explain(subject, context.privacy.redact_event if is_viewer else None)
         except BadInput as error:
             raise not_found(str(error)) from None
-
-        def hide(text: str) -> str:
-            if task is None:
-                return text
-            return context.privacy.redact_text(task.queue, text, task.payload, task.result) or ""
-
+        hide = text_filter(context.privacy, task) if task is not None else str
         history = [HistoryEntry(at, hide(what)) for at, what in explanation.history]
         return _explanation(ExplanationResponse([hide(line) for line in explanation.answer], history))
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import Field
 
-from windlass import operations
+from windlass import operations, rollouts
 from windlass.dashboard.alerts import fleet_items
 from windlass.dashboard.charts import WIDE_POINTS, ChartRange, history_s
 from windlass.dashboard.cost import BudgetView
@@ -20,6 +20,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.overview import MAX_POINTS, FleetOverview, Overview, Sample
 from windlass.model.redaction import shown_settings
 from windlass.operations import OperationResult, RestartResult, SpawnResult, fleet_not_found
+from windlass.rollouts import DeployResult, RolloutReport
 from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.forms import submit_form
@@ -62,6 +63,19 @@ class RestartBody(RequestBody):
     slot: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(default=None, description="Only this slot.")
 
 
+class DeployBody(RequestBody):
+    surge: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        default=0, description="New workers in addition to the old ones, within max_workers."
+    )
+    max_unavailable: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        default=0, description="Old workers that may be missing at a time. Excludes surge."
+    )
+    is_immediate: bool = Field(
+        default=False, description="Do not wait until the billing periods of old workers nearly end."
+    )
+
+
+_report = json_response(RolloutReport)
 _fleets = json_response(list[FleetResponse])
 _fleet = json_response(FleetResponse)
 _samples = json_response(list[Sample])
@@ -141,7 +155,10 @@ def _add_page(router: APIRouter, context: AppContext) -> None:
             budgets=await _budgets_of(context, fleet, settings, seen.at),
             slots=slot_map(found.fleet, workers.rows, next_cursor=workers.next_cursor),
             changes=changes[:CHANGES_ON_PAGE],
-            events=(await store.events_page(fleet=fleet, limit=EVENTS_ON_PAGE)).rows,
+            events=[
+                context.privacy.redact_event(event)
+                for event in (await store.events_page(fleet=fleet, limit=EVENTS_ON_PAGE)).rows
+            ],
             hand_started=sum(worker.slot is None for worker in workers.rows),
         )
         return html(request, page)
@@ -195,6 +212,34 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
         that its API key does not list; they may still be billed."""
         return operation_response(feed, await operations.restart_fleet(store, fleet, body.slot))
 
+    @viewer.get("/fleets/{fleet}/deploy", **documented(RolloutReport, "Get the rollout of a fleet"))
+    async def rollout(fleet: FleetName, scope: CallerScope) -> Response:
+        """How many workers are on an old version, and the running or last rollout."""
+        operations.check_fleet_scope(scope, fleet)
+        report = await rollouts.rollout_report(store, fleet)
+        if report.is_refused:
+            raise not_found(report.message)
+        return _report(report)
+
+    @operator.post("/fleets/{fleet}/deploy", **documented(DeployResult, "Deploy a fleet"))
+    async def deploy(fleet: FleetName, body: Annotated[DeployBody, Body(default_factory=DeployBody)]) -> Response:
+        """Replace its workers by workers of its current code and settings, a few at a time.
+
+        The control process reads its configuration again first. If the new version fails, old workers stay."""
+        result = await rollouts.deploy_fleet(
+            store,
+            fleet,
+            surge=body.surge,
+            max_unavailable=body.max_unavailable,
+            is_immediate=body.is_immediate,
+        )
+        return operation_response(feed, result)
+
+    @operator.post("/fleets/{fleet}/deploy/abort", **documented(DeployResult, "Abort a rollout"))
+    async def abort_deploy(fleet: FleetName) -> Response:
+        """Additional workers of the new version drain. The others stay."""
+        return operation_response(feed, await rollouts.abort_deploy(store, fleet))
+
     @operator.post("/fleets/{fleet}/spawn", **documented(SpawnResult, "Spawn workers"))
     async def spawn(fleet: FleetName, body: Annotated[SpawnBody, Body(default_factory=SpawnBody)]) -> Response:
         """Independent of the scaling policy, up to the fleet's free slots. Idle workers drain as usual."""
@@ -227,6 +272,14 @@ def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     @router.post("/fleets/{fleet}/spawn", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def spawn(request: Request, fleet: FleetName) -> Response:
         return await submit_form(context, request, lambda _: operations.spawn_workers(store, fleet))
+
+    @router.post("/fleets/{fleet}/deploy", dependencies=[FORM_OPERATOR], include_in_schema=False)
+    async def deploy(request: Request, fleet: FleetName) -> Response:
+        return await submit_form(context, request, lambda _: rollouts.deploy_fleet(store, fleet))
+
+    @router.post("/fleets/{fleet}/deploy/abort", dependencies=[FORM_OPERATOR], include_in_schema=False)
+    async def abort_deploy(request: Request, fleet: FleetName) -> Response:
+        return await submit_form(context, request, lambda _: rollouts.abort_deploy(store, fleet))
 
     @router.post("/fleets/{fleet}/restart", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def restart(request: Request, fleet: FleetName) -> Response:

@@ -82,9 +82,9 @@ def routes(context: AppContext) -> APIRouter:
             *(store.history(fleet.name, history_s(fleet, found.at, chosen), HISTORY_POINTS) for fleet in fleets)
         )
         by_fleet = {fleet.name: history for fleet, history in zip(fleets, histories, strict=True)}
-        events = await store.events_page(limit=EVENTS_ON_PAGE)
+        events = [context.privacy.redact_event(event) for event in (await store.events_page(limit=EVENTS_ON_PAGE)).rows]
         shown = page_context(context, request, found.at)
-        return html(request, overview_page(shown, found, by_fleet, events.rows, chosen))
+        return html(request, overview_page(shown, found, by_fleet, events, chosen))
 
     @router.get("/favicon.ico", dependencies=[OPEN], include_in_schema=False)
     async def icon() -> Response:

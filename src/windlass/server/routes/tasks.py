@@ -1,7 +1,7 @@
 """Tasks: JSON routes, pages and dashboard forms."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
@@ -15,7 +15,7 @@ from windlass.model.cost import Cost
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.listing import Page, TaskList, TaskRow
-from windlass.model.task import MAX_TASK_ID, NAME_PATTERN, Task, TaskStatus, TaskSummary, check_json_text, new_task
+from windlass.model.task import MAX_TASK_ID, NAME_PATTERN, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import (
     MAX_SELECTED_TASKS,
     EnqueueResult,
@@ -25,7 +25,7 @@ from windlass.operations import (
     task_not_found,
 )
 from windlass.server.context import AppContext
-from windlass.server.errors import not_found
+from windlass.server.errors import forbidden, not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
     FORM_OPERATOR,
@@ -48,12 +48,26 @@ from windlass.server.json_api import (
     operation_response,
     page_response,
 )
+from windlass.server.log_responses import (
+    OUTPUT_IS_PRIVATE,
+    LogCursor,
+    LogLineCount,
+    LogLinesResponse,
+    is_output_private,
+    log_response,
+)
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
-from windlass.server.payload_previews import unsearched_queues, without_private_parts
+from windlass.server.payload_previews import (
+    text_filter,
+    unsearched_queues,
+    without_hidden_parts,
+    without_private_parts,
+)
 
 # Failed tasks per page: fewer, because each is shown with its history.
 FAILED_PAGE_ROWS = 25
+LOG_LINES_ON_PAGE = 300
 # Failed tasks that one click on "Retry all" requeues.
 MAX_RETRIED_BY_FORM = 10_000
 
@@ -148,41 +162,54 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
         )
         return _tasks(page_response(page, without_private_parts(context.privacy, page.rows)))
 
-    async def explain(task: Task, *, is_redacted: bool) -> list[str]:
-        answer = (await context.control.explain(str(task.id))).answer
-        if not is_redacted:
-            return answer
-        return [context.privacy.redact_text(task.queue, line, task.payload, task.result) or "" for line in answer]
-
     @reader.get("/tasks/{task_id}", **documented(TaskResponse, "Get a task"))
     async def task(request: Request, task_id: TaskId, scope: CallerScope) -> Response:
         """With payload, result, events and cost. A producer gets its own tasks only, without events and cost."""
         found, caller = await store.task(task_id), request.state.caller
-        if found is not None and caller.role is Role.VIEWER:
-            error = context.privacy.redact_text(found.queue, found.error, found.payload, found.result)
-            found = replace(found, error=error)
         is_producer = caller.role is Role.PRODUCER
         if found is None or not scope.allows_queue(found.queue) or (is_producer and found.owner != caller.actor):
             raise not_found(task_not_found(task_id))
+        events = [] if is_producer else await store.events(task_id=task_id)
+        answer = [] if is_producer else (await context.control.explain(str(task_id))).answer
+        if caller.role is Role.VIEWER:
+            hide = text_filter(context.privacy, found)
+            events = [context.privacy.redact_event(event, hide) for event in events]
+            answer = list(map(hide, answer))
+            found = without_hidden_parts(context.privacy, found)
         summary = {field.name: getattr(found, field.name) for field in fields(TaskSummary)}
         response = TaskResponse(
             **summary,
             payload=None,
             result=None,
-            events=[] if is_producer else await _events_of(context, found, is_redacted=caller.role is Role.VIEWER),
-            answer=[] if is_producer else await explain(found, is_redacted=caller.role is Role.VIEWER),
+            events=events,
+            answer=answer,
             cost=await task_cost(store, task_id, await store.now(), found.worker_id)
             if found.worker_id and not is_producer
             else None,
         )
         # Payload and result are copied as stored: PostgreSQL accepts deeper nesting and longer numbers than Python.
         rest = _TASK.dump_json(response, exclude={"payload", "result"}).removesuffix(b"}")
-        payload, result = found.payload, found.result
-        if caller.role is Role.VIEWER:
-            payload = context.privacy.redact(found.queue, payload) or "null"
-            result = context.privacy.redact(found.queue, result)
-        parts = (rest, payload.encode(), (result or "null").encode())
+        parts = (rest, found.payload.encode(), (found.result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
+
+    @viewer.get("/tasks/{task_id}/logs", **documented(LogLinesResponse, "Get a task's output"))
+    async def task_log(
+        request: Request,
+        task_id: TaskId,
+        scope: CallerScope,
+        attempt: Annotated[int | None, Query(ge=1, lt=2**31, description="Only this attempt.")] = None,
+        lines: LogLineCount = 200,
+        after: LogCursor = None,
+    ) -> Response:
+        """The last lines that the attempts of a task printed, oldest first, also after their machines are gone.
+
+        With `after`, the lines since that cursor: repeat the request to follow the output."""
+        found = await store.task(task_id)
+        if found is None or not scope.allows_queue(found.queue):
+            raise not_found(task_not_found(task_id))
+        if is_output_private(context, request, (found.queue,)):
+            raise forbidden(OUTPUT_IS_PRIVATE)
+        return log_response(await store.task_log(task_id, lines, attempt=attempt, after=after))
 
 
 def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppContext) -> None:
@@ -231,27 +258,6 @@ def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppCont
     ) -> Response:
         """It fails with code CANCELLED. A worker that is running it stops the attempt."""
         return operation_response(feed, await operations.cancel_task(store, task_id, body.reason, scope=scope))
-
-
-async def _events_of(context: AppContext, task: Task, *, is_redacted: bool) -> list[Event]:
-    """The events of a task, without the hidden parts of its payload if `is_redacted`."""
-    events = await context.store.events(task_id=task.id)
-    if not is_redacted or not context.privacy.hides(task.queue):
-        return events
-
-    def hide(text: str) -> str:
-        return context.privacy.redact_text(task.queue, text, task.payload, task.result) or ""
-
-    return [
-        replace(
-            event,
-            reason=hide(event.reason),
-            detail={
-                name: hide(value) if isinstance(value, str) else value for name, value in (event.detail or {}).items()
-            },
-        )
-        for event in events
-    ]
 
 
 def _add_pages(router: APIRouter, context: AppContext) -> None:
@@ -303,26 +309,20 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         found = await store.task_in_full(task_id)
         if found is None:
             raise not_found(task_not_found(task_id))
-        events = await _events_of(context, found, is_redacted=True)
+        hide = text_filter(context.privacy, found)
+        events = [context.privacy.redact_event(event, hide) for event in await store.events(task_id=task_id)]
         explanation = await context.control.explain(str(task_id))
         now = await store.now()
-
-        def hide(text: str | None) -> str | None:
-            return context.privacy.redact_text(found.queue, text, found.payload, found.result)
-
+        is_private = is_output_private(context, request, (found.queue,))
         page = task_page(
             # A complete task does not change any more. A failed one may be retried.
             page_context(context, request, now, is_live=found.status is not TaskStatus.COMPLETE),
-            replace(
-                found,
-                payload=context.privacy.redact(found.queue, found.payload) or "null",
-                result=context.privacy.redact(found.queue, found.result),
-                error=hide(found.error),
-            ),
-            answer=[hide(line) or "" for line in explanation.answer],
-            history=[(at, hide(line) or "") for at, line in explanation.history],
+            without_hidden_parts(context.privacy, found),
+            answer=list(map(hide, explanation.answer)),
+            history=[(at, hide(line)) for at, line in explanation.history],
             events=events,
             cost=await task_cost(store, task_id, now, found.worker_id),
+            log=() if is_private else (await store.task_log(task_id, LOG_LINES_ON_PAGE)).lines,
         )
         return html(request, page)
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from windlass.model.auth import WORKER_PREFIX, Activation, JoinCaller, TokenCaller, WorkerCaller, hash_of, is_token
 from windlass.model.errors import BadInput
+from windlass.model.redaction import mask_known
 from windlass.model.task import MAX_ERROR_CHARACTERS, Claim, ClaimResult, TaskStatus, is_name
 from windlass.model.work_order import WorkOrder, work_order
 from windlass.model.worker import DEFAULT_FLEET, HeartbeatReply, RecoveredTasks, Registration, WorkerKind, WorkerStatus
@@ -45,6 +46,7 @@ def worker_protocol_routes(context: WorkerApiContext) -> APIRouter:
     _add_working_routes(router, context)
     _document(router, http.CLAIM, http.ClaimCall, list[Claim], "Claim tasks")
     _document(router, http.FINISH, http.FinishCall, ClaimResult, "Complete tasks and claim more")
+    _document(router, http.LOGS, http.LogsCall, None, "Store output")
     _document(router, http.HEARTBEAT, http.HeartbeatCall, HeartbeatReply, "Send a heartbeat")
     return router
 
@@ -84,6 +86,7 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
                 context.worker_defaults,
                 max_payload_bytes=context.max_payload_bytes,
                 version=context.version,
+                logs=context.logs,
                 ray_head=await context.control.ray_head() if fleet.engine == "ray" else None,
             )
         )
@@ -109,7 +112,8 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
         """A machine that has not joined yet reports what its boot does. Each report proves progress."""
         if caller.worker_id != worker_id:
             raise forbidden(f"this join token does not belong to worker {worker_id}")
-        await store.report_boot_step(worker_id, call.step)
+        # The control plane knows secrets that the machine does not: those of a private package index, for example.
+        await store.report_boot_step(worker_id, call.step, mask_known(call.output))
         return Response(status_code=204)
 
     @router.post(http.SELF_REGISTER, **documented(http.SelfRegisterReply, "Register an unmanaged worker"))

@@ -1,24 +1,25 @@
 """Workers: JSON routes, pages and dashboard forms."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 from pydantic import Field
 
 from windlass import operations
 from windlass.cost.report import Meter, read_meter
 from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page, workers_page
+from windlass.log_reader import read_worker_log
 from windlass.model.auth import EVERYTHING, TokenScope
-from windlass.model.errors import BadInput
-from windlass.model.listing import WorkerRow
+from windlass.model.listing import Page, WorkerRow
 from windlass.model.overview import FleetOverview
 from windlass.model.worker import WorkerStatus
+from windlass.model.worker_log import WorkerLogPage
 from windlass.operations import OperationResult, worker_not_found
 from windlass.server.context import AppContext
-from windlass.server.errors import not_found
+from windlass.server.errors import forbidden, not_found
 from windlass.server.forms import submit_form
 from windlass.server.json_api import (
     FORM_OPERATOR,
@@ -38,10 +39,18 @@ from windlass.server.json_api import (
     operation_response,
     page_response,
 )
+from windlass.server.log_responses import (
+    OUTPUT_IS_PRIVATE,
+    LogCursor,
+    LogLineCount,
+    LogLinesResponse,
+    is_output_private,
+    log_response,
+)
 from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, PageFilter, PageViewer, html, page_context
+from windlass.server.payload_previews import without_private_note, without_private_parts
 
-MAX_LOG_LINES = 10_000
 LOG_LINES_ON_PAGE = 300
 # Running tasks listed on the page of a worker.
 TASKS_ON_PAGE = 100
@@ -55,18 +64,12 @@ class WorkerResponse(WorkerRow):
     meter: Meter | None
 
 
-@dataclass(frozen=True, slots=True)
-class LogLinesResponse:
-    lines: list[str]
-
-
 class TerminateBody(ReasonBody):
     force: bool = Field(default=False, description="Terminate at once and requeue running tasks.")
 
 
 _workers = json_response(PageResponse[WorkerResponse])
 _worker = json_response(WorkerResponse)
-_lines = json_response(LogLinesResponse)
 
 
 def routes(context: AppContext) -> APIRouter:
@@ -105,25 +108,37 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
         fleet = filter_in_scope(fleet, scope.fleets, scope, "fleet")
         page = await store.workers_page(fleet=fleet, status=status, limit=limit, cursor=cursor)
         now = await store.now()
-        return _workers(page_response(page, [_worker_response(row, now) for row in page.rows]))
+        rows = [without_private_note(context.privacy, row) for row in page.rows]
+        return _workers(page_response(page, [_worker_response(row, now) for row in rows]))
 
     @viewer.get("/workers/{worker_id}", **documented(WorkerResponse, "Get a worker"))
-    async def worker(worker_id: WorkerId, scope: CallerScope) -> Response:
-        return _worker(_worker_response(await _worker_row(context, worker_id, scope), await store.now()))
+    async def worker(request: Request, worker_id: WorkerId, scope: CallerScope) -> Response:
+        """Of a worker that failed or terminated, `metadata.diagnostics` has what was known about it then."""
+        row = without_private_note(context.privacy, await _worker_row(context, worker_id, scope))
+        is_private = is_output_private(context, request, row.queues)
+        diagnostics = await _diagnostics(context, worker_id, is_private=is_private)
+        if diagnostics is not None:
+            row = replace(row, metadata={**row.metadata, "diagnostics": diagnostics})
+        return _worker(_worker_response(row, await store.now()))
 
-    @viewer.get("/workers/{worker_id}/log", **documented(LogLinesResponse, "Get a worker's log"))
+    @viewer.get("/workers/{worker_id}/logs", **documented(LogLinesResponse, "Get a worker's output"))
     async def worker_log(
+        request: Request,
         worker_id: WorkerId,
         scope: CallerScope,
-        lines: Annotated[int, Query(ge=1, le=MAX_LOG_LINES, description="Last lines.")] = 200,
+        lines: LogLineCount = 200,
+        after: LogCursor = None,
     ) -> Response:
-        """The output of a worker on the server's own host. Workers on other machines keep their logs there."""
+        """The last lines that a worker and its attempts printed, oldest first, also after its machine is gone.
+
+        With `after`, the lines since that cursor: repeat the request to follow the output.
+        Handlers may print payloads, so a worker of a queue with `redact` needs the role operator."""
         row = await _worker_row(context, worker_id, scope)
-        try:
-            log = [line async for line in context.control.worker_log(row.fleet, worker_id, lines)]
-        except BadInput as error:
-            raise not_found(str(error)) from None
-        return _lines(LogLinesResponse(log))
+        if is_output_private(context, request, row.queues):
+            raise forbidden(OUTPUT_IS_PRIVATE)
+        if after is not None:
+            return log_response(await store.worker_log(worker_id, lines, after=after))
+        return log_response(await _worker_log(context, row, lines))
 
     @operator.post("/workers/{worker_id}/pause", **documented(OperationResult, "Pause a worker"))
     async def pause(worker_id: WorkerId, scope: CallerScope) -> Response:
@@ -170,6 +185,7 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
             limit=PAGE_ROWS,
             cursor=cursor,
         )
+        found = Page(tuple(without_private_note(context.privacy, row) for row in found.rows), found.next_cursor)
         has_maps = not is_terminated and cursor is None
         page = workers_page(
             page_context(context, request, overview.at),
@@ -190,10 +206,12 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
 
     @router.get("/workers/{worker_id}", include_in_schema=False)
     async def worker(request: Request, worker_id: WorkerId, _viewer: PageViewer) -> Response:
-        row = await _worker_row(context, worker_id)
-        explanation = await context.control.explain(worker_id)
+        row = without_private_note(context.privacy, await _worker_row(context, worker_id))
+        explanation = await context.control.explain(worker_id, context.privacy.redact_event)
         running = await store.running_tasks_of(worker_id, TASKS_ON_PAGE) if row.running_tasks else []
-        log, problem = await _worker_log(context, row.fleet, worker_id)
+        is_private = is_output_private(context, request, row.queues)
+        log = WorkerLogPage() if is_private else await _worker_log(context, row, LOG_LINES_ON_PAGE)
+        diagnostics = await _diagnostics(context, worker_id, is_private=is_private)
         # A terminated worker does not change any more.
         is_live = row.status is not WorkerStatus.TERMINATED
         page = worker_page(
@@ -201,9 +219,10 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
             row,
             answer=explanation.answer,
             history=explanation.history,
-            tasks=running,
-            log=log,
-            log_problem=problem,
+            tasks=without_private_parts(context.privacy, running),
+            log=log.lines,
+            diagnostics=diagnostics or {},
+            log_problem=OUTPUT_IS_PRIVATE if is_private else None,
             ray_dashboard=(await store.ray_dashboards()).get(row.fleet),
         )
         return html(request, page)
@@ -220,16 +239,17 @@ async def _slot_maps(context: AppContext, fleets: Sequence[FleetOverview], curso
     return maps
 
 
-async def _worker_log(context: AppContext, fleet: str, worker_id: str) -> tuple[list[str] | None, str | None]:
-    """The worker's output if it runs on this host. Otherwise log lines about it in the database, and the reason."""
-    try:
-        return [line async for line in context.control.worker_log(fleet, worker_id, LOG_LINES_ON_PAGE)], None
-    except BadInput as error:
-        lines = []
-        for row in reversed((await context.store.logs_page(worker_id=worker_id, limit=LOG_LINES_ON_PAGE)).rows):
-            fields = "".join(f" {name}={value}" for name, value in (row.fields or {}).items())
-            lines.append(f"{row.at:%Y-%m-%d %H:%M:%S} {row.level} {row.message}{fields}")
-        return lines or None, str(error)
+async def _diagnostics(context: AppContext, worker_id: str, *, is_private: bool) -> dict[str, Any] | None:
+    found = await context.store.diagnostics(worker_id)
+    if found is None:
+        return None
+    return {name: value for name, value in found.items() if not (is_private and name == "last_lines")}
+
+
+async def _worker_log(context: AppContext, row: WorkerRow, lines: int) -> WorkerLogPage:
+    is_private = any(map(context.privacy.hides, row.queues))
+    file_lines = None if is_private else context.control.worker_log(row.fleet, row.id, lines)
+    return await read_worker_log(context.store, file_lines, row.id, lines)
 
 
 def _add_form_routes(router: APIRouter, context: AppContext) -> None:
