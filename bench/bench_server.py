@@ -24,7 +24,7 @@ class BenchServer:
     def dsn_of(self, database: str) -> str:
         return urlunsplit(urlsplit(self._dsn)._replace(path=f"/{database}"))
 
-    async def template(self, name: str, build: Callable[[str], Awaitable[None]]) -> str:
+    async def template(self, name: str, build: Callable[[str], Awaitable[object]]) -> str:
         """Build the template database `name` on first use."""
         if name not in self._templates:
             await self._execute(f"create database {name} template template0")

@@ -6,9 +6,10 @@
 Four phases: quiet; heartbeats alone; heartbeats, tasks and an event stream; quiet again. A heartbeat is missed if it is
 not answered with 200 within 10 s of its due time. The database must agree: no last_heartbeat may be older than an
 interval and a few seconds. Cycles under load are compared with those of the two quiet phases. Memory is taken at the
-start and at the end of the load. Goals: no missed heartbeat, cycles that take at most 1.2 times as long, and less than
-a quarter of one core for the heartbeats: CPU time of servers and PostgreSQL together, in the second phase, above that
-of the first. Exits with 1 if a goal is missed.
+start and at the end of the load. Goals: no missed heartbeat, tasks that flow at the wanted rate, a dashboard that
+receives updates, cycles that take at most 1.2 times as long, flat memory, and less than a quarter of one core for the
+heartbeats: CPU time of servers and PostgreSQL together, in the second phase, above that of the first. Exits with 1 if a
+goal is missed.
 
 The workers share some hundred connections, as behind a reverse proxy, because a server accepts a limited number.
 """
@@ -40,6 +41,12 @@ GOAL_CYCLE_RATIO = 1.2
 # CPU seconds per second, at this many heartbeats per second.
 GOAL_CORES = 0.25
 GOAL_CORES_AT_PER_S = 500.0
+# Of the wanted rate. The first call of each worker finishes no task.
+GOAL_TASK_SHARE = 0.95
+# The dashboard gets a new overview about once a second.
+GOAL_EVENTS_PER_S = 0.5
+# Memory is flat if a process grows by at most this share and this many MiB: garbage and buffers vary by as much.
+GOAL_GROWTH, GOAL_GROWTH_MIB = 0.05, 8.0
 ENQUEUE_INTERVAL_S = 0.1
 SAMPLE_INTERVAL_S = 2.0
 OLDEST = "select extract(epoch from clock_timestamp() - min(last_heartbeat))::float8 from windlass.workers"
@@ -175,6 +182,7 @@ class Phase:
     cycles_s: list[float]
     used: Usage
     heartbeats: int = 0
+    tasks: int = 0
 
     @property
     def serving_cores(self) -> float:
@@ -192,18 +200,19 @@ class Phase:
         ]
 
 
-async def measure_phase(running: Installation, name: str, seconds: float, beats: Calls) -> Phase:
-    started, before, answered = time.monotonic(), await running.usage(), len(beats.latencies_s)
+async def measure_phase(running: Installation, name: str, seconds: float, beats: Calls, tasks: Calls) -> Phase:
+    started, before = time.monotonic(), await running.usage()
+    answered, finished = len(beats.latencies_s), len(tasks.latencies_s)
     await asyncio.sleep(seconds)
     running.check()
     ended, used = time.monotonic(), (await running.usage()).since(before)
-    heartbeats = len(beats.latencies_s) - answered
+    heartbeats, calls = len(beats.latencies_s) - answered, len(tasks.latencies_s) - finished
     cycles = [
         cycle.took_s
         for cycle in running.cycles()
         if cycle.is_leader and started <= cycle.ended_at - cycle.took_s and cycle.ended_at <= ended
     ]
-    return Phase(name, ended - started, cycles, used, heartbeats)
+    return Phase(name, ended - started, cycles, used, heartbeats, calls)
 
 
 async def run(given: argparse.Namespace) -> bool:
@@ -213,12 +222,12 @@ async def run(given: argparse.Namespace) -> bool:
             server, "heartbeats", workers=given.workers, processes=given.processes, poll_interval_s=given.poll_interval
         ) as running:
             await asyncio.sleep(5.0)  # the first cycles warm caches and plans
-            phases = [await measure_phase(running, "quiet", given.quiet_seconds, beats)]
+            phases = [await measure_phase(running, "quiet", given.quiet_seconds, beats, tasks)]
             heartbeats = asyncio.create_task(
                 send_heartbeats(running.port, given.workers, given.interval, given.connections, beats)
             )
             await asyncio.sleep(given.interval)  # every connection is open, and every heartbeat was sent once
-            phases.append(await measure_phase(running, "heartbeats", HEARTBEATS_ALONE_S, beats))
+            phases.append(await measure_phase(running, "heartbeats", HEARTBEATS_ALONE_S, beats, tasks))
             load = asyncio.create_task(
                 _all(
                     sample_ages(running.dsn, ages),
@@ -229,7 +238,7 @@ async def run(given: argparse.Namespace) -> bool:
             )
             await asyncio.sleep(min(15.0, given.seconds / 4))
             at_start = await running.memory_mib()
-            phases.append(await measure_phase(running, "heartbeats, tasks, dashboard", given.seconds, beats))
+            phases.append(await measure_phase(running, "heartbeats, tasks, dashboard", given.seconds, beats, tasks))
             at_end = await running.memory_mib()
             for job in (load, heartbeats):
                 if job.done():
@@ -237,7 +246,7 @@ async def run(given: argparse.Namespace) -> bool:
                 job.cancel()
             await asyncio.gather(load, heartbeats, return_exceptions=True)
             await asyncio.sleep(2.0)
-            phases.append(await measure_phase(running, "quiet again", given.quiet_seconds, beats))
+            phases.append(await measure_phase(running, "quiet again", given.quiet_seconds, beats, tasks))
     return report(given, phases, beats, tasks, events, ages, (at_start, at_end))
 
 
@@ -278,10 +287,16 @@ def report(
     print(table(["memory, MiB", f"start of {given.seconds:g} s", "end"], rows))
     for failure, count in statistics_of(beats.failures + tasks.failures):
         print(f"{count} times: {failure}", file=sys.stderr)
+    loaded = phases[2]
+    is_flat = all(memory[1][name] <= memory[0][name] * (1 + GOAL_GROWTH) + GOAL_GROWTH_MIB for name in names)
+    tasks_flow = not tasks.failures and loaded.tasks >= GOAL_TASK_SHARE * given.tasks * loaded.seconds
     is_cheap = alone.heartbeats > 0 and cores <= GOAL_CORES * max(1.0, per_s / GOAL_CORES_AT_PER_S)
     return report_goals(
         {
             "no heartbeat is missed": not beats.failures and is_fresh,
+            f"{given.tasks:g} tasks per second flow": tasks_flow,
+            "the dashboard receives updates": len(events) >= GOAL_EVENTS_PER_S * loaded.seconds,
+            "memory is flat": is_flat,
             f"cycles under load take at most {GOAL_CYCLE_RATIO} times as long": ratio <= GOAL_CYCLE_RATIO,
             f"{GOAL_CORES_AT_PER_S:g} heartbeats per second take at most {GOAL_CORES} of one core": is_cheap,
         }

@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from bench.bench_server import connected, open_bench_server
-from bench.figures import table
+from bench.figures import report_goals, table
 from bench.heartbeats import VITALS, enqueue
 from bench.installation import QUEUE, ROOT, Installation, api_token, installation, worker_token
 from bench.raw_http import RawConnection, call_once, get_request, open_raw, post_request
@@ -331,15 +331,18 @@ def report(given: argparse.Namespace, rounds: dict[str, list[Round]], outcomes: 
     lost = sum(count for status, count in outcomes.items() if status != "complete")
     kills = [r for scenario, measured in rounds.items() if scenario.startswith("kill") for r in measured]
     everything = [r for measured in rounds.values() for r in measured]
-    is_good = (
-        not lost
-        and not repeated
-        and all(r.recovery_s is not None and r.recovery_s <= GOAL_RECOVERY_S for r in kills)
-        and all(r.longest_request_s <= GOAL_REQUEST_S for r in everything)
-        and all(r.recovery_s is not None for r in rounds.get("stop-server", []))
+    return report_goals(
+        {
+            "no task is lost or runs twice": not lost and not repeated,
+            f"a killed process is replaced within {GOAL_RECOVERY_S:g} s": all(
+                r.recovery_s is not None and r.recovery_s <= GOAL_RECOVERY_S for r in kills
+            ),
+            f"no request takes longer than {GOAL_REQUEST_S:g} s": all(
+                r.longest_request_s <= GOAL_REQUEST_S for r in everything
+            ),
+            "a stopped server is replaced": all(r.recovery_s is not None for r in rounds.get("stop-server", [])),
+        }
     )
-    print(f"goals: {'met' if is_good else 'missed'}")
-    return is_good
 
 
 def _recovery(scenario: str, measured: list[Round]) -> str:

@@ -1,11 +1,12 @@
 """A ControlPlane for benchmarks of the server: one fleet, and no control loop."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from windlass.control.explain import ExplainStore, explain
 from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
 from windlass.server.context import ControlHealth
@@ -33,10 +34,10 @@ class StaticControlPlane:
     async def run_cycle(self) -> list[dict[str, Any]]:
         return []
 
-    async def explain(self, subject: str) -> Explanation:
+    async def explain(self, subject: str, redact_event: Callable[[Event], Event] | None = None) -> Explanation:
         if self._store is None:
             raise BadInput(f"{subject} not found.")
-        return await explain(self._store, subject)
+        return await explain(self._store, subject, redact_event)
 
     async def worker_log(self, _fleet: str, _worker_id: str, _lines: int) -> AsyncIterator[str]:
         for line in list[str]():
