@@ -52,6 +52,7 @@ PAGES = {
     "cycles-fleet": "/cycles?fleet=crunch&range=24h",
     "cycles-all": "/cycles?all=yes&fleet=renders",
     "cost": "/cost",
+    "what-if": "/fleets/renders/what-if",
     "audit": "/audit",
     "access": "/access",
     "not-found": "/tasks/99999999",
@@ -181,6 +182,7 @@ def take_all(link: str, target: Path, wanted: list[str]) -> None:
             for name, path in PAGES.items():
                 if name in wanted:
                     page.goto(path)
+                    page.locator("#calculating").wait_for(state="detached", timeout=TIMEOUT_S * 1000)
                     shoot(page, target / f"{name}-{look}.png")
             for name, listed in (
                 ("worker", "/workers"),

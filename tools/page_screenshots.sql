@@ -170,3 +170,15 @@ values
     now() + interval '1 day'),
   (null, 'DEAD_LETTERS upscale', 'DEAD_LETTERS', 'warning', '6 tasks in queue upscale failed permanently in the last hour',
     now() - interval '21 minutes', now() + interval '1 day');
+
+-- A week of renders for the page "What if": deleted at once, so that only their history is left.
+insert into windlass.tasks (queue, status, created_at, started_at, finished_at)
+select 'renders', 'complete', t.at, t.at + interval '2 s', t.at + interval '2 s' + t.duration_s * interval '1 s'
+from (
+  select
+    now() - interval '7 days' + make_interval(secs => 200 * n + 86400 * 0.3 * sin(n / 68.0)) as at,
+    20 + 300 * power(random(), 4) as duration_s
+  from generate_series(60, 2950) as n
+) as t
+where t.at < now() - interval '10 minutes';
+delete from windlass.tasks where queue = 'renders' and status = 'complete' and finished_at < now();

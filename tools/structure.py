@@ -34,8 +34,11 @@ def findings() -> list[str]:
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(str(path))
     found += [f"class {name} is defined in {', '.join(paths)}" for name, paths in classes.items() if len(paths) > 1]
+    test_modules: dict[str, list[str]] = defaultdict(list)
     for path in sorted(Path("tests").rglob("*.py")):
         text = path.read_text()
+        if path.stem.startswith("test_"):
+            test_modules[path.stem].append(str(path))
         if (count := text.count("\n")) > MAX_TEST_LINES:
             found.append(f"{path}: {count} lines, at most {MAX_TEST_LINES}")
         for node in ast.walk(ast.parse(text)):
@@ -44,6 +47,8 @@ def findings() -> list[str]:
                 found.append(
                     f"{path}:{node.lineno}: {node.name} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
                 )
+    # pytest imports test files by their name alone.
+    found += [f"{' and '.join(paths)}: name them apart" for paths in test_modules.values() if len(paths) > 1]
     return found
 
 
