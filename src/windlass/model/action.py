@@ -140,8 +140,8 @@ class FailSlot:
 class Spawn:
     """Spawn a worker into a free slot.
 
-    `cause`: queue_depth, min_workers, idle_buffer or requested. If the slot's last worker failed, the store makes it
-    worker_replacement.
+    `cause`: queue_depth, min_workers, idle_buffer, requested or deploy. If the slot's last worker failed, the store
+    makes it worker_replacement.
     """
 
     slot: int
@@ -160,6 +160,14 @@ class RaiseAlert:
     about: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Add an event about the fleet: a rollout began or ended."""
+
+    code: str
+    reason: str
+
+
 Action = (
     Promote
     | Fail
@@ -175,6 +183,7 @@ Action = (
     | FailSlot
     | Spawn
     | RaiseAlert
+    | RecordEvent
 )
 # The kind under which each action is stored in cycle rows and read by commit_plan. Independent of class names: a rename
 # must not change stored data.
@@ -193,6 +202,7 @@ ACTION_KINDS: dict[type[Action], str] = {
     FailSlot: "fail_slot",
     Spawn: "spawn",
     RaiseAlert: "alert",
+    RecordEvent: "event",
 }
 _ADAPTERS: dict[str, TypeAdapter[Action]] = {kind: TypeAdapter(action) for action, kind in ACTION_KINDS.items()}
 

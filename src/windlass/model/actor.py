@@ -1,6 +1,6 @@
 """Who acts: the person or program that causes the changes of the current request or command.
 
-An actor is `token:NAME` for an API token, `session:NAME` for a browser session and `user:NAME@HOST` for the command
+An actor is `token:NAME#ID` for an API token, `session:NAME` for a browser session and `user:NAME@HOST` for the command
 line. Stores write it into every event and into the owner of every new task. The control loop and workers have none.
 """
 

@@ -34,10 +34,11 @@ CRITICAL_CODES = frozenset(
         "STORAGE_FULL",
         "TOO_MANY_DEAD",
         "TOO_MANY_ORPHANS",
+        "VERSION_REJECTED",
     }
 )
 
-# The second sentence of an alert: what to do first. docs/operations.md has the rest under the same codes.
+# The second sentence of an alert: what to do first. docs/runbooks.md has the rest under the same codes.
 ADVICE = {
     "ALL_CRASHED": "check the log of one of them: a bad release, image or host fails all at once",
     "BUDGET": "raise the fleet's budget, or wait for the next hour, day or month",
@@ -45,6 +46,7 @@ ADVICE = {
     "CHOICE_REFUSED": "check whether the account may use it, or remove it from the fleet's list: others may cost more",
     "DEAD_LETTERS": "review `windlass tasks list --status failed`, fix the cause, then run `windlass tasks retry`",
     "DENIED": "create a new token with read and write permission: the provider rejects the current one",
+    "DEPLOY_STALLED": "check `windlass deploy FLEET --status`, then free a slot, lift the hold, or abort it",
     "ENGINE_SILENT": "check that `windlass up` runs with this fleet and that Ray's head responds",
     "FAILURE_RATE": "find the cause with `windlass explain FLEET`, fix it, then run `windlass restart FLEET`",
     "INVALID_REQUEST": "correct the fleet's settings: the provider rejects the request",
@@ -75,6 +77,7 @@ ADVICE = {
     "TOO_MANY_DEAD": "check that workers can reach the database: they fell silent together",
     "TOO_MANY_ORPHANS": "check that this is the right database: it does not know these machines",
     "UNATTENDED": "check that the leader's windlass.toml has this fleet; without it, the fleet is shut down",
+    "VERSION_REJECTED": "fix the code or settings, then run `windlass deploy FLEET`; until then no worker is spawned",
     "VRAM_STALE": "check the worker: its GPU stopped responding",
     "WAS_AWAY": "nothing to do: live workers send a heartbeat within two intervals",
 }

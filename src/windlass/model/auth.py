@@ -173,13 +173,15 @@ class TokenCaller:
     role: Role
     scope: TokenScope = EVERYTHING
     kind: str = "token"
+    # None: a session.
+    token_id: int | None = None
     # None: without end.
     valid_for_s: float | None = field(default=None, compare=False)
 
     @property
     def actor(self) -> str:
-        """As events and tasks name this caller."""
-        return f"{self.kind}:{self.name}"
+        """As events and tasks name this caller. A token has its id too: the name of a revoked one can be used again."""
+        return f"{self.kind}:{self.name}" + (f"#{self.token_id}" if self.token_id is not None else "")
 
 
 Caller = WorkerCaller | JoinCaller | TokenCaller

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
+from windlass.model.adoption import AdoptionConfig, check_adoption_name
 from windlass.model.comma_separated import TextList
 from windlass.model.fleet import MIN_INTERVAL_S, FleetConfig, within_ten_years
 from windlass.model.hetzner import HETZNER_ENDPOINT
@@ -48,6 +49,18 @@ class Retention(_Section):
         default=3 * _DAY_S, ge=0, description="Log lines in the database, if `logs.in_database` is set."
     )
     charges_s: float = Field(default=400 * _DAY_S, ge=0, description="Charges: costs of workers and tasks.")
+    history_s: float = Field(
+        default=35 * _DAY_S,
+        ge=0,
+        description="Arrivals and durations of tasks, boots and prices of machines, for simulations.",
+    )
+    worker_logs_s: float = Field(default=7 * _DAY_S, ge=0, description="Output of workers and handlers.")
+    worker_logs_mb: int = Field(
+        default=1_024, ge=1, le=1_048_576, description="Output of all workers together. The oldest is deleted first."
+    )
+    worker_log_mb: int = Field(
+        default=16, ge=1, le=1_024, description="Output of one worker. The oldest is deleted first."
+    )
 
 
 class WorkerConfig(_Section):
@@ -175,6 +188,10 @@ class ApiConfig(_Section):
         return url.rstrip("/") if url is not None else None
 
 
+# Each has a thread of its own.
+MAX_APPRISE_URLS = 10
+
+
 class AlertsConfig(_Section):
     """Where alerts are sent. Each notifier gets one message when an alert fires and one when it resolves."""
 
@@ -189,6 +206,10 @@ class AlertsConfig(_Section):
         default=None, description="Mail server: smtp://user:password@host:587, or smtps://."
     )
     command: str | None = Field(default=None, description="Command that gets each message as JSON on standard input.")
+    apprise_urls: SecretStr | None = Field(
+        default=None,
+        description="Up to 10 Apprise URLs of other services, separated by spaces. Needs the extra windlass[apprise].",
+    )
     dead_letters_per_hour: int = Field(
         default=0, ge=0, description="An alert fires if more tasks of a queue fail within an hour."
     )
@@ -206,6 +227,20 @@ class AlertsConfig(_Section):
         if problem is not None:
             raise ValueError(f"it {problem}")
         return SecretStr(address)
+
+    @field_validator("apprise_urls")
+    @classmethod
+    def _check_apprise_urls(cls, urls: SecretStr | None) -> SecretStr | None:
+        """Without Apprise, which `up` asks for details: a worker reads these settings too, and needs no extra."""
+        if urls is None:
+            return None
+        found = urls.get_secret_value().split()
+        if not 1 <= len(found) <= MAX_APPRISE_URLS:
+            raise ValueError(f"write 1 to {MAX_APPRISE_URLS} URLs, separated by spaces")
+        for position, url in enumerate(found, start=1):
+            if not re.fullmatch(r"[a-zA-Z0-9]+://\S+", url):
+                raise ValueError(f"number {position} is not a URL such as discord://id/token: separate URLs by spaces")
+        return SecretStr(" ".join(found))
 
     @field_validator("email_to")
     @classmethod
@@ -251,7 +286,7 @@ def _is_mail_address(text: str) -> bool:
 
 
 class LogsConfig(_Section):
-    """Where `windlass up` stores log lines and traces, in addition to standard error."""
+    """Log lines and traces of `windlass up`, and the output that workers send to the database."""
 
     in_database: bool = Field(
         default=False, description="Also store log lines in the table windlass.logs, for `retention.logs_s`."
@@ -259,6 +294,22 @@ class LogsConfig(_Section):
     traces_endpoint: str | None = Field(
         default=None,
         description="OTLP endpoint (HTTP) for traces of cycles and tasks. Needs the extra windlass[otel].",
+    )
+
+    send_output: bool = Field(
+        default=True, description="Workers send what they and their handlers print, for `windlass workers logs`."
+    )
+    output_bytes_per_s: int = Field(
+        default=32_768,
+        ge=1_024,
+        le=1_048_576,
+        description="Output that one worker sends per second. Lines above it are dropped and counted.",
+    )
+    output_bytes_per_attempt: int = Field(
+        default=1_048_576,
+        ge=1_024,
+        le=16_777_216,
+        description="Output of one attempt that is sent while it runs. Of the rest, the last lines are sent.",
     )
 
     @field_validator("traces_endpoint")
@@ -323,6 +374,7 @@ class Config(_Section):
     alerts: AlertsConfig = AlertsConfig()
     logs: LogsConfig = LogsConfig()
     fleets: dict[str, FleetConfig] = Field(default_factory=dict, description="One table per fleet.")
+    adopt: dict[str, AdoptionConfig] = Field(default_factory=dict, description="One table per adopted table.")
 
     @field_validator("hetzner_api_token", "runpod_api_key")
     @classmethod
@@ -363,6 +415,13 @@ class Config(_Section):
             if not is_name(name):
                 raise ValueError(f"invalid fleet name {name!r}: use at most 63 letters, digits and _ . : -")
         return fleets
+
+    @field_validator("adopt")
+    @classmethod
+    def _check_adoption_names(cls, adoptions: dict[str, AdoptionConfig]) -> dict[str, AdoptionConfig]:
+        for name in adoptions:
+            check_adoption_name(name)
+        return adoptions
 
     @model_validator(mode="after")
     def _check_supabase(self) -> Self:

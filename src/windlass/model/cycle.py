@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from windlass.model.action import Action
+from windlass.model.rollout import Rollout
 from windlass.model.snapshot import Hold, Snapshot
 from windlass.model.worker import WorkerStatus
 
@@ -48,6 +49,9 @@ class Fleet:
     next_plan_in_s: float | None = None
     # Whether an orchestrator holds the lease now.
     is_led: bool = False
+    # Fingerprint of its current code and settings, and its running or last rollout.
+    fingerprint: str | None = None
+    rollout: Rollout | None = None
 
     def without_orchestrator_s(self, now: datetime) -> float | None:
         """Seconds since the last cycle if the next one is overdue. None if it is not, or if there was none.

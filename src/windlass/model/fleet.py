@@ -355,6 +355,7 @@ class FleetConfig(BaseModel):
             raise ValueError(
                 "provider is 'runpod' and neither runpod.image nor runpod.template_id is set: name an image"
             )
+        self._check_pod_bootstrap()
         self._check_engine()
         if self.handler is not None and self.exec is not None:
             raise ValueError("both handler and exec are set: a worker runs one of them")
@@ -380,6 +381,27 @@ class FleetConfig(BaseModel):
             return self.ray
         # Several nodes share this host: each offers what its tasks need, not all of the host.
         return self.ray.offered(self.queues, self.concurrency)
+
+    def _check_pod_bootstrap(self) -> None:
+        """Pods have no first-boot script: of the bootstrap settings, requirements are installed over SSH."""
+        if self.provider != "runpod":
+            return
+        unset = BootstrapSettings()
+        ignored = [
+            name
+            for name in sorted(BootstrapSettings.model_fields)
+            if name != "requirements" and getattr(self.bootstrap, name) != getattr(unset, name)
+        ]
+        if ignored:
+            raise ValueError(
+                f"bootstrap.{ignored[0]} is set and provider is 'runpod': pods have only "
+                "bootstrap.requirements, so put the rest into the image or runpod.ssh.start_command"
+            )
+        if self.bootstrap.requirements and not (self.auto_start_worker and self.runpod.ssh.installs_windlass):
+            raise ValueError(
+                "bootstrap.requirements is set and provider is 'runpod': they are installed over SSH, so set "
+                "auto_start_worker = true and runpod.ssh.installs_windlass = true, or put them into the image"
+            )
 
     def _check_engine(self) -> None:
         if self.engine is None:

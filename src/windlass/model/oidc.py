@@ -78,7 +78,8 @@ def name_of(config: OidcConfig, claims: Mapping[str, Any]) -> str:
     An e-mail address that the provider did not verify could be anyone's, so it is not used.
     """
     name = claims.get(config.name_claim)
-    is_unverified = config.name_claim == "email" and claims.get("email_verified") is False
-    if not isinstance(name, str) or not name.strip() or is_unverified:
+    # Not all providers have this claim, and some write it as a text.
+    is_verified = str(claims.get("email_verified", True)).lower() == "true"
+    if not isinstance(name, str) or not name.strip() or (config.name_claim == "email" and not is_verified):
         name = str(claims["sub"])
     return "".join(c for c in name if c.isprintable())[:MAX_PERSON_CHARACTERS] or "unnamed"

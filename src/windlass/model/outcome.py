@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import datetime
 
-from windlass.model.machine import Machine
+from windlass.model.machine import Machine, MachineState
 from windlass.model.worker import WorkerKind
 
 
@@ -28,6 +28,8 @@ class Intent:
     secret_hash: bytes | None = None
     # As in Spawn.
     cause: str = "queue_depth"
+    # Of the code and settings that the worker is spawned with. None: unknown.
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,11 @@ class Deleted:
     # The machine with its price, if that became known only when the machine was gone.
     priced: Machine | None = None
     billing_unit_s: int = 1
+    # The machine as the provider last listed it, and its reason if it exited.
+    machine_state: MachineState | None = None
+    machine_note: str | None = None
+    # What the machine printed, if its worker never joined and the provider keeps that.
+    boot_log: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Work:
     """Task counts of one queue, or of all queues that a fleet serves, and recent wait times and throughput.
 
     Wait times and throughput are taken from the newest completed tasks of the last minutes; None where there were none.
-    Throughput is over the last five minutes, or since the first of these tasks started if that is shorter.
+    Throughput covers the last five minutes, or since the first of these tasks started if that is shorter.
     A task's wait starts when it became claimable: when it was enqueued, reached its run_after, or was requeued.
     """
 
@@ -82,6 +82,8 @@ class FleetOverview:
     decided_at: datetime | None
     burn: tuple[Burn, ...]
     alerts: tuple[OpenAlert, ...]
+    # Spawned workers that do not drain and have other code or settings than the fleet's current ones.
+    outdated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

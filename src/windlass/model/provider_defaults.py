@@ -15,6 +15,28 @@ POLICY_SETTINGS = {
 }
 # Settings that every policy but `adaptive` reads: it learns its idle timeouts.
 IGNORED_BY_ADAPTIVE = ("idle_timeout_s", "spawn_grace_s", "scale_down_grace_s")
+# Settings that only fleets with `has_gpu` read.
+GPU_SETTINGS = ("startup_grace_s", "gpu_not_detected_timeout_s", "vram_stale_s")
+# Settings that only the provider runpod reads.
+RUNPOD_SETTINGS = (
+    "auto_start_worker",
+    "storage_check_interval_cycles",
+    "storage_min_free_gb",
+    "storage_max_percent_used",
+    "storage_expansion_increment_gb",
+)
+# Settings that the provider ray ignores, because it spawns no worker.
+IGNORED_BY_RAY = (
+    *POLICY_SETTINGS,
+    *IGNORED_BY_ADAPTIVE,
+    "min_workers",
+    "max_workers",
+    "min_scaling_interval_s",
+    "spawn_timeout_s",
+    "max_failure_rate",
+    "failure_window_s",
+    "min_spawns_for_rate",
+)
 
 PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
     "local": {
@@ -73,6 +95,22 @@ PROVIDER_DEFAULTS: dict[str, dict[str, Any]] = {
 # pulls an image of 20 GB in 10 to 15 minutes; while Runpod reports the pull, twice this applies.
 SPAWN_TIMEOUTS_S = {"local": 30.0, "ray-local": 60.0, "ray": 60.0, "hetzner": 600.0, "runpod": 900.0}
 MIN_REMOTE_SPAWN_TIMEOUT_S = 300.0
+
+
+def reason_without_effect(provider: str, policy: str, setting: str, *, has_gpu: bool) -> str | None:
+    """Why a fleet ignores this setting, and what to do; None if it reads it."""
+    if provider == "ray" and setting in IGNORED_BY_RAY:
+        return "with provider ray, which spawns no workers: remove it"
+    if provider != "runpod" and setting in RUNPOD_SETTINGS:
+        return f"with provider {provider}: remove it"
+    if not has_gpu and setting in GPU_SETTINGS:
+        return "without a GPU: remove it, or set has_gpu = true"
+    only_policy = POLICY_SETTINGS.get(setting, policy)
+    if only_policy != policy:
+        return f'with policy {policy}: remove it, or set policy = "{only_policy}"'
+    if policy == "adaptive" and setting in IGNORED_BY_ADAPTIVE:
+        return "with policy adaptive, which learns its idle timeouts: remove it, or set another policy"
+    return None
 
 
 def policy_by_settings(provider: str, given: Collection[str]) -> str:

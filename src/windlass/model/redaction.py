@@ -1,8 +1,8 @@
 """Removes secrets from text and settings before they reach logs, reasons, HTTP responses and pages.
 
-`masked` hides passwords and tokens in URLs. `Mask` also hides known secrets, plain and encoded (URL, JSON, hexadecimal,
-base64), our tokens, authorization headers, and values with names like API_KEY. Both take time proportional to the
-length of the text, whatever it contains.
+`masked` hides passwords and tokens in URLs. `Mask` also hides known secrets, plain and encoded (URL, JSON, HTML,
+hexadecimal, base64), our tokens, authorization headers, and values with names like API_KEY. Both take time proportional
+to the length of the text, whatever it contains.
 
 A process has one list of the secrets it knows (`set_known_secrets`). `without_known_secrets` hides their values alone,
 and leaves everything else as it is: for JSON and pages, which the patterns above could damage.
@@ -22,9 +22,19 @@ from windlass.model.auth import without_tokens
 HIDDEN = "********"
 # A shorter secret could be a part of ordinary words.
 MIN_SECRET_LENGTH = 6
+# Of the pattern of a secret in mixed encodings, which costs about 0.1 ms per character to compile. Keys of services and
+# addresses with a password are shorter. Of a longer one, such as a certificate, each single encoding is hidden.
+MAX_ESCAPED_LENGTH = 500
 # Shorter values are more likely versions, dates and names.
 _KEY = re.compile(r"[A-Za-z0-9_+=-]{20,}")
 _HEX_KEY = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
+# Characters that no encoding of a text changes, and the parts of a secret that consist of them.
+_UNCHANGED = re.compile(r"[A-Za-z0-9]*")
+_ALPHANUMERIC = re.compile(r"[A-Za-z0-9]+")
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+# Also of JSON in an address.
+_BACKSLASH = r"(?:\\|(?i:%(?:25){0,3}5c))"
+_ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
 _URL_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
 _PASSWORD_IN_QUERY = re.compile(r"([?&]\w*password)=[^&\s]*", re.IGNORECASE)
 # A variable with one of these words in its name holds a secret.
@@ -81,42 +91,104 @@ def _replace_passwords(text: str, replacement: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class EscapedSecret:
+    """A secret with characters that encodings change. `part` is in all its encoded forms, so most texts are skipped."""
+
+    secret: str
+    part: str
+    pattern: re.Pattern[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Mask:
-    secrets: tuple[str, ...] = ()
+    # Secrets and their encoded forms, the longest first.
+    values: tuple[str, ...] = ()
+    escaped: tuple[EscapedSecret, ...] = ()
+
+    def hide(self, text: str) -> str:
+        """Hide the secrets, and nothing else."""
+        for each in self.escaped:
+            if each.part in text:
+                text = each.pattern.sub(HIDDEN, text)
+        for value in self.values:
+            text = text.replace(value, HIDDEN)
+        return text
+
+    def __or__(self, other: "Mask") -> "Mask":
+        escaped = {each.secret: each for each in (*self.escaped, *other.escaped)}
+        return Mask(
+            _longest_first({*self.values, *other.values}), tuple(escaped[key] for key in _longest_first(escaped))
+        )
 
     def __call__(self, text: str) -> str:
-        text = without_tokens(masked(text))
-        text = hide_values(text, self.secrets)
+        text = self.hide(without_tokens(masked(text)))
         text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
         text = _PARAMETER.sub(rf"\1\2{HIDDEN}", text)
         text = _MEMBER.sub(rf"\1\2\1\3\4{HIDDEN}\4", text)
         return _ASSIGNMENT.sub(rf"\1={HIDDEN}", text)
 
     def __repr__(self) -> str:
-        return f"Mask({len(self.secrets)} secrets)"
-
-
-def hide_values(text: str, values: Iterable[str]) -> str:
-    for value in values:
-        text = text.replace(value, HIDDEN)
-    return text
+        return f"Mask({len(self.values)} values)"
 
 
 def mask_of(secrets: Iterable[str]) -> Mask:
-    forms = {form for secret in secrets if len(secret) >= MIN_SECRET_LENGTH for form in _forms(secret)}
-    # The longest first: one may be a part of another.
-    return Mask(tuple(sorted(forms, key=len, reverse=True)))
+    known = {secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH}
+    escaped = [each for each in known if len(each) <= MAX_ESCAPED_LENGTH and not _UNCHANGED.fullmatch(each)]
+    return quick_mask_of(known) | Mask((), tuple(map(_escaped_secret, escaped)))
+
+
+def quick_mask_of(texts: Iterable[str]) -> Mask:
+    """A mask that costs little to make, for texts that are hidden once. It knows encodings, but no mixture of two."""
+    return Mask(_longest_first({form for text in texts if len(text) >= MIN_SECRET_LENGTH for form in _forms(text)}))
+
+
+def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
+    """One may be a part of another."""
+    return tuple(sorted(texts, key=len, reverse=True))
+
+
+def _escaped_secret(secret: str) -> EscapedSecret:
+    part = max(_ALPHANUMERIC.findall(secret), key=len, default="")
+    return EscapedSecret(secret, part, re.compile("".join(map(_encoded_character, secret))))
+
+
+def _encoded_character(character: str) -> str:
+    """A pattern of a character in an address, JSON, HTML or a shell's quotes, also if it was encoded repeatedly."""
+    if _UNCHANGED.fullmatch(character):
+        return character
+    content, units = character.encode(errors="surrogatepass"), character.encode("utf-16-be", errors="surrogatepass")
+    forms = [
+        re.escape(character),
+        "".join(f"(?i:%(?:25){{0,3}}{byte:02x})" for byte in content),
+        rf"&(?:amp;){{0,3}}#(?:(?i:x0{{0,6}}{ord(character):x})|0{{0,6}}{ord(character)});",
+        *(rf"&(?:amp;){{0,3}}{name};" for name, escaped in _ENTITIES.items() if escaped == character),
+        *([r"\+"] if character == " " else []),
+    ]
+    escapes = [
+        f"{_BACKSLASH}{{0,7}}".join(
+            rf"{_BACKSLASH}(?i:u{units[place : place + 2].hex()})" for place in range(0, len(units), 2)
+        ),
+        *(rf"{_BACKSLASH}{letter}" for letter, escaped in _ESCAPES.items() if escaped == character),
+    ]
+    # Strings in strings have several backslashes before a character.
+    return rf"{_BACKSLASH}{{0,7}}(?:{'|'.join([*forms, *escapes])})"
 
 
 def _forms(secret: str) -> Iterator[str]:
     """The secret as it is, and as programs encode it. Base64 has three forms, depending on what stands before it."""
     content = secret.encode(errors="surrogatepass")
     yield secret
-    yield quote(secret, safe="", errors="surrogatepass")
-    yield quote_plus(secret, errors="surrogatepass")
-    yield json.dumps(secret)[1:-1]
-    yield json.dumps(secret, ensure_ascii=False)[1:-1].replace("/", "\\/")
-    yield html.escape(secret)
+    if not _UNCHANGED.fullmatch(secret):
+        for safe in ("", "/"):
+            yield quote(secret, safe=safe, errors="surrogatepass")
+        yield quote_plus(secret, errors="surrogatepass")
+        yield json.dumps(secret)[1:-1]
+        yield json.dumps(secret, ensure_ascii=False)[1:-1]
+        yield json.dumps(secret)[1:-1].replace("/", "\\/")
+        yield html.escape(secret)
+        # As Python quotes a text in most of its errors.
+        yield repr(secret)[1:-1]
+        yield ascii(secret)[1:-1]
     yield content.hex()
     yield content.hex().upper()
     for before in range(3):
@@ -139,7 +211,7 @@ def set_known_secrets(secrets: Iterable[str]) -> None:
 
 def add_known_secrets(secrets: Iterable[str]) -> None:
     global _known  # noqa: PLW0603
-    _known = Mask(tuple(sorted({*_known.secrets, *mask_of(secrets).secrets}, key=len, reverse=True)))
+    _known = _known | mask_of(secrets)
 
 
 def mask_known(text: str) -> str:
@@ -149,7 +221,7 @@ def mask_known(text: str) -> str:
 
 def without_known_secrets(text: str) -> str:
     """Hide the values of known secrets, plain and encoded, and nothing else."""
-    return hide_values(text, _known.secrets)
+    return _known.hide(text)
 
 
 def secrets_in(environment: Mapping[str, str]) -> set[str]:

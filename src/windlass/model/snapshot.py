@@ -15,6 +15,7 @@ from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.node import NodeView
+from windlass.model.rollout import DeployRequest, Rollout
 from windlass.model.worker import WorkerStatus
 
 
@@ -27,6 +28,8 @@ class RunningView:
     task_id: int
     started_at: datetime
     timeout_s: float | None
+    # None: the fleet has one queue.
+    queue: str | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +90,8 @@ class WorkerView:
     instance_type: str | None = None
     place: str | None = None
     machine_created_at: datetime | None = None
+    # Of the code and settings it was spawned with. None: unknown.
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,16 @@ class SlotView:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueDurations:
+    """One of several queues of a fleet, with a sorted sample of its recent durations and their mean."""
+
+    name: str
+    queued: int = 0
+    durations_s: tuple[float, ...] = ()
+    duration_mean_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QueueView:
     """Totals over the queues of a fleet. Tasks that a dispatcher claimed and did not place yet count as queued."""
 
@@ -144,6 +159,8 @@ class QueueView:
     newest_task_id: int | None = None
     # Sorted boot times of the fleet's recent workers.
     boots_s: tuple[float, ...] = ()
+    # Each queue with queued or running tasks, by name; at most 32, those with most tasks. Empty: the fleet has one.
+    each: tuple[QueueDurations, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +325,8 @@ class StorageState:
 class PlannerState:
     """State that plan() passes from one cycle to the next: an input in the snapshot, an output of the plan.
 
-    It is stored as JSON with the fleet and grouped by feature. Queries read `cadence`, `alerts` and `hold`.
+    It is stored as JSON with the fleet and grouped by feature. Queries read `cadence`, `alerts`, `hold`,
+    `fingerprint` and `rollout`.
     """
 
     cadence: Cadence = Cadence()
@@ -324,6 +342,11 @@ class PlannerState:
     alerts: dict[str, datetime] = field(default_factory=dict)
     # Decided anew in every cycle.
     hold: Hold | None = None
+    # Fingerprint of the fleet's current code and settings, as the last plan knew it.
+    fingerprint: str | None = None
+    rollout: Rollout | None = None
+    # Id of the last aborted DeployRequest that a plan has carried out.
+    aborted_deploy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,12 +389,19 @@ class Snapshot:
     reset_at: datetime | None = None
     # When a person last ran it for the whole fleet.
     restarted_at: datetime | None = None
+    # Fingerprint of the fleet's current code and settings. None: unknown.
+    fingerprint: str | None = None
+    # The last `windlass deploy`, and whether a changed version begins a rollout by itself.
+    deploy: DeployRequest | None = None
+    is_watching: bool = False
     # What the ledger has closed of the present hour, day and month, one per currency.
     spending: tuple[Spending, ...] = ()
     # Bills of deleted machines that the ledger has not closed. Bills of existing machines are with their workers.
     ended_bills: tuple[Bill, ...] = ()
     # The ledger has something to close. No decision depends on it.
     is_settlement_due: bool = False
+    # Rows of adopted tables wait to be settled. No decision depends on it.
+    has_due_rows: bool = False
     planner_state: PlannerState = field(default_factory=PlannerState)
     # The settings this snapshot was planned with, for replay.
     settings: FleetConfig | None = None

@@ -6,7 +6,7 @@ Its environment may contain secrets, so it is never printed, stored or logged.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from windlass.model.config import WorkerConfig
+from windlass.model.config import LogsConfig, WorkerConfig
 from windlass.model.fleet import FleetConfig
 from windlass.model.ray import RaySettings
 
@@ -54,8 +54,12 @@ class WorkOrder:
     storage_path: str | None = None
     timeout_s: float | None = None
     memory_limit_mb: int | None = None
-    # Parts of payloads that errors must not quote.
+    # Parts of payloads that errors and output must not quote.
     redact: tuple[str, ...] = ()
+    # Whether the worker sends what it and its handler print, and how much of it.
+    sends_output: bool = True
+    output_bytes_per_s: int = 32_768
+    output_bytes_per_attempt: int = 1 << 20
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     ray: RayOrder | None = None
 
@@ -69,9 +73,11 @@ def work_order(
     *,
     max_payload_bytes: int,
     version: str,
+    logs: LogsConfig | None = None,
     ray_head: RayHead | None = None,
 ) -> WorkOrder:
     """`queues`: those the worker was spawned with, which it keeps. `ray_head`: the cluster, if the engine is Ray."""
+    logs = logs or LogsConfig()
     head = ray_head if fleet.engine == "ray" else None
     return WorkOrder(
         worker_id=worker_id,
@@ -92,6 +98,9 @@ def work_order(
         timeout_s=defaults.timeout_s,
         memory_limit_mb=defaults.memory_limit_mb,
         redact=fleet.redact,
+        sends_output=logs.send_output,
+        output_bytes_per_s=logs.output_bytes_per_s,
+        output_bytes_per_attempt=logs.output_bytes_per_attempt,
         env={**fleet.env, **(head.env if head is not None else {})},
         ray=RayOrder(head.address, head.ray_version, head.python_version, fleet.ray) if head is not None else None,
     )

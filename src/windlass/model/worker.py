@@ -101,6 +101,9 @@ class HeartbeatReply:
     status: WorkerStatus | None
     is_paused: bool
     lost: frozenset[UUID]
+    # How long to wait before a claim that follows a notification, from 0 to 1, so that the worker with most billed time
+    # left claims first. None: billing periods are short, and the most recently used worker claims first.
+    claim_delay: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,8 @@ class Worker:
     boot_step: str | None = None
     # None: the machine has no price.
     bill: Bill | None = None
+    # Of the code and settings it was spawned with. None: started by hand, or unknown.
+    fingerprint: str | None = None
 
     @property
     def is_by_hand(self) -> bool:

@@ -58,8 +58,11 @@ class AuthStore(Protocol):
     async def activate(self, worker_id: str, join_token_hash: bytes, token_hash: bytes) -> Activation:
         """Exchange a worker's join token for a worker token that its machine made."""
 
-    async def report_boot_step(self, worker_id: str, step: str) -> None:
-        """Record the step that a machine's boot has reached. Changes nothing once its worker sent a heartbeat."""
+    async def report_boot_step(self, worker_id: str, step: str, output: str = "") -> None:
+        """Record the step that a machine's boot has reached, and the last lines that it printed.
+
+        Changes nothing once its worker sent a heartbeat. Empty output keeps the lines of the last report.
+        """
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         """Record why a spawned worker will never send a heartbeat; the control loop fails it with this code.

@@ -50,3 +50,9 @@ class ControlStore(LeaseStore, Protocol):
 
         A settlement whose account changed since it was read is skipped.
         """
+
+    async def settle_rows(self) -> int:
+        """Settle rows of adopted tables that differ from their tasks. Returns how many were. Needs no lease.
+
+        Triggers of the tables' owners run in it: it may fail, and takes a few seconds at most.
+        """

@@ -71,6 +71,12 @@ class Operations(Protocol):
         that no slot can take when the next plan is committed are dropped.
         """
 
+    async def request_deploy(self, fleet: str, surge: int, max_unavailable: int, *, is_immediate: bool) -> int:
+        """Ask for the replacement of all workers by workers of the current version. Returns the request's id."""
+
+    async def abort_deploy(self, fleet: str) -> bool:
+        """Ask to stop the running rollout, or the last request. False if there is none, or if it was aborted before."""
+
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         """Pause or resume all its workers, also future ones. Returns how many changed. A paused fleet spawns none."""
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field
 
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_RESULTS_PER_CALL, Finished
 from windlass.model.worker import MAX_CLAIMS_PER_HEARTBEAT, MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
+from windlass.model.worker_log import MAX_BOOT_LOG_CHARACTERS, MAX_CALL_BYTES, MAX_CHUNKS, LogChunk
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
 # From a machine that has not joined yet, with its join token.
@@ -35,6 +36,7 @@ CANNOT_START = "/internal/worker/cannot-start"
 NEXT_RUN_AFTER = "/internal/worker/next-run-after"
 WAIT = "/internal/worker/wait"
 RUN_MAINTENANCE = "/internal/worker/maintenance"
+LOGS = "/internal/worker/logs"
 
 # Upper limit for a wait for work: proxies close connections that are silent for longer.
 MAX_WAIT_S = 20.0
@@ -57,6 +59,8 @@ MAX_REASON_CHARACTERS = MAX_ERROR_CHARACTERS
 MAX_CURSOR_CHARACTERS = 100
 MAX_CODE_CHARACTERS = 100
 MAX_BOOT_STEP_CHARACTERS = 100
+# The database accepts MAX_CALL_BYTES of JSON as it writes it, with a space after each comma and colon.
+MAX_LOGS_BYTES = MAX_CALL_BYTES
 # Requests with a large body may be compressed by `Content-Encoding: gzip`. A body that is larger than
 # GZIP_RATIO_FREE_BYTES and more than MAX_GZIP_RATIO times its compressed size is refused: send it as it is.
 MAX_GZIP_RATIO = 100
@@ -122,6 +126,8 @@ class BootStepCall:
     """`step`: what the machine's boot does now, in a few words."""
 
     step: Annotated[str, Field(min_length=1, max_length=MAX_BOOT_STEP_CHARACTERS, pattern=r"^[ -~]+$")]
+    # The last lines that the boot printed.
+    output: Annotated[str, Field(max_length=MAX_BOOT_LOG_CHARACTERS)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,14 @@ class ReasonCall:
     """Why a worker deregisters, or cannot start."""
 
     reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class LogsCall:
+    """Output of the worker and its attempts. `batch_id` is new for each batch, and the same if a call is repeated."""
+
+    batch_id: UUID
+    chunks: Annotated[tuple[LogChunk, ...], Field(max_length=MAX_CHUNKS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,14 @@ class KnowsPrices(Protocol):
 
 
 @runtime_checkable
+class KeepsBootLog(Protocol):
+    """A provider that keeps what a machine printed, at least until the machine is deleted."""
+
+    async def boot_log(self, machine: Machine) -> str:
+        """The last lines, at most MAX_BOOT_LOG_CHARACTERS. Empty if there are none. Raises ProviderError."""
+
+
+@runtime_checkable
 class SharesVolume(Protocol):
     """A provider whose machines can share a volume. A volume never shrinks."""
 

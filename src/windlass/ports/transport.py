@@ -24,6 +24,7 @@ from uuid import UUID
 
 from windlass.model.task import Claim, ClaimResult, Finished, TaskStatus
 from windlass.model.worker import HeartbeatReply, HeartbeatReport, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.model.worker_log import LogChunk
 
 
 class WorkSignal(Protocol):
@@ -69,6 +70,13 @@ class WorkerTransport(WorkSignal, Protocol):
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         """Recover the tasks of lost workers, and apply retention for a bounded time."""
+
+    async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
+        """Store output of the worker. A repeated call with the same batch id changes nothing.
+
+        Lines of an attempt that the worker never had are stored as its own. BadInput for more than MAX_CHUNKS chunks or
+        MAX_CALL_BYTES. Raises UnknownWorker for a worker that is not registered or has terminated.
+        """
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         """When the next scheduled or retrying task of these queues is due."""

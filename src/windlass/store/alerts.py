@@ -82,9 +82,8 @@ class PostgresAlertStore(DatabaseStore):
         await self._database.call("recording a delivery", "windlass_internal.mark_message_delivered", message_id)
 
     async def message_failed(self, message_id: int, error: str, retry_in_s: float | None) -> None:
-        await self._database.execute(
-            "recording a failed delivery", QUERIES["mark_message_failed"], message_id, storable(error), retry_in_s
-        )
+        function = "windlass_internal.mark_message_failed"
+        await self._database.call("recording a failed delivery", function, message_id, storable(error), retry_in_s)
 
     async def sweep_alerts(self) -> int:
         return await self._database.sweep("windlass_internal.sweep_alerts", self._database.retention.events_s)

@@ -6,13 +6,13 @@ select
   windlass.now() as now,
   (
     select extract(epoch from windlass.now() - max(least(l.expires_at, windlass.now())))::float8
-    from windlass.leases l where l.name not like 'ray:%'
-    having not bool_or(windlass_internal.is_held(l))
+    from windlass_internal.leases l where l.name not like 'ray:%'
+    having not bool_or(l.is_held)
   ) as leaderless_s;
 
 -- name: planner_alerts
 -- Alerts of the last plan of each fleet; a few rows.
-select f.name as fleet, k.key from windlass.fleets f
+select f.name as fleet, k.key from windlass_internal.fleets f
 cross join lateral jsonb_object_keys(coalesce(f.planner_state -> 'alerts', '{}')) as k (key)
 order by f.name, k.key;
 
@@ -23,7 +23,7 @@ from (
   select
     e.id, e.fleet, e.reason,
     concat_ws(' ', e.detail ->> 'code', coalesce(e.detail ->> 'about', e.worker_id)) as key
-  from windlass.events e
+  from windlass_internal.events e
   where e.code = 'ALERT'
     and e.at > windlass.now() - make_interval(secs => $1::float8)
   order by e.at desc limit $2
@@ -32,16 +32,16 @@ order by t.id;
 
 -- name: open_alerts
 -- Open alerts; alerts_open, a few rows per fleet and code.
-select fleet, key, code, severity, reason from windlass.alerts
+select fleet, key, code, severity, reason from windlass_internal.alerts
 where resolved_at is null
 order by id limit $1;
 
 -- name: provisioning_timeouts
 -- Workers whose machine was created and that never started to work; workers_failed of each fleet. Failed preparations
 -- have their own codes.
-select f.name as fleet, w.id from windlass.fleets f
+select f.name as fleet, w.id from windlass_internal.fleets f
 cross join lateral (
-  select l.id, l.code, l.prepare_code from windlass.workers l
+  select l.id, l.code, l.prepare_code from windlass_internal.workers l
   where l.fleet = f.name and l.failed_at > windlass.now() - make_interval(secs => $1::float8)
   order by l.failed_at desc limit $2
 ) as w
@@ -53,17 +53,9 @@ order by f.name, w.id;
 -- Recently failed tasks by queue; the newest $2 of tasks_failed.
 select d.queue, count(*) as count
 from (
-  select t.queue, t.error_code from windlass.tasks t
+  select t.queue, t.error_code from windlass_internal.tasks t
   where t.status = 'failed' and t.finished_at > windlass.now() - make_interval(secs => $1::float8)
   order by t.finished_at desc limit $2
 ) as d
 where d.error_code is distinct from 'CANCELLED'
 group by d.queue order by d.queue;
-
--- name: mark_message_failed
--- Primary key. A message that was abandoned while it was being sent stays abandoned.
-update windlass.messages
-set error = $2,
-    due_at = coalesce(windlass.now() + make_interval(secs => $3::float8), due_at),
-    abandoned_at = coalesce(abandoned_at, case when $3::float8 is null then windlass.now() end)
-where id = $1;

@@ -42,7 +42,8 @@ class PostgresAuthStore(DatabaseStore):
         (row,) = rows
         if row["kind"] == "token":
             scope = TokenScope(frozenset(row["queues"]), frozenset(row["fleets"]))
-            return TokenCaller(row["name"], Role(row["role"]), scope, valid_for_s=row["valid_for_s"])
+            token = row["name"], Role(row["role"]), scope
+            return TokenCaller(*token, token_id=row["token_id"], valid_for_s=row["valid_for_s"])
         queues = tuple(row["queues"])
         if row["kind"] == "join":
             return JoinCaller(row["name"], row["fleet"], queues, row["has_ended"], row["is_expired"])
@@ -81,9 +82,9 @@ class PostgresAuthStore(DatabaseStore):
             await self._database.call("activating a worker", function, worker_id, join_token_hash, token_hash)
         )
 
-    async def report_boot_step(self, worker_id: str, step: str) -> None:
+    async def report_boot_step(self, worker_id: str, step: str, output: str = "") -> None:
         function = "windlass_internal.report_boot_step"
-        await self._database.call("recording a boot step", function, worker_id, step)
+        await self._database.call("recording a boot step", function, worker_id, step, storable(output) or None)
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         function = "windlass_internal.report_start_failure"
@@ -110,7 +111,6 @@ class PostgresAuthStore(DatabaseStore):
         ttl_s: float | None = DEFAULT_TOKEN_TTL_S,
     ) -> ApiToken:
         lists = sorted(scope.queues), sorted(scope.fleets)
-        await self._database.execute("creating a token", QUERIES["free_name"], name)
         row = await self._database.fetchrow(
             "creating a token", QUERIES["create_token"], name, role, token_hash, *lists, ttl_s
         )
@@ -123,21 +123,21 @@ class PostgresAuthStore(DatabaseStore):
         return [_token(row) for row in rows]
 
     async def revoke_token(self, name: str) -> bool:
-        return bool(await self._database.fetchval("revoking a token", QUERIES["revoke_token"], name))
+        return bool(await self._database.call("revoking a token", "windlass_internal.revoke_token", name))
 
     async def had_tokens(self) -> bool:
         return bool(await self._database.fetchval("checking for tokens", QUERIES["had_tokens"]))
 
     async def create_link(self, link_hash: bytes, role: Role, ttl_s: float, name: str = "dashboard") -> None:
-        await self._database.execute("creating a link", QUERIES["create_link"], link_hash, role, ttl_s, name)
+        await self._database.call("creating a link", "windlass_internal.create_link", link_hash, role, ttl_s, name)
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
-        return bool(
-            await self._database.fetchval("opening a session", QUERIES["open_session"], link_hash, session_hash, ttl_s)
-        )
+        function = "windlass_internal.open_session"
+        return bool(await self._database.call("opening a session", function, link_hash, session_hash, ttl_s))
 
     async def create_session(self, session_hash: bytes, role: Role, ttl_s: float, name: str) -> None:
-        await self._database.execute("opening a session", QUERIES["create_session"], session_hash, role, ttl_s, name)
+        function = "windlass_internal.create_session"
+        await self._database.call("opening a session", function, session_hash, role, ttl_s, name)
 
     async def session(self, session_hash: bytes) -> TokenCaller | None:
         row = await self._database.fetchrow("checking a session", QUERIES["session"], session_hash)
@@ -150,10 +150,10 @@ class PostgresAuthStore(DatabaseStore):
         return [Session(**{**row, "role": Role(row["role"])}) for row in rows]
 
     async def end_session(self, session_hash: bytes) -> None:
-        await self._database.execute("ending a session", QUERIES["end_session"], session_hash)
+        await self._database.call("ending a session", "windlass_internal.end_session", session_hash)
 
     async def revoke_session(self, session_id: str) -> bool:
-        return bool(await self._database.fetchval("revoking a session", QUERIES["revoke_session"], session_id))
+        return bool(await self._database.call("revoking a session", "windlass_internal.revoke_session", session_id))
 
 
 def _token(row: Any) -> ApiToken:

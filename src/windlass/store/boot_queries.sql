@@ -3,11 +3,11 @@
 -- name: boot_phases
 -- Metrics; workers_managed of each fleet, its last 200 spawned workers.
 select f.name as fleet, b.id as worker_id, p.phase, p.seconds::float8 as seconds
-from windlass.fleets f
+from windlass_internal.fleets f
 cross join lateral (
   select w.id, w.created_at, w.running_at, w.reachable_at, coalesce(w.joined_at, w.activated_at) as joined_at,
     w.first_claimed_at
-  from windlass.workers w where w.fleet = f.name and w.slot is not null
+  from windlass_internal.workers w where w.fleet = f.name and w.slot is not null
   order by w.created_at desc, w.id collate "C" desc limit 200
 ) as b
 cross join lateral (

@@ -35,9 +35,10 @@ from windlass.model.outcome import (
 )
 from windlass.model.redaction import without_known_secrets
 from windlass.model.snapshot import PlannerState, RunningView, Snapshot, WorkerView
+from windlass.model.task import storable
 from windlass.model.worker import WorkerStatus
 from windlass.store.costs import read_accounts
-from windlass.store.database import Database
+from windlass.store.database import SETTLE_ROWS_LIMIT_S, Database
 from windlass.store.leases import PostgresLeaseStore, lease_required, standby_of
 from windlass.store.rows import bill_of, node_view, snapshot_adapter
 
@@ -46,6 +47,8 @@ _MACHINE = TypeAdapter(Machine)
 _PLAIN: TypeAdapter[Any] = TypeAdapter(Any)
 # ISO 4217 "no currency": a price in an unknown currency is never added to another.
 NO_CURRENCY = "XXX"
+# The snapshot of a fleet with more workers is some hundred kilobytes: to write it takes longer than to plan.
+LARGE_SNAPSHOT_WORKERS = 500
 _STATUSES = {str(status): status for status in WorkerStatus}
 # Stored and passed to SQL as literals, so that renaming a class changes no data.
 _OUTCOME_KINDS: dict[type[Any], str] = {
@@ -99,9 +102,12 @@ class PostgresControlStore(PostgresLeaseStore):
         self, candidate: Candidate, term: int, snapshot: Snapshot, plan: Plan, intents: Sequence[Intent]
     ) -> Committed:
         # A cycle that repeats the last decision without actions is only counted, so its snapshot, which may be large,
-        # need not travel. The database asks for the snapshot (cycle_id null) when it has no cycle to count.
-        has_changed = bool(plan.actions or intents) or self._decided.get(snapshot.fleet) != plan.decision
-        written = await self._commit_plan(candidate, term, snapshot, plan, intents, is_stored=has_changed)
+        # need not travel. Neither does that of a large fleet while nothing but the numbers of the decision changes: it
+        # would take half of the cycle's time. The database asks for the snapshot (cycle_id null) if it stores it.
+        is_large = len(snapshot.workers) > LARGE_SNAPSHOT_WORKERS
+        has_changed = not is_large and self._decided.get(snapshot.fleet) != plan.decision
+        is_stored = bool(plan.actions or intents) or has_changed
+        written = await self._commit_plan(candidate, term, snapshot, plan, intents, is_stored=is_stored)
         if written["cycle_id"] is None:
             written = await self._commit_plan(candidate, term, snapshot, plan, intents, is_stored=True)
         self._decided[snapshot.fleet] = plan.decision
@@ -158,6 +164,10 @@ class PostgresControlStore(PostgresLeaseStore):
         plain = _PLAIN.dump_json([_settlement_to_plain(settlement) for settlement in settlements]).decode()
         return int(await self._database.call("settling accounts", "windlass_internal.settle_accounts", plain))
 
+    async def settle_rows(self) -> int:
+        function = "windlass_internal.settle_rows"
+        return int(await self._database.call_within(SETTLE_ROWS_LIMIT_S, "settling rows of adopted tables", function))
+
 
 def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
     """A worker has one row per running task; its rows are adjacent."""
@@ -165,7 +175,7 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
     views: list[WorkerView] = []
     for row in rows:
         _, worker_id, slot, status, *known = row
-        running = () if known[-3] is None else (RunningView(*known[-3:]),)
+        running = () if known[-4] is None else (RunningView(*known[-4:]),)
         if views and views[-1].id == worker_id:
             views[-1].running += running
             continue
@@ -179,7 +189,7 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             bill_of(row),
             *known[25:29],
             node_view(known[29]),
-            *known[30:39],
+            *known[30:40],
         ]
         views.append(WorkerView(*fields))
     return tuple(views)
@@ -205,7 +215,9 @@ def _intent_to_plain(intent: Intent) -> dict[str, Any]:
 
 
 def _outcome_to_plain(outcome: Outcome) -> dict[str, Any]:
-    plain: dict[str, Any] = _PLAIN.dump_python(asdict(outcome), mode="json")
+    # Texts of vendors and machines: one that cannot be stored would keep all outcomes from being recorded.
+    texts = {key: storable(value) if isinstance(value, str) else value for key, value in asdict(outcome).items()}
+    plain: dict[str, Any] = _PLAIN.dump_python(texts, mode="json")
     if isinstance(outcome, Created | OrphanDeleted):
         plain["machine"] = _MACHINE.dump_python(outcome.machine, mode="json")
     if isinstance(outcome, Deleted) and outcome.priced is not None:

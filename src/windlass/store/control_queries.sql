@@ -5,38 +5,41 @@
 select
   f.name, f.provider, f.queues, f.min_workers, f.max_workers, f.paused, f.requested_workers, f.created_at,
   nullif(f.planner_state -> 'hold', 'null') as hold,
+  nullif(f.planner_state -> 'rollout', 'null') as rollout,
+  f.planner_state ->> 'fingerprint' as fingerprint,
   (f.planner_state #>> '{cadence,planned_at}')::timestamptz as planned_at,
   (f.planner_state #>> '{cadence,next_plan_in_s}')::float8 as next_plan_in_s,
-  exists (select from windlass.leases l where windlass_internal.is_held(l) and l.name not like 'ray:%') as is_led,
+  exists (select from windlass_internal.leases l where l.is_held and l.name not like 'ray:%') as is_led,
   array(
-    select s.slot from windlass.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot
+    select s.slot from windlass_internal.slots s where s.fleet = f.name and s.status = 'failed' order by s.slot
   ) as failed_slots
-from windlass.fleets f
+from windlass_internal.fleets f
 order by f.name collate "C";
 
 -- name: leader
 -- `windlass reload`; a few rows.
-select l.holder from windlass.leases l where l.name = 'orchestrator' and windlass_internal.is_held(l);
+select l.holder from windlass_internal.leases l where l.name = 'orchestrator' and l.is_held;
 
 -- name: cycles
 -- `windlass explain`; scans cycles_fleet backwards up to the limit.
-select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
-from windlass.cycles where fleet = $1
+select id, fleet, term, started_at, finished_at, coalesce(last_decision, decision) as decision, plan, summary, repeats,
+  repeated_at
+from windlass_internal.cycles where fleet = $1
 order by id desc limit $2;
 
 -- name: cycle
 -- `windlass replay`; primary key.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at, snapshot
-from windlass.cycles where id = $1;
+from windlass_internal.cycles where id = $1;
 
 -- name: last_cycle_of_worker
 -- `windlass explain WORKER`; scans cycles_started backwards from the worker's end, or from now. Every cycle observes
 -- all live workers of its fleet, so the first cycle usually matches; at most five snapshots are opened.
 select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at,
   c.snapshot
-from windlass.workers w
+from windlass_internal.workers w
 cross join lateral (
-  select * from windlass.cycles l
+  select * from windlass_internal.cycles l
   where l.fleet = w.fleet
     and l.started_at <= coalesce(w.terminated_at, windlass.now())
   order by l.started_at desc, l.id desc limit 5
@@ -47,15 +50,15 @@ order by c.started_at desc, c.id desc limit 1;
 
 -- name: audit
 -- `windlass audit` and the audit page; scans events_actor backwards up to the limit.
-select id, at, code, reason, fleet, worker_id, task_id, detail, actor from windlass.events
+select id, at, code, reason, fleet, worker_id, task_id, detail, actor from windlass_internal.events
 where actor is not null
-  and ($1::text is null or actor = $1)
+  and ($1::text is null or actor = $1 or actor like 'token:%' and split_part(actor, '#', 1) = $1)
   and ($2::bigint is null or id < $2)
 order by id desc limit $3;
 
 -- name: running_tasks
 -- `windlass status`; tasks_running.
-select worker_id, array_agg(id order by id) as task_ids from windlass.tasks
+select worker_id, array_agg(id order by id) as task_ids from windlass_internal.tasks
 where status = 'running'
 group by worker_id;
 
@@ -65,16 +68,16 @@ group by worker_id;
 select q.name
 from unnest($1::text[]) as q (name)
 where exists (
-    select from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null
+    select from windlass_internal.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null
   )
   or exists (
-    select from windlass.tasks t
+    select from windlass_internal.tasks t
     where t.queue = q.name and t.run_after is not null and t.run_after <= windlass.now()
   )
   or exists (
     select
-    from windlass.workers w
-    join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
+    from windlass_internal.workers w
+    join windlass_internal.tasks t on t.worker_id = w.id and t.status = 'running'
     where w.kind = 'dispatcher' and w.status <> 'terminated' and t.queue = q.name
   );
 
@@ -84,8 +87,8 @@ select count(*)
 from (
   (
     select
-    from windlass.tasks mine
-    join windlass.tasks t
+    from windlass_internal.tasks mine
+    join windlass_internal.tasks t
       on t.queue = mine.queue and t.status = 'queued' and t.run_after is null and t.priority > mine.priority
     where mine.id = $1
     limit $2
@@ -93,8 +96,8 @@ from (
   union all
   (
     select
-    from windlass.tasks mine
-    join windlass.tasks t
+    from windlass_internal.tasks mine
+    join windlass_internal.tasks t
       on t.queue = mine.queue and t.status = 'queued' and t.run_after is null and t.priority = mine.priority
       and t.id < mine.id
     where mine.id = $1
@@ -109,7 +112,7 @@ select
   k.key, s.currency,
   sum(s.task_micros)::bigint as task_micros, sum(s.boot_micros)::bigint as boot_micros,
   sum(s.idle_micros)::bigint as idle_micros, sum(s.tail_micros)::bigint as tail_micros
-from windlass.spending s
+from windlass_internal.spending s
 cross join lateral (
   select
     case $1::text
@@ -136,7 +139,7 @@ select
   coalesce(sum(c.amount_micros) filter (where c.kind = 'boot'), 0)::bigint as boot_micros,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'idle'), 0)::bigint as idle_micros,
   coalesce(sum(c.amount_micros) filter (where c.kind = 'tail'), 0)::bigint as tail_micros
-from windlass.charges c
+from windlass_internal.charges c
 cross join lateral (
   select case $1::text when 'worker' then c.worker_id else c.task_id::text end as key
 ) as k
@@ -151,7 +154,7 @@ order by sum(c.amount_micros) desc, k.key collate "C", c.currency collate "C" li
 -- without a task has no key.
 with charges as (
   select c.worker_id, c.from_at, c.currency, c.kind, c.task_id, c.amount_micros
-  from windlass.charges c
+  from windlass_internal.charges c
   where c.from_at >= $1 and ($2::text is null or c.fleet = $2)
 ),
 tasks as (
@@ -200,7 +203,7 @@ select
     where v.until_at > $1
   ))::bigint as amount_micros,
   (array_agg(v.price_micros_per_hour order by v.from_at desc))[1] as price_micros_per_hour
-from windlass.volume_sizes v
+from windlass_internal.volume_sizes v
 where $2::text is null or v.fleet = $2
 group by v.volume_id, v.fleet, v.currency
 having max(v.until_at) > $1
@@ -216,5 +219,5 @@ order by h.fleet, h.lost + h.failed_checks desc, h.machines desc, h.place, h.hos
 -- name: charges_of_task
 -- `windlass tasks show`; charges_task.
 select worker_id, fleet, kind, from_at, until_at, amount_micros, currency, task_id, queue
-from windlass.charges where task_id = $1
+from windlass_internal.charges where task_id = $1
 order by from_at, worker_id collate "C";

@@ -8,15 +8,20 @@ select
   count(*) filter (where w.status = 'terminating') as terminating,
   count(*) filter (where w.status = 'error') as error,
   count(*) filter (where w.slot is not null) as managed,
+  count(*) filter (
+    where w.slot is not null and w.status in ('spawning', 'active') and f.planner_state ->> 'fingerprint' is not null
+      and w.fingerprint is distinct from f.planner_state ->> 'fingerprint'
+  ) as outdated,
   count(*) filter (where w.paused) as paused,
   count(*) filter (where w.status = 'active' and not lease.is_valid) as silent,
   count(*) filter (where ready.can_begin and r.tasks is null) as idle,
   coalesce(
     sum(greatest(0, w.concurrency - coalesce(r.tasks, 0))) filter (where ready.can_begin), 0
   )::bigint as free_slots
-from windlass.workers w
+from windlass_internal.workers w
+join windlass_internal.fleets f on f.name = w.fleet
 left join (
-  select t.worker_id, count(*) as tasks from windlass.tasks t where t.status = 'running' group by t.worker_id
+  select t.worker_id, count(*) as tasks from windlass_internal.tasks t where t.status = 'running' group by t.worker_id
 ) as r on r.worker_id = w.id
 cross join lateral (
   select w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as is_valid
@@ -31,25 +36,27 @@ group by w.fleet;
 -- name: burn_rates
 -- overview; workers_live.
 select w.fleet, w.currency, sum(w.price_micros_per_hour)::bigint as micros_per_hour, count(*) as machines
-from windlass.workers w where w.status <> 'terminated' and w.billed_since is not null and w.billed_until is null
+from windlass_internal.workers w where w.status <> 'terminated' and w.billed_since is not null and w.billed_until is null
 group by w.fleet, w.currency order by w.fleet, micros_per_hour desc, w.currency;
 
 -- name: fleet_queues
 -- Queues that fleets serve. With `known_queues`, all queues.
-select distinct unnest(f.queues) as queue from windlass.fleets f;
+select distinct unnest(f.queues) as queue from windlass_internal.fleets f;
 
 -- name: workers_by_queue
 -- overview; workers_live. Live workers that can claim from each queue.
 select q.name as queue, count(*) as workers
-from windlass.workers w cross join lateral unnest(w.queues) as q (name)
+from windlass_internal.workers w cross join lateral unnest(w.queues) as q (name)
 where w.status in ('spawning', 'active') group by q.name;
 
 -- name: last_cycles
 -- overview; one probe of cycles_fleet for each fleet.
-select f.name as fleet, c.id, c.decision, coalesce(c.repeated_at, c.started_at) as decided_at from windlass.fleets f
+select f.name as fleet, c.id, coalesce(c.last_decision, c.decision) as decision,
+  coalesce(c.repeated_at, c.started_at) as decided_at
+from windlass_internal.fleets f
 cross join lateral (
-  select l.id, l.decision, l.repeated_at, l.started_at
-  from windlass.cycles l where l.fleet = f.name order by l.id desc limit 1
+  select l.id, l.decision, l.last_decision, l.repeated_at, l.started_at
+  from windlass_internal.cycles l where l.fleet = f.name order by l.id desc limit 1
 ) as c;
 
 -- name: queue_counts
@@ -60,46 +67,46 @@ select
 from unnest($1::text[]) as q (name)
 cross join lateral (
   select count(*) as n from (
-    select from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null limit $2
+    select from windlass_internal.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null limit $2
   ) as counted
 ) as ready
 cross join lateral (
   select count(*) as n from (
-    select from windlass.tasks t
+    select from windlass_internal.tasks t
     where t.queue = q.name and t.status = 'queued' and t.run_after is not null and t.run_after <= windlass.now()
     limit $2
   ) as counted
 ) as due
 cross join lateral (
   select count(*) as n from (
-    select from windlass.tasks t
+    select from windlass_internal.tasks t
     where t.queue = q.name and t.status = 'queued' and t.run_after is not null and t.run_after > windlass.now()
     limit $2
   ) as counted
 ) as later
 cross join lateral (
   select count(*) as n from (
-    select from windlass.tasks t where t.queue = q.name and t.status = 'error' and t.run_after is not null limit $2
+    select from windlass_internal.tasks t where t.queue = q.name and t.status = 'error' and t.run_after is not null limit $2
   ) as counted
 ) as retrying
 left join lateral (
   -- The oldest of the first 100: the first alone may have been requeued a moment ago.
   select min(first.since) as since from (
     select coalesce(t.ready_at, t.created_at) as since
-    from windlass.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null
+    from windlass_internal.tasks t where t.queue = q.name and t.status = 'queued' and t.run_after is null
     order by t.priority desc, t.id limit 100
   ) as first
 ) as head on true;
 
 -- name: running_by_queue
 -- overview; tasks_running.
-select t.queue, count(*) as running from windlass.tasks t where t.status = 'running' group by t.queue;
+select t.queue, count(*) as running from windlass_internal.tasks t where t.status = 'running' group by t.queue;
 
 -- name: failed_by_queue
 -- overview; the newest $1 of tasks_failed, without those that a person cancelled.
 select d.queue, count(*) as dead
 from (
-  select t.queue, t.error_code from windlass.tasks t where t.status = 'failed' order by t.finished_at desc limit $1
+  select t.queue, t.error_code from windlass_internal.tasks t where t.status = 'failed' order by t.finished_at desc limit $1
 ) as d
 where d.error_code is distinct from 'CANCELLED'
 group by d.queue;
@@ -125,7 +132,7 @@ from (
     count(*) filter (where r.finished_at > windlass.now() - interval '1 minute') over (partition by r.queue)
       as last_minute
   from (
-    select t.queue, t.attempts, t.created_at, t.ready_at, t.started_at, t.finished_at from windlass.tasks t
+    select t.queue, t.attempts, t.created_at, t.ready_at, t.started_at, t.finished_at from windlass_internal.tasks t
     where t.status = 'complete' and t.finished_at > windlass.now() - make_interval(secs => $3::float8)
     order by t.finished_at desc limit $1
   ) as r
@@ -135,49 +142,17 @@ where s.place <= $2;
 -- name: open_alerts
 -- overview; alerts_open, a few rows per fleet and code.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
-from windlass.alerts where resolved_at is null order by since, id limit 500;
+from windlass_internal.alerts where resolved_at is null order by since, id limit 500;
 
 -- name: leader
 -- overview; a few rows. Prefers the orchestrator's lease to those of other lease names.
 select l.holder, l.term, extract(epoch from l.expires_at - windlass.now())::float8 as expires_in_s
-from windlass.leases l where l.name not like 'ray:%' and windlass_internal.is_held(l)
+from windlass_internal.leases l where l.name not like 'ray:%' and l.is_held
 order by l.name = 'orchestrator' desc limit 1;
 
 -- name: overview_time
 -- overview; primary key backwards.
-select windlass.now() as at, coalesce((select max(e.id) from windlass.events e), 0) as last_event_id;
-
--- name: add_samples
--- take_samples: one row per fleet and moment; the first writer wins.
-insert into windlass.samples (
-  at, fleet, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
-  burn_micros_per_hour, currency
-)
-select date_bin(make_interval(secs => $2::float8), windlass.now(), 'epoch'), s.*
-from jsonb_to_recordset($1::jsonb) as s (
-  fleet text, queued integer, running integer, spawning integer, active integer, terminating integer, error integer,
-  completed_per_minute real, wait_p95_s real, burn_micros_per_hour bigint, currency text
-)
-on conflict do nothing;
-
--- name: average_samples
--- take_samples: averages of the last hour's intervals of five minutes that have ended; samples_at, sample_averages_at.
-insert into windlass.sample_averages (
-  fleet, at, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
-  burn_micros_per_hour, currency
-)
-select
-  s.fleet, date_bin('5 minutes', s.at, 'epoch'), avg(s.queued), avg(s.running), avg(s.spawning), avg(s.active),
-  avg(s.terminating), avg(s.error), avg(s.completed_per_minute), max(s.wait_p95_s), avg(s.burn_micros_per_hour),
-  max(s.currency)
-from windlass.samples s
-where s.at < date_bin('5 minutes', windlass.now(), 'epoch')
-  and s.at >= greatest(
-    date_bin('5 minutes', windlass.now() - interval '1 hour', 'epoch'),
-    (select max(a.at) + interval '5 minutes' from windlass.sample_averages a)
-  )
-group by 1, 2
-on conflict do nothing;
+select windlass.now() as at, coalesce((select max(e.id) from windlass_internal.events e), 0) as last_event_id;
 
 -- name: long_history
 -- Charts of days; primary keys of sample_averages, and of samples since the last average. Bounded by retention.
@@ -188,16 +163,16 @@ select
   avg(s.completed_per_minute)::float8 as completed_per_minute, max(s.wait_p95_s)::float8 as wait_p95_s,
   avg(s.burn_micros_per_hour)::float8 as burn_micros_per_hour, max(s.currency) as currency
 from (
-  select * from windlass.sample_averages a
+  select * from windlass_internal.sample_averages a
   where a.fleet = $1 and a.at > windlass.now() - make_interval(secs => $2::float8)
   union all
   select
     r.fleet, r.at, r.queued, r.running, r.spawning, r.active, r.terminating, r.error, r.completed_per_minute,
     r.wait_p95_s, r.burn_micros_per_hour, r.currency
-  from windlass.samples r
+  from windlass_internal.samples r
   where r.fleet = $1 and r.at > windlass.now() - make_interval(secs => $2::float8)
     and r.at >= coalesce(
-      (select max(l.at) + interval '5 minutes' from windlass.sample_averages l where l.fleet = $1), '-infinity'
+      (select max(l.at) + interval '5 minutes' from windlass_internal.sample_averages l where l.fleet = $1), '-infinity'
     )
 ) as s
 group by date_bin(make_interval(secs => $3::float8), s.at, 'epoch') order by 1;
@@ -210,7 +185,7 @@ select
   avg(s.active)::float8 as active, avg(s.terminating)::float8 as terminating, avg(s.error)::float8 as error,
   avg(s.completed_per_minute)::float8 as completed_per_minute, max(s.wait_p95_s)::float8 as wait_p95_s,
   avg(s.burn_micros_per_hour)::float8 as burn_micros_per_hour, max(s.currency) as currency
-from windlass.samples s where s.fleet = $1 and s.at > windlass.now() - make_interval(secs => $2::float8)
+from windlass_internal.samples s where s.fleet = $1 and s.at > windlass.now() - make_interval(secs => $2::float8)
 group by date_bin(make_interval(secs => $3::float8), s.at, 'epoch') order by 1;
 
 -- name: fleet_metrics
@@ -219,10 +194,10 @@ select
   f.name as fleet, spawned.success_ratio::float8 as provisioning_success_ratio,
   spawned.mean_s::float8 as provisioning_mean_s, slots.restarts, slots.failed_slots, ended.terminated,
   extract(epoch from windlass.now() - crash.failed_at)::float8 as since_last_crash_s
-from windlass.fleets f
+from windlass_internal.fleets f
 cross join lateral (
   select count(*) as terminated
-  from (select from windlass.workers w where w.fleet = f.name and w.status = 'terminated' limit 10000) as counted
+  from (select from windlass_internal.workers w where w.fleet = f.name and w.status = 'terminated' limit 10000) as counted
 ) as ended
 cross join lateral (
   select
@@ -231,16 +206,16 @@ cross join lateral (
     avg(extract(epoch from h.activated_at - h.created_at)) as mean_s
   from (
     select w.activated_at, w.created_at, w.activated_at is null and w.status in ('error', 'terminated') as has_failed
-    from windlass.workers w where w.fleet = f.name and w.slot is not null order by w.created_at desc limit 50
+    from windlass_internal.workers w where w.fleet = f.name and w.slot is not null order by w.created_at desc limit 50
   ) as h
 ) as spawned
 cross join lateral (
   select coalesce(sum(s.restart_count), 0) as restarts, count(*) filter (where s.status = 'failed') as failed_slots
-  from windlass.slots s where s.fleet = f.name
+  from windlass_internal.slots s where s.fleet = f.name
 ) as slots
 left join lateral (
   select w.failed_at
-  from windlass.workers w where w.fleet = f.name and w.failed_at is not null order by w.failed_at desc limit 1
+  from windlass_internal.workers w where w.fleet = f.name and w.failed_at is not null order by w.failed_at desc limit 1
 ) as crash on true
 order by f.name;
 
@@ -249,7 +224,7 @@ order by f.name;
 select
   w.fleet, w.currency,
   sum(w.price_micros_per_hour * extract(epoch from windlass.now() - w.billed_since) / 3600)::bigint as micros
-from windlass.workers w where w.status <> 'terminated' and w.billed_since is not null
+from windlass_internal.workers w where w.status <> 'terminated' and w.billed_since is not null
 group by w.fleet, w.currency order by w.fleet, w.currency;
 
 -- name: recent_spending
@@ -257,19 +232,19 @@ group by w.fleet, w.currency order by w.fleet, w.currency;
 select
   s.fleet, s.currency, sum(s.task_micros)::bigint as task, sum(s.boot_micros)::bigint as boot,
   sum(s.idle_micros)::bigint as idle, sum(s.tail_micros)::bigint as tail
-from windlass.spending s where s.hour > windlass.now() - interval '1 day'
+from windlass_internal.spending s where s.hour > windlass.now() - interval '1 day'
 group by s.fleet, s.currency order by s.fleet, s.currency;
 
 -- name: live_workers
 -- workers_page; workers_by_slot, after the cursor ($3, $4, $5).
-select w.id from windlass.workers w
+select w.id from windlass_internal.workers w
 where w.status <> 'terminated' and ($1::text is null or w.fleet = $1) and ($2::text is null or w.status = $2)
   and ($3::text is null or (w.fleet, coalesce(w.slot, 2147483647), w.id) > ($3, $4::integer, $5::text))
 order by w.fleet, coalesce(w.slot, 2147483647), w.id limit $6;
 
 -- name: terminated_workers
 -- workers_page; workers_terminated_at backwards, after the cursor ($2, $3).
-select w.id from windlass.workers w
+select w.id from windlass_internal.workers w
 where w.status = 'terminated' and ($1::text is null or w.fleet = $1)
   and ($2::timestamptz is null or (w.terminated_at <= $2 and (w.terminated_at < $2 or w.id < $3::text)))
 order by w.terminated_at desc, w.id desc limit $4;
@@ -291,20 +266,21 @@ select
   w.price_micros_per_hour, w.currency, w.billing_unit_s, w.price_parts, w.billed_since, w.billed_until, w.settled_until,
   w.kind, w.node, w.address, w.machine_host, w.running_at, w.reachable_at, w.joined_at, w.boot_step
 from unnest($1::text[]) with ordinality as wanted (id, place)
-join windlass.workers w on w.id = wanted.id
-left join windlass.slots s on s.fleet = w.fleet and s.slot = w.slot
+join windlass_internal.workers w on w.id = wanted.id
+left join windlass_internal.slots s on s.fleet = w.fleet and s.slot = w.slot
 cross join lateral (
   select count(*) as running_tasks, min(a.id) as oldest_id
-  from windlass.tasks a where a.worker_id = w.id and a.status = 'running'
+  from windlass_internal.tasks a where a.worker_id = w.id and a.status = 'running'
 ) as t
-left join windlass.tasks r on r.id = t.oldest_id
+left join windlass_internal.tasks r on r.id = t.oldest_id
 order by wanted.place;
 
 -- name: events_page
 -- events_page; events_task, events_worker or the primary key backwards, at most $7 rows.
-select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail, s.actor
+select s.id, s.at, s.code, s.reason, s.fleet, s.worker_id, s.task_id, s.detail, s.actor,
+  (select t.queue from windlass_internal.tasks t where t.id = s.task_id) as queue
 from (
-  select e.* from windlass.events e
+  select e.* from windlass_internal.events e
   where ($1::bigint is null or e.task_id = $1) and ($2::text is null or e.worker_id = $2)
     and ($5::bigint is null or e.id < $5)
   order by e.id desc limit $7
@@ -314,29 +290,30 @@ order by s.id desc limit $6;
 
 -- name: events_page_end
 -- The last row that a search of events_page examined.
-select e.id from windlass.events e
+select e.id from windlass_internal.events e
 where ($1::bigint is null or e.task_id = $1) and ($2::text is null or e.worker_id = $2)
   and ($3::bigint is null or e.id < $3)
 order by e.id desc limit 1 offset $4 - 1;
 
 -- name: events_after
 -- Event stream; primary key.
-select id, at, code, reason, fleet, worker_id, task_id, detail, actor
-from windlass.events where id > $1 order by id limit $2;
+select e.id, e.at, e.code, e.reason, e.fleet, e.worker_id, e.task_id, e.detail, e.actor,
+  (select t.queue from windlass_internal.tasks t where t.id = e.task_id) as queue
+from windlass_internal.events e where e.id > $1 order by e.id limit $2;
 
 -- name: cycles_page
 -- cycles_page; cycles_fleet or the primary key backwards.
 select id, fleet, term, started_at, finished_at, decision, plan, summary, repeats, repeated_at
-from windlass.cycles where ($1::text is null or fleet = $1) and ($2::bigint is null or id < $2)
+from windlass_internal.cycles where ($1::text is null or fleet = $1) and ($2::bigint is null or id < $2)
   and ($4::timestamptz is null or started_at >= $4)
 order by id desc limit $3;
 
 -- name: changes_page
 -- cycles_page; cycles_changes of one fleet ($1) or of each, backwards, not before $4.
 select c.id, c.fleet, c.term, c.started_at, c.finished_at, c.decision, c.plan, c.summary, c.repeats, c.repeated_at
-from windlass.fleets f
+from windlass_internal.fleets f
 cross join lateral (
-  select l.* from windlass.cycles l
+  select l.* from windlass_internal.cycles l
   where l.fleet = f.name and l.is_change and ($2::bigint is null or l.id < $2)
     and ($4::timestamptz is null or l.started_at >= $4)
   order by l.id desc limit $3
@@ -349,7 +326,7 @@ order by c.id desc limit $3;
 select s.id, s.at, s.level, s.message, s.worker_id, s.cycle_id, s.fields
 from (
   select l.*
-  from windlass.logs l where ($1::text is null or l.worker_id = $1) and ($3::bigint is null or l.id < $3)
+  from windlass_internal.logs l where ($1::text is null or l.worker_id = $1) and ($3::bigint is null or l.id < $3)
   order by l.id desc limit $5
 ) as s
 where $2::text is null or s.level = $2
@@ -358,13 +335,13 @@ order by s.id desc limit $4;
 -- name: logs_page_end
 -- The last row that a search of logs_page examined.
 select l.id
-from windlass.logs l where ($1::text is null or l.worker_id = $1) and ($2::bigint is null or l.id < $2)
+from windlass_internal.logs l where ($1::text is null or l.worker_id = $1) and ($2::bigint is null or l.id < $2)
 order by l.id desc limit 1 offset $3 - 1;
 
 -- name: alerts_page
 -- alerts_page; the primary key backwards.
 select id, fleet, code, severity, reason, since, seen_at, resolved_at
-from windlass.alerts where ($1::boolean is null or (resolved_at is null) = $1) and ($2::bigint is null or id < $2)
+from windlass_internal.alerts where ($1::boolean is null or (resolved_at is null) = $1) and ($2::bigint is null or id < $2)
 order by id desc limit $3;
 
 -- name: component_health
@@ -374,9 +351,9 @@ from windlass.health order by component collate "C" limit $1;
 
 -- name: ray_dashboards
 -- Worker pages; workers_by_slot of each fleet, workers without a slot.
-select f.name as fleet, d.url from windlass.fleets f
+select f.name as fleet, d.url from windlass_internal.fleets f
 cross join lateral (
-  select w.metadata ->> 'ray_dashboard' as url from windlass.workers w
+  select w.metadata ->> 'ray_dashboard' as url from windlass_internal.workers w
   where w.fleet = f.name and w.status <> 'terminated' and coalesce(w.slot, 2147483647) = 2147483647
     -- Reported by the worker and shown as a link.
     and w.kind = 'dispatcher' and w.metadata ->> 'ray_dashboard' ~ '^https?://'

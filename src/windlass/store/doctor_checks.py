@@ -67,7 +67,7 @@ async def examine(dsn: str) -> DatabaseCheck:
 async def has_managed_workers(dsn: str) -> bool:
     """Whether a fleet has workers that are not terminated. Works with any schema version, or none."""
     async with connected(dsn, "searching for workers") as connection:
-        if await connection.fetchval("select to_regclass('windlass.workers')") is None:
+        if await connection.fetchval("select to_regclass('windlass_internal.workers')") is None:
             return False
         return bool(await connection.fetchval(QUERIES["has_managed_workers"]))
 

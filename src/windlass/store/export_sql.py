@@ -22,7 +22,7 @@ def script(migrations: list[Migration], program_version: str, *, from_version: i
         lock_key=LOCK_KEY,
         # Names come from our file names and checksums are hexadecimal: neither needs quoting.
         migrations="\n".join(
-            f"-- {'-' * 60} {m.version:04} {m.name}\n\n{m.sql.strip()}\n\n"
+            f"-- {'-' * 60} {m.version:04} {m.name}\n\n{m.script.strip()}\n\n"
             "insert into windlass.migrations (version, name, checksum)"
             f" values ({m.version}, '{m.name}', '{m.checksum}');\n"
             for m in migrations

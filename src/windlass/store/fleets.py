@@ -19,7 +19,13 @@ QUERIES = read_queries("windlass.store", "control_queries.sql")
 WORKER_QUERIES = read_queries("windlass.store", "queries.sql")
 
 
-class PostgresFleetQueries(DatabaseStore):
+class PostgresFilledQueues(DatabaseStore):
+    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
+        rows = await self._database.fetch("reading the queues", QUERIES["queues_with_tasks"], list(queues))
+        return {row["name"] for row in rows}
+
+
+class PostgresFleetQueries(PostgresFilledQueues):
     async def fleets(self) -> list[Fleet]:
         return [fleet_of(row) for row in await self._database.fetch("listing fleets", QUERIES["fleets"])]
 
@@ -45,6 +51,11 @@ class PostgresFleetQueries(DatabaseStore):
         rows = await self._database.fetch("reading events", WORKER_QUERIES["events"], task_id, worker_id, limit)
         return [event_of(row) for row in reversed(rows)]
 
+    async def may_read_events(self) -> bool:
+        """Whether this database user reads more than tasks: the owner and orchestrators do."""
+        query = "select has_schema_privilege('windlass_internal', 'usage')"
+        return bool(await self._database.fetchval("checking this user's rights", query))
+
     async def audit_page(self, *, actor: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Event]:
         limit = page_size(limit)
         (before,) = read_cursor(cursor, ID) or (None,)
@@ -66,10 +77,6 @@ class PostgresFleetQueries(DatabaseStore):
         rows = await self._database.fetch("listing running tasks", QUERIES["running_tasks"])
         return {row["worker_id"]: row["task_ids"] for row in rows}
 
-    async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
-        rows = await self._database.fetch("reading the queues", QUERIES["queues_with_tasks"], list(queues))
-        return {row["name"] for row in rows}
-
     async def ready_before(self, task_id: int) -> int:
         count: int = await self._database.fetchval("counting tasks", QUERIES["tasks_ahead"], task_id, MAX_AHEAD + 1)
         return count
@@ -81,6 +88,14 @@ class PostgresOperations(DatabaseStore):
 
     async def request_workers(self, fleet: str, count: int) -> int:
         return int(await self._database.call("requesting workers", "windlass_internal.request_workers", fleet, count))
+
+    async def request_deploy(self, fleet: str, surge: int, max_unavailable: int, *, is_immediate: bool) -> int:
+        function = "windlass_internal.request_deploy"
+        arguments = (fleet, surge, max_unavailable, is_immediate)
+        return int(await self._database.call("requesting a deploy", function, *arguments))
+
+    async def abort_deploy(self, fleet: str) -> bool:
+        return bool(await self._database.call("aborting a deploy", "windlass_internal.abort_deploy", fleet))
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         doing = "pausing or resuming a fleet"

@@ -1,18 +1,27 @@
 """Creates and upgrades the database's schema, and checks that a program and its database fit together.
 
 `schema/` is the current schema by subject; an empty database gets it as a whole. `migrations/` has the deltas from each
-released version to the next. Both run in one transaction under a lock; the schema only moves forward.
+released version to the next. Both run under a lock. No statement blocks workers for longer than TABLE_LOCK_TIMEOUT_S;
+`rollback` undoes migrations that say how.
 
 Two version numbers: the orchestrator needs exactly its own schema version. Workers and clients use only the public
 contract (docs/sql.md) and need a database that supports their contract version.
 """
 
+import asyncio
 import hashlib
+import random
+import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
-from typing import Any
+from itertools import takewhile
+from typing import Any, Literal, TypeVar
 
-from windlass.model.errors import SchemaMismatch
+import asyncpg
+
+from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.store.connect import connected
 
 # The version of the first release. Lower versions are of development builds, which have no upgrade path.
@@ -26,6 +35,18 @@ LOCK_KEY = 94635277
 # Building an index over a large table takes long. Waiting for another migration should not.
 MIGRATE_TIMEOUT_S = 3600.0
 LOCK_TIMEOUT_S = 60
+# A statement that needs a whole table waits this long for it. Workers wait behind it, so it is shorter than any lease.
+# Also shorter than PostgreSQL's deadlock_timeout (1 s): in a deadlock normally the migration is repeated, not a worker.
+TABLE_LOCK_TIMEOUT_S = 0.7
+TABLE_LOCK_ATTEMPTS = 60
+MAX_RETRY_PAUSE_S = 5.0
+# Between two batches, for the transactions of others.
+BATCH_PAUSE_S = 0.02
+# A billion rows in batches of a thousand.
+MAX_BATCHES = 1_000_000
+_STEP = re.compile(r"^-- step: (transaction|batches|statement)$", re.MULTILINE)
+_ROLLBACK = re.compile(r"^-- rollback$", re.MULTILINE)
+_Result = TypeVar("_Result")
 # The owner of the schema, quoted, if that is another role than this user and this user is its member.
 _OWNER = """
 select quote_ident(r.rolname) from pg_namespace n join pg_roles r on r.oid = n.nspowner
@@ -42,7 +63,15 @@ select exists (
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    kind: Literal["transaction", "batches", "statement"]
+    sql: str
+
+
+@dataclass(frozen=True, slots=True)
 class Migration:
+    """One file. `-- step: KIND` begins a step, `-- rollback` the statements that undo it all (migrations/README.md)."""
+
     version: int
     name: str
     sql: str
@@ -50,6 +79,37 @@ class Migration:
     @property
     def checksum(self) -> str:
         return hashlib.sha256(self.sql.encode()).hexdigest()[:16]
+
+    @property
+    def forward(self) -> str:
+        return _ROLLBACK.split(self.sql, maxsplit=1)[0]
+
+    @property
+    def undo(self) -> str | None:
+        parts = _ROLLBACK.split(self.sql, maxsplit=1)
+        return parts[1] if len(parts) > 1 else None
+
+    @property
+    def is_stepwise(self) -> bool:
+        return _STEP.search(self.forward) is not None
+
+    @property
+    def steps(self) -> list[Step]:
+        first, *rest = _STEP.split(self.forward)
+        named = [("transaction", first), *zip(rest[::2], rest[1::2], strict=True)]
+        return [Step(kind, sql) for kind, sql in named if sql.strip()]  # type: ignore[arg-type]
+
+    @property
+    def script(self) -> str:
+        """All steps in one transaction, for a person who applies them by hand."""
+        parts = []
+        for step in self.steps if self.is_stepwise else ():
+            if step.kind == "batches":
+                body = step.sql.strip().rstrip(";")
+                parts.append(f"do $batches$ begin loop\n{body};\nexit when not found;\nend loop; end $batches$;")
+            else:
+                parts.append(re.sub(r"\bconcurrently\b ?", "", step.sql).rstrip().rstrip(";") + ";")
+        return "\n".join(parts) if parts else self.forward
 
 
 def _read_files(folder: str) -> list[tuple[str, str]]:
@@ -133,29 +193,150 @@ def missing_migrations(applied: dict[int, Any]) -> list[Migration]:
 
 
 async def migrate(dsn: str) -> list[Migration]:
-    """Bring the database to LATEST_VERSION. Returns what was applied; applies all of it or nothing."""
-    async with connected(dsn, "migrating", command_timeout_s=MIGRATE_TIMEOUT_S) as connection, connection.transaction():
-        await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT_S}s'")
-        await connection.execute(f"select pg_advisory_xact_lock({LOCK_KEY})")
-        # Objects that a migration creates belong to the schema's owner, whose member this user may be.
-        owner = await connection.fetchval(_OWNER)
-        if owner is not None:
-            await connection.execute(f"set local role {owner}")
+    """Bring the database to LATEST_VERSION. Returns what was applied.
+
+    Migrations of one step are applied in one transaction, all of them or none. Each step of the others is repeatable:
+    after an interruption, a second call continues.
+    """
+    async with connected(dsn, "migrating", command_timeout_s=MIGRATE_TIMEOUT_S) as connection:
+        done: list[Migration] = []
+        # Every iteration applies at least one migration.
+        for _ in range(len(MIGRATIONS) + 2):
+            applied, stepwise = await _with_free_tables(connection, _apply_next)
+            if stepwise is not None:
+                for step in stepwise.steps:
+                    await _run_step(connection, step)
+                await _with_free_tables(connection, partial(_record, migration=stepwise))
+                applied = [stepwise]
+            if not applied:
+                break
+            done += applied
+        return done
+
+
+async def rollback(dsn: str, version: int) -> list[Migration]:
+    """Undo the migrations above this version, newest first, in one transaction. Returns them.
+
+    For the newer program, before the older one starts. Raises SchemaMismatch if one of them cannot be undone.
+    """
+
+    async def undo(connection: Any) -> list[Migration]:
         applied = await applied_migrations(connection)
-        missing = missing_migrations(applied)
-        if applied:
-            _check_upgradable(applied)
-        for migration in missing:
-            await connection.execute(migration.sql)
-            await connection.execute(
-                "insert into windlass.migrations (version, name, checksum) values ($1, $2, $3)",
-                migration.version,
-                migration.name,
-                migration.checksum,
-            )
-        if missing and await connection.fetchval(_HAS_ROLES):
-            await connection.execute("select windlass_internal.apply_roles()")
-        return missing
+        _check_upgradable(applied)
+        known = {migration.version: migration for migration in MIGRATIONS}
+        newer = sorted((number for number in applied if number > version), reverse=True)
+        for number in newer:
+            if number not in known or known[number].undo is None:
+                raise SchemaMismatch(
+                    f"migration {number:04} cannot be undone: restore a backup from before it, or keep this version."
+                )
+            await connection.execute(known[number].undo)
+            await connection.execute("delete from windlass.migrations where version = $1", number)
+        return [known[number] for number in newer]
+
+    async with connected(dsn, "rolling back", command_timeout_s=MIGRATE_TIMEOUT_S) as connection:
+        return await _with_free_tables(connection, undo)
+
+
+class _TablesInUse(Exception):
+    """A statement waited for a table longer than TABLE_LOCK_TIMEOUT_S, or in a circle with a worker's transaction.
+
+    Its own transaction has changed nothing.
+    """
+
+
+async def _with_free_tables(connection: Any, work: Callable[[Any], Awaitable[_Result]]) -> _Result:
+    """Do the work in a transaction, under the lock of migrations, as the schema's owner.
+
+    A statement that needs a whole table waits at most TABLE_LOCK_TIMEOUT_S for it: all later statements of workers on
+    that table wait behind it. Then everything is undone and repeated after a pause, in which they go on.
+    """
+
+    async def attempt() -> _Result:
+        async with connection.transaction():
+            await connection.execute(f"set local lock_timeout = '{LOCK_TIMEOUT_S}s'")
+            await connection.execute(f"select pg_advisory_xact_lock({LOCK_KEY})")
+            # Objects that a migration creates belong to the schema's owner, whose member this user may be.
+            owner = await connection.fetchval(_OWNER)
+            if owner is not None:
+                await connection.execute(f"set local role {owner}")
+            await connection.execute(f"set local lock_timeout = '{TABLE_LOCK_TIMEOUT_S}s'")
+            try:
+                return await work(connection)
+            except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError) as error:
+                raise _TablesInUse from error
+
+    return await _retry(attempt)
+
+
+async def _retry(attempt: Callable[[], Awaitable[_Result]]) -> _Result:
+    rng = random.Random()  # noqa: S311 - spreads retries, protects nothing
+    for number in range(1, TABLE_LOCK_ATTEMPTS + 1):
+        try:
+            return await attempt()
+        except _TablesInUse:
+            if number == TABLE_LOCK_ATTEMPTS:
+                break
+            await asyncio.sleep(min(number, MAX_RETRY_PAUSE_S) * rng.uniform(0.5, 1.5))
+    raise DatabaseUnavailable(
+        f"migrating: a table was in use in all of {TABLE_LOCK_ATTEMPTS} attempts, and nothing was changed. "
+        "End long transactions (pg_stat_activity lists them), then try again."
+    )
+
+
+async def _apply_next(connection: Any) -> tuple[list[Migration], Migration | None]:
+    """Apply all missing migrations up to the first with several steps, and return them; or return that one."""
+    applied = await applied_migrations(connection)
+    missing = missing_migrations(applied)
+    if applied:
+        _check_upgradable(applied)
+    plain = list(takewhile(lambda migration: not migration.is_stepwise, missing))
+    if missing and not plain:
+        return [], missing[0]
+    for migration in plain:
+        await connection.execute(migration.forward)
+        await _insert_row(connection, migration)
+    if plain:
+        await _update_roles(connection)
+    return plain, None
+
+
+async def _run_step(connection: Any, step: Step) -> None:
+    if step.kind == "transaction":
+        await _with_free_tables(connection, lambda open_: open_.execute(step.sql))
+    elif step.kind == "batches":
+        # Each batch is a transaction of its own, so that it locks few rows and only for a moment.
+        for _ in range(MAX_BATCHES):
+            tag = await _with_free_tables(connection, lambda open_: open_.execute(step.sql))
+            if tag.endswith(" 0"):  # as in "UPDATE 0"
+                return
+            await asyncio.sleep(BATCH_PAUSE_S)
+        raise DatabaseUnavailable(
+            f"migrating: {MAX_BATCHES} batches did not change all rows. Run it again to continue."
+        )
+    else:
+        # Outside of a transaction, such as `create index concurrently if not exists`: it never blocks writers.
+        await connection.execute(step.sql)
+
+
+async def _record(connection: Any, migration: Migration) -> None:
+    await _insert_row(connection, migration)
+    await _update_roles(connection)
+
+
+async def _insert_row(connection: Any, migration: Migration) -> None:
+    await connection.execute(
+        # Another program may have run the same steps at the same time.
+        "insert into windlass.migrations (version, name, checksum) values ($1, $2, $3) on conflict do nothing",
+        migration.version,
+        migration.name,
+        migration.checksum,
+    )
+
+
+async def _update_roles(connection: Any) -> None:
+    if await connection.fetchval(_HAS_ROLES):
+        await connection.execute("select windlass_internal.apply_roles()")
 
 
 async def apply_roles(dsn: str, script: str) -> None:

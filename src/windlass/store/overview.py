@@ -74,7 +74,7 @@ class PostgresOverview(DatabaseStore):
                     },
                     **{
                         name: workers[fleet.name][name] if fleet.name in workers else 0
-                        for name in ("managed", "paused", "silent", "idle", "free_slots")
+                        for name in ("managed", "outdated", "paused", "silent", "idle", "free_slots")
                     },
                     decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
                     cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,
@@ -122,8 +122,8 @@ class PostgresOverview(DatabaseStore):
                     "currency": burn.currency if burn is not None else None,
                 }
             )
-        await self._database.execute("writing samples", QUERIES["add_samples"], json.dumps(rows), SAMPLE_INTERVAL_S)
-        await self._database.execute("averaging samples", QUERIES["average_samples"])
+        function = "windlass_internal.add_samples"
+        await self._database.call("writing samples", function, json.dumps(rows), SAMPLE_INTERVAL_S)
 
     async def purge_dashboard_rows(self) -> int:
         kept = self._database.retention

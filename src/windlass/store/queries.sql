@@ -7,7 +7,7 @@ insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, t
 select queue, payload, priority, run_after, max_attempts, timeout_s, unique_key
 from windlass_staging
 order by position
-on conflict (queue, unique_key) where unique_key is not null do nothing;
+on conflict (queue, unique_key) where unique_key is not null and adoption is null do nothing;
 
 -- name: may_insert_tasks
 -- enqueue_many; reads no table.
@@ -56,13 +56,13 @@ order by id desc limit $4;
 -- names, so it skips at most 1,000 times.
 with recursive ready (queue, jumps) as (
   (
-    select t.queue::text, 1 from windlass.tasks t
+    select t.queue::text, 1 from windlass_internal.tasks t
     where t.status = 'queued' and t.run_after is null
     order by t.queue limit 1
   )
   union all
   select (
-    select t.queue::text from windlass.tasks t
+    select t.queue::text from windlass_internal.tasks t
     where t.status = 'queued' and t.run_after is null and t.queue > r.queue
     order by t.queue limit 1
   ), r.jumps + 1
@@ -71,13 +71,13 @@ with recursive ready (queue, jumps) as (
 ),
 waiting (queue, jumps) as (
   (
-    select t.queue::text, 1 from windlass.tasks t
+    select t.queue::text, 1 from windlass_internal.tasks t
     where t.run_after is not null
     order by t.queue limit 1
   )
   union all
   select (
-    select t.queue::text from windlass.tasks t
+    select t.queue::text from windlass_internal.tasks t
     where t.run_after is not null and t.queue > w.queue
     order by t.queue limit 1
   ), w.jumps + 1
@@ -90,11 +90,11 @@ from (
   union
   select queue from waiting
   union
-  select queue::text from windlass.tasks where status = 'running'
+  select queue::text from windlass_internal.tasks where status = 'running'
   union
-  select unnest(queues) from windlass.workers where status <> 'terminated'
+  select unnest(queues) from windlass_internal.workers where status <> 'terminated'
   union
-  (select n.queue from (select queue::text from windlass.tasks order by id desc limit 1000) as n)
+  (select n.queue from (select queue::text from windlass_internal.tasks order by id desc limit 1000) as n)
 ) as known
 where queue is not null
 order by queue collate "C";
@@ -110,17 +110,17 @@ select exists (
 -- name: is_queue_served
 -- `windlass enqueue`: whether a fleet or a live worker serves this queue; workers_live.
 select
-  exists (select from windlass.fleets where $1::text = any (queues))
-  or exists (select from windlass.workers where status <> 'terminated' and $1::text = any (queues));
+  exists (select from windlass_internal.fleets where $1::text = any (queues))
+  or exists (select from windlass_internal.workers where status <> 'terminated' and $1::text = any (queues));
 
 -- name: workers
 -- `windlass status` and worker(); workers_live or primary key.
 select
   id, fleet, slot, status, paused, queues, concurrency, lease_s, created_at, activated_at, last_heartbeat,
   first_claimed_at, terminated_at, code, reason, host, pid, version, vram_total_mb, vram_used_mb, late_results,
-  metadata, kind, node, machine_id, instance_type, place, address, machine_host, running_at, reachable_at, joined_at,
+  fingerprint, metadata, kind, node, machine_id, instance_type, place, address, machine_host, running_at, reachable_at, joined_at,
   boot_step, price_micros_per_hour, currency, billing_unit_s, price_parts, billed_since, billed_until, settled_until
-from windlass.workers
+from windlass_internal.workers
 where ($1::text is null or id = $1)
   and ($2 or status <> 'terminated')
 order by created_at, id;
@@ -133,19 +133,21 @@ order by queue;
 
 -- name: finished_since
 -- `windlass status`; tasks_complete, tasks_failed. Cancelled tasks are no failures.
-select 'complete' as status, count(*) as count from windlass.tasks
+select 'complete' as status, count(*) as count from windlass_internal.tasks
 where status = 'complete' and finished_at > windlass.now() - make_interval(secs => $1::float8)
 union all
-select 'failed', count(*) from windlass.tasks
+select 'failed', count(*) from windlass_internal.tasks
 where status = 'failed' and finished_at > windlass.now() - make_interval(secs => $1::float8)
   and error_code is distinct from 'CANCELLED';
 
 -- name: events
 -- Events of a task or a worker; events_task, events_worker.
-select id, at, code, reason, fleet, worker_id, task_id, detail, actor from windlass.events
-where ($1::bigint is null or task_id = $1)
-  and ($2::text is null or worker_id = $2)
-order by id desc limit $3;
+select e.id, e.at, e.code, e.reason, e.fleet, e.worker_id, e.task_id, e.detail, e.actor,
+  (select t.queue from windlass_internal.tasks t where t.id = e.task_id) as queue
+from windlass_internal.events e
+where ($1::bigint is null or e.task_id = $1)
+  and ($2::text is null or e.worker_id = $2)
+order by e.id desc limit $3;
 
 -- name: server_facts
 -- `windlass doctor`; reads no table.
@@ -161,7 +163,7 @@ select
 -- name: has_managed_workers
 -- `windlass up` without a fleet; workers_one_live_per_slot.
 select exists (
-  select from windlass.workers where slot is not null and status in ('spawning', 'active', 'terminating', 'error')
+  select from windlass_internal.workers where slot is not null and status in ('spawning', 'active', 'terminating', 'error')
 );
 
 -- name: role_to_set

@@ -30,7 +30,7 @@ begin
   if not pg_has_role('windlass_owner', 'usage') then
     execute format('grant windlass_owner to %I', current_user);
   end if;
-  for v_name in select n.nspname from pg_namespace n where n.nspname in ('windlass', 'windlass_internal') loop
+  for v_name in select n.nspname from pg_namespace n where n.nspname in ('windlass', 'windlass_internal', 'windlass_adopt') loop
     execute format('alter schema %I owner to windlass_owner', v_name);
   end loop;
   for v_name in

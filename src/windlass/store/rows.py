@@ -12,6 +12,7 @@ from windlass.model.cost import Bill, PricePart, Tariff
 from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.event import Event
 from windlass.model.node import NodeState, NodeView
+from windlass.model.rollout import Rollout
 from windlass.model.snapshot import Hold, Snapshot
 from windlass.model.task import PROGRESS_DIGITS, TaskStatus
 from windlass.model.worker import WorkerKind, WorkerStatus
@@ -31,6 +32,11 @@ def snapshot_adapter() -> TypeAdapter[Snapshot]:
 @cache
 def _hold_adapter() -> TypeAdapter[Hold | None]:
     return TypeAdapter(Hold | None)
+
+
+@cache
+def _rollout_adapter() -> TypeAdapter[Rollout]:
+    return TypeAdapter(Rollout)
 
 
 def event_of(row: Any) -> Event:
@@ -75,6 +81,7 @@ def fleet_of(row: Any) -> Fleet:
             "queues": tuple(row["queues"]),
             "hold": _hold_adapter().validate_json(row["hold"]) if row["hold"] is not None else None,
             "failed_slots": tuple(row["failed_slots"]),
+            "rollout": _rollout_adapter().validate_json(row["rollout"]) if row["rollout"] is not None else None,
         }
     )
 

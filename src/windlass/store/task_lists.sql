@@ -4,12 +4,12 @@
 
 -- name: running_tasks_of
 -- running_tasks_of; tasks_running.
-select t.id from windlass.tasks t where t.worker_id = $1 and t.status = 'running' order by t.id limit $2;
+select t.id from windlass_internal.tasks t where t.worker_id = $1 and t.status = 'running' order by t.id limit $2;
 
 -- name: tasks_newest
 -- tasks_page; the primary key backwards, after the cursor $5, at most $4 rows.
 select s.id
-from (select t.* from windlass.tasks t where $5::bigint is null or t.id < $5 order by t.id desc limit $4) as s
+from (select t.* from windlass_internal.tasks t where $5::bigint is null or t.id < $5 order by t.id desc limit $4) as s
 where ($1::text is null or s.queue = $1)
   and ($2::text is null or windlass_internal.matches_search(
     s.id, s.unique_key, s.error_code, s.error,
@@ -19,13 +19,13 @@ order by s.id desc limit $3;
 
 -- name: tasks_newest_end
 -- The last row that a search of tasks_newest examined.
-select t.id from windlass.tasks t where $2::bigint is null or t.id < $2 order by t.id desc limit 1 offset $1 - 1;
+select t.id from windlass_internal.tasks t where $2::bigint is null or t.id < $2 order by t.id desc limit 1 offset $1 - 1;
 
 -- name: tasks_running
 -- tasks_page; tasks_running, sorted. Materialized, or the planner would scan the primary key over all queued tasks.
 with running as materialized (
   select t.id, t.queue, t.unique_key, t.error_code, t.error, t.payload, t.attempts, t.ready_at
-  from windlass.tasks t where t.status = 'running'
+  from windlass_internal.tasks t where t.status = 'running'
 )
 select a.id from running a
 where ($1::text is null or a.queue = $1)
@@ -41,7 +41,7 @@ order by a.id desc limit $4;
 -- tasks, only the cancelled ones, or only the others.
 select s.id, s.finished_at as at
 from (
-  select t.* from windlass.tasks t
+  select t.* from windlass_internal.tasks t
   where t.status = '{variant}'
     and ($5::timestamptz is null or (t.finished_at <= $5 and (t.finished_at < $5 or t.id < $6::bigint)))
   order by t.finished_at desc, t.id desc limit $4
@@ -56,7 +56,7 @@ order by s.finished_at desc, s.id desc limit $3;
 
 -- name: tasks_{complete|failed}_end
 -- The last row that a search of the list examined.
-select t.id, t.finished_at as at from windlass.tasks t
+select t.id, t.finished_at as at from windlass_internal.tasks t
 where t.status = '{variant}'
   and ($2::timestamptz is null or (t.finished_at <= $2 and (t.finished_at < $2 or t.id < $3::bigint)))
 order by t.finished_at desc, t.id desc limit 1 offset $1 - 1;
@@ -68,7 +68,7 @@ from unnest($1::text[]) as q (name)
 cross join lateral (
   select s.id, s.priority
   from (
-    select t.* from windlass.tasks t
+    select t.* from windlass_internal.tasks t
     where t.queue = q.name and t.status = 'queued' and t.run_after is null
       and ($5::integer is null or (t.priority <= $5 and (t.priority < $5 or t.id > $6::bigint)))
     order by t.priority desc, t.id limit $4
@@ -86,7 +86,7 @@ order by m.priority desc, m.id limit $3;
 select e.id, e.priority
 from unnest($1::text[]) as q (name)
 cross join lateral (
-  select t.id, t.priority from windlass.tasks t
+  select t.id, t.priority from windlass_internal.tasks t
   where t.queue = q.name and t.status = 'queued' and t.run_after is null
     and ($3::integer is null or (t.priority <= $3 and (t.priority < $3 or t.id > $4::bigint)))
   order by t.priority desc, t.id limit 1 offset $2::bigint - 1
@@ -100,7 +100,7 @@ from unnest($1::text[]) as q (name)
 cross join lateral (
   select s.id, s.run_after
   from (
-    select t.* from windlass.tasks t
+    select t.* from windlass_internal.tasks t
     where t.queue = q.name and t.status = $7 and t.run_after is not null
       and ($5::timestamptz is null or (t.run_after >= $5 and (t.run_after > $5 or t.id > $6::bigint)))
     order by t.run_after, t.id limit $4
@@ -118,7 +118,7 @@ order by m.run_after, m.id limit $3;
 select e.id, e.run_after as at
 from unnest($1::text[]) as q (name)
 cross join lateral (
-  select t.id, t.run_after from windlass.tasks t
+  select t.id, t.run_after from windlass_internal.tasks t
   where t.queue = q.name and t.status = $5 and t.run_after is not null
     and ($3::timestamptz is null or (t.run_after >= $3 and (t.run_after > $3 or t.id > $4::bigint)))
   order by t.run_after, t.id limit 1 offset $2::bigint - 1
@@ -126,12 +126,16 @@ cross join lateral (
 order by e.run_after, e.id limit 1;
 
 -- name: tasks_by_id_or_key
--- tasks_page: exact matches of a search; primary key, tasks_unique_key of each queue ($2).
-select t.id, t.queue, t.status, t.run_after, t.error_code from windlass.tasks t where t.id = $3::bigint
+-- tasks_page: exact matches of a search; primary key, tasks_unique_key of each queue ($2), tasks_adopted.
+select t.id, t.queue, t.status, t.run_after, t.error_code from windlass_internal.tasks t where t.id = $3::bigint
 union
 select t.id, t.queue, t.status, t.run_after, t.error_code
 from unnest($2::text[]) as q (name)
-join windlass.tasks t on t.queue = q.name and t.unique_key = $1
+join windlass_internal.tasks t on t.queue = q.name and t.unique_key = $1 and t.adoption is null
+union
+select t.id, t.queue, t.status, t.run_after, t.error_code
+from windlass_internal.adoptions a
+join windlass_internal.tasks t on t.adoption = a.name and t.unique_key = $1 and t.queue = any ($2::text[])
 limit 100;
 
 -- name: task_rows
@@ -142,10 +146,10 @@ select
   case when pg_column_size(t.payload) <= 65536 then left(t.payload::text, $2) end as payload_preview,
   coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
 from unnest($1::bigint[]) with ordinality as wanted (id, place)
-join windlass.tasks t on t.id = wanted.id
+join windlass_internal.tasks t on t.id = wanted.id
 left join lateral (
   select sum(k.amount_micros)::bigint as cost_micros, k.currency
-  from windlass.charges k where k.task_id = t.id group by k.currency order by 1 desc limit 1
+  from windlass_internal.charges k where k.task_id = t.id group by k.currency order by 1 desc limit 1
 ) as c on true
 order by wanted.place;
 
@@ -155,7 +159,7 @@ select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result,
   coalesce(ready_at, created_at) as ready_at
-from windlass.tasks where id = $1;
+from windlass_internal.tasks where id = $1;
 
 -- name: task_errors
 -- task_errors; events_errors backwards over the last $1 seconds, after the cursor ($7, $8), at most $6 rows.
@@ -164,14 +168,14 @@ select
   f.detail ->> 'error_code' as error_code, f.detail ->> 'error' as error, t.queue, t.status, w.fleet, w.instance_type,
   w.host, case when pg_column_size(t.payload) <= 65536 then left(t.payload::text, $9) end as payload_preview
 from (
-  select e.* from windlass.events e
+  select e.* from windlass_internal.events e
   where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
     and e.at > windlass.now() - make_interval(secs => $1::float8)
     and ($7::timestamptz is null or (e.at <= $7 and (e.at < $7 or e.id < $8::bigint)))
   order by e.at desc, e.id desc limit $6
 ) as f
-left join windlass.tasks t on t.id = f.task_id
-left join windlass.workers w on w.id = f.worker_id
+left join windlass_internal.tasks t on t.id = f.task_id
+left join windlass_internal.workers w on w.id = f.worker_id
 where ($2::text is null or t.queue = $2) and ($3::text is null or f.worker_id = $3)
   and (
     $4::text is null or windlass_internal.matches_error(
@@ -182,7 +186,7 @@ order by f.at desc, f.id desc limit $5;
 
 -- name: task_errors_end
 -- The last row that task_errors examined.
-select e.at, e.id from windlass.events e
+select e.at, e.id from windlass_internal.events e
 where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
   and e.at > windlass.now() - make_interval(secs => $1::float8)
   and ($3::timestamptz is null or (e.at <= $3 and (e.at < $3 or e.id < $4::bigint)))
@@ -194,12 +198,12 @@ select
   grouping(f.worker_id, f.detail ->> 'error_code') as level, f.worker_id, f.detail ->> 'error_code' as error_code,
   count(*) as errors, count(distinct f.task_id) as tasks
 from (
-  select e.worker_id, e.detail, e.task_id from windlass.events e
+  select e.worker_id, e.detail, e.task_id from windlass_internal.events e
   where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
     and e.at > windlass.now() - make_interval(secs => $1::float8)
   order by e.at desc, e.id desc limit $5
 ) as f
-left join windlass.tasks t on t.id = f.task_id
+left join windlass_internal.tasks t on t.id = f.task_id
 where ($2::text is null or t.queue = $2) and ($3::text is null or f.worker_id = $3)
   and (
     $4::text is null or windlass_internal.matches_error(

@@ -6,13 +6,16 @@ Implements ports/transport.py and MaintenanceStore of ports/tasks.py.
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from windlass.model.errors import WindlassError
 from windlass.model.task import MAX_NOTE_CHARACTERS, Claim, ClaimResult, Finished, TaskStatus, storable
 from windlass.model.worker import HeartbeatReply, HeartbeatReport, HeldClaim, RecoveredTasks, Registration, WorkerStatus
-from windlass.store.database import Database, DatabaseStore
+from windlass.model.worker_log import LogChunk
+from windlass.store.database import SETTLE_ROWS_LIMIT_S, Database, DatabaseStore
 
 # Workers that one call of recover_lost_workers judges.
 MAX_RECOVERED = 100
@@ -131,7 +134,22 @@ class PostgresTransport(PostgresWorkSignal, WorkerSecret):
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         recovered = await self._maintenance.recover_lost_workers(worker_id)
         await self._maintenance.sweep()
+        try:
+            await self._settle_rows(worker_id)
+        except WindlassError as error:
+            import structlog  # noqa: PLC0415 - takes 50 ms, which every command would pay
+
+            log = structlog.get_logger(__name__)
+            log.warning("settle rows of adopted tables failed", worker_id=worker_id, error=str(error))
         return recovered
+
+    async def _settle_rows(self, worker_id: str) -> None:
+        doing, function = "settling rows of adopted tables", "windlass.settle_rows"
+        await self._database.call_within(SETTLE_ROWS_LIMIT_S, doing, function, worker_id, self._secret)
+
+    async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
+        plain = json.dumps([_chunk_to_plain(chunk) for chunk in chunks], ensure_ascii=False)
+        await self._database.call("storing output", "windlass.append_logs", worker_id, batch_id, plain, self._secret)
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         due: datetime | None = await self._database.call("reading the next due time", "windlass.next_run_after", queues)
@@ -162,6 +180,10 @@ def _claim_to_plain(claim: HeldClaim) -> dict[str, Any]:
     return plain
 
 
+def _chunk_to_plain(chunk: LogChunk) -> dict[str, Any]:
+    return {**asdict(chunk), "lines": [storable(line) for line in chunk.lines]}
+
+
 def _note(claim: HeldClaim) -> str | None:
     # Cut first: making a long text storable takes longer.
     return storable(claim.note[:MAX_NOTE_CHARACTERS])[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
@@ -169,4 +191,5 @@ def _note(claim: HeldClaim) -> str | None:
 
 def _reply(row: Any) -> HeartbeatReply:
     status = WorkerStatus(row["status"]) if row["status"] != "unknown" else None
-    return HeartbeatReply(status=status, is_paused=row["paused"], lost=frozenset(row["lost"]))
+    # `windlass.heartbeat` has no claim_delay: workers of machines with long billing periods send theirs over HTTP.
+    return HeartbeatReply(status, row["paused"], frozenset(row["lost"]), row.get("claim_delay"))

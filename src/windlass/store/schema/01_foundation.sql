@@ -6,6 +6,8 @@
 
 create schema if not exists windlass;
 create schema if not exists windlass_internal;
+-- The generated functions of adopted tables (12_adoption.sql). Some of them belong to the owners of those tables.
+create schema if not exists windlass_adopt;
 
 -- What was applied to this database: the schema that created it, then one row per migration.
 create table windlass.migrations (

@@ -90,7 +90,9 @@ create table windlass.fleets (
   -- When a person last ran `windlass restart`: failures before this no longer count.
   reset_at timestamptz,
   -- The same for the whole fleet only, not for one slot. It also abandons machines of another account.
-  restarted_at timestamptz
+  restarted_at timestamptz,
+  -- The last `windlass deploy`: DeployRequest of model/rollout.py.
+  deploy jsonb
 );
 
 -- A numbered place of a fleet for one worker. A slot outlives its workers, so restarts are counted here.
@@ -153,6 +155,8 @@ create table windlass.workers (
   -- New for every start of the worker's program. A pid may repeat; in a container it nearly always does.
   start_id text,
   version text,
+  -- Of the code and settings that the control plane spawned it with. Null: started by hand, or unknown.
+  fingerprint text,
   late_results integer not null default 0,
   -- Different tasks that failed on it since it last completed one, newest last, at most 100; and when the first failed.
   failed_tasks bigint[] not null default '{}',
@@ -274,10 +278,13 @@ create table windlass.tasks (
   error_code windlass.error_code,
   error text,
   payload jsonb not null default 'null',
-  result jsonb,
+  -- Workers have a lower limit of their own (max_payload_bytes).
+  result jsonb check (pg_column_size(result) <= 67108864),
   -- Who enqueued it: the actor of the session (model/actor.py), or the signed-in end user of PostgREST (`jwt:SUB`). A
   -- producer's token reads its own tasks only.
-  owner text default nullif(current_setting('windlass.actor', true), '')
+  owner text default nullif(current_setting('windlass.actor', true), ''),
+  -- The adopted table (windlass.adoptions) whose row this task belongs to. Its unique_key is then the key of the row.
+  adoption text
 )
 -- Claimed tasks leave dead entries at the head of tasks_ready, and every claim scans them. So autovacuum starts after a
 -- fixed number of dead rows, not after a share of the table.
@@ -314,7 +321,11 @@ create index tasks_unfinished_of_end_user on windlass.tasks (owner, queue)
 
 -- One row per key while the row exists: enqueueing the same key twice is safe.
 create unique index tasks_unique_key on windlass.tasks (queue, unique_key)
-  where unique_key is not null;
+  where unique_key is not null and adoption is null;
+
+-- One task per row of an adopted table.
+create unique index tasks_adopted on windlass.tasks (adoption, unique_key)
+  where adoption is not null;
 
 
 -- The queues that signed-in end users may enqueue into (submit_task). The owner inserts them; at first there are none.
@@ -367,6 +378,8 @@ create table windlass.cycles (
   -- How many of the following cycles had the same decision and no action, and when the last was. They are not stored.
   repeats integer not null default 0,
   repeated_at timestamptz,
+  -- The decision of the last of them, if its numbers differ. Only cycles with a large snapshot repeat such a decision.
+  last_decision text,
   -- It had actions, or another kind of decision than the cycle before it (windlass_internal.decision_kind).
   is_change boolean not null default true
 );

@@ -38,7 +38,7 @@ begin
   perform pg_advisory_xact_lock(hashtext('windlass.submit_task'), hashtext(v_sub));
   -- With the owner: a producer may have chosen the same text as a key.
   select t.id into v_id from windlass.tasks t
-  where t.queue = p_queue and t.unique_key = v_key and t.owner = 'jwt:' || v_sub;
+  where t.queue = p_queue and t.unique_key = v_key and t.adoption is null and t.owner = 'jwt:' || v_sub;
   if found then
     return v_id;
   end if;

@@ -159,14 +159,14 @@ begin
   for v_round in 1..10 loop
     insert into windlass.tasks (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key)
     values (p_queue, p_payload, p_priority, p_run_after, p_max_attempts, p_timeout_s, p_unique_key)
-    on conflict (queue, unique_key) where unique_key is not null do nothing
+    on conflict (queue, unique_key) where unique_key is not null and adoption is null do nothing
     returning id into v_id;
     if v_id is not null then
       return v_id;
     end if;
 
     select t.id into v_id from windlass.tasks t
-    where t.queue = p_queue and t.unique_key = p_unique_key;
+    where t.queue = p_queue and t.unique_key = p_unique_key and t.adoption is null;
     if v_id is not null then
       return v_id;
     end if;
@@ -219,7 +219,7 @@ begin
   from unnest(p_queues, p_payloads, p_priorities, p_run_after, p_max_attempts, p_timeouts_s, p_unique_keys)
     with ordinality as t (queue, payload, priority, run_after, max_attempts, timeout_s, unique_key, position)
   order by t.position
-  on conflict (queue, unique_key) where unique_key is not null do nothing;
+  on conflict (queue, unique_key) where unique_key is not null and adoption is null do nothing;
   get diagnostics v_count = row_count;
   return v_count;
 end
@@ -300,6 +300,23 @@ begin
 end
 $$;
 
+-- Fail a locked task that is not finished, with code CANCELLED.
+create function windlass_internal.cancel_locked_task(p_before windlass.tasks, p_reason text) returns void
+language plpgsql
+as $$
+begin
+  update windlass.tasks
+  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = windlass_internal.truncate_error(p_reason),
+      claim_token = null, finished_at = windlass.now()
+  where id = p_before.id;
+  if p_before.status = 'running' then
+    perform windlass_internal.record_attempt_span(p_before.worker_id, p_before.id, p_before.queue, p_before.started_at,
+      windlass.now());
+  end if;
+  perform windlass_internal.add_event('TASK_CANCELLED', p_reason, null, p_before.worker_id, p_before.id);
+end
+$$;
+
 -- Fail a task that is not finished, with code CANCELLED. A running task loses its claim: its worker learns it from the
 -- next heartbeat and stops. True if it did.
 create function windlass.cancel_task(p_task_id bigint, p_reason text default 'cancelled by hand') returns boolean
@@ -315,15 +332,7 @@ begin
   if not found then
     return false;
   end if;
-  update windlass.tasks
-  set status = 'failed', run_after = null, error_code = 'CANCELLED', error = windlass_internal.truncate_error(p_reason),
-      claim_token = null, finished_at = windlass.now()
-  where id = p_task_id;
-  if v_before.status = 'running' then
-    perform windlass_internal.record_attempt_span(v_before.worker_id, p_task_id, v_before.queue, v_before.started_at,
-      windlass.now());
-  end if;
-  perform windlass_internal.add_event('TASK_CANCELLED', p_reason, null, v_before.worker_id, p_task_id);
+  perform windlass_internal.cancel_locked_task(v_before, p_reason);
   return true;
 end
 $$;

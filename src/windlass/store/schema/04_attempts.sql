@@ -111,7 +111,8 @@ begin
   update windlass.tasks t
   set status = case when p_retry and t.attempts < t.max_attempts then 'error' else 'failed' end,
       run_after = case when p_retry and t.attempts < t.max_attempts
-        then v_now + make_interval(secs => windlass_internal.retry_delay_s(t.attempts, p_jitter)) end,
+        then v_now + make_interval(
+          secs => windlass_internal.retry_delay_s(t.attempts, least(greatest(p_jitter, 0), 1))) end,
       finished_at = v_now, error_code = p_code, error = v_error
   where t.id = p_task_id and t.claim_token = p_token and t.finished_at is null
     and windlass_internal.acts_for(p_worker_id, t.worker_id)
@@ -162,7 +163,8 @@ begin
   update windlass.tasks
   set status = 'queued', ready_at = windlass.now(), attempts = attempts - 1, claim_token = null, worker_id = null,
       started_at = null,
-      run_after = case when p_delay_s > 0 then windlass.now() + make_interval(secs => p_delay_s) end,
+      -- At most a day: a worker must not keep a task from all others.
+      run_after = case when p_delay_s > 0 then windlass.now() + make_interval(secs => least(p_delay_s, 86400)) end,
       progress = null, progress_note = null
   where id = p_task_id;
   -- It does not count as an attempt, but it used the worker's time.

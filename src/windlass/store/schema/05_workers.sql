@@ -33,8 +33,10 @@ as $$
 declare
   v_queue text;
 begin
-  if p_worker_id is null or length(p_worker_id) not between 1 and 200 then
-    raise exception 'a worker id has 1 to 200 characters' using errcode = 'invalid_parameter_value';
+  -- Ids are printed in logs and lists.
+  if p_worker_id is null or length(p_worker_id) not between 1 and 200 or p_worker_id ~ '[[:cntrl:]]' then
+    raise exception 'a worker id has 1 to 200 characters, without control characters'
+      using errcode = 'invalid_parameter_value';
   end if;
   if length(p_host) > 255 or length(p_version) > 100 or length(p_start_id) > 100 then
     raise exception 'host has at most 255 characters, version and start_id at most 100'
@@ -197,7 +199,7 @@ as $$ select 0.4 * p_lease_s $$;
 
 -- Heartbeats of several workers, each named once, in one statement of the HTTP server; and `heartbeat` for one. The
 -- arrays from p_holder_ids on belong together: the claims that these workers hold. Returns a row per worker: its status
--- ('unknown' without a row), whether it is paused, and the tokens of claims it has lost.
+-- ('unknown' without a row), whether it is paused, the tokens of claims it has lost, and claim_delay.
 --
 -- The status is null if another transaction has locked the worker's row. Then nothing was recorded for it: one locked
 -- row must not delay the others. Call `heartbeat` for that worker, which waits.
@@ -209,7 +211,7 @@ create function windlass_internal.record_heartbeats(
   p_tokens uuid[],
   p_progress real[],
   p_notes text[]
-) returns table (worker_id text, status text, paused boolean, lost uuid[])
+) returns table (worker_id text, status text, paused boolean, lost uuid[], claim_delay real)
 language plpgsql
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
@@ -224,6 +226,8 @@ declare
   v_paused boolean[];
   v_leases interval[];
   v_kinds text[];
+  -- Delays of claims, null where billing periods are short.
+  v_delays real[];
 begin
   with locked as materialized (
     select l.id, g.vitals, l.metadata || (g.vitals - '{pid,vram_total_mb,vram_used_mb}'::text[]) as metadata
@@ -259,11 +263,12 @@ begin
         end
     from locked l
     where w.id = l.id
-    returning w.id, w.status, w.paused, make_interval(secs => w.lease_s) as lease, w.kind
+    returning w.id, w.status, w.paused, make_interval(secs => w.lease_s) as lease, w.kind,
+      case when w.billing_unit_s >= 600 then windlass_internal.claim_delay(w.id, v_now) end as claim_delay
   )
   select coalesce(array_agg(r.id), '{}'), array_agg(r.status), array_agg(r.paused), array_agg(r.lease),
-    array_agg(r.kind)
-  into v_ids, v_statuses, v_paused, v_leases, v_kinds
+    array_agg(r.kind), array_agg(r.claim_delay)
+  into v_ids, v_statuses, v_paused, v_leases, v_kinds, v_delays
   from recorded r;
 
   -- Some have ended, are unknown or locked. All claims of ended and unknown workers are lost.
@@ -272,7 +277,8 @@ begin
     select o.id,
       case when w.status in ('spawning', 'active', 'terminating') then null else coalesce(w.status, 'unknown') end,
       false,
-      array(select h.token from unnest(p_holder_ids, p_tokens) as h (holder_id, token) where h.holder_id = o.id)
+      array(select h.token from unnest(p_holder_ids, p_tokens) as h (holder_id, token) where h.holder_id = o.id),
+      null::real
     from unnest(p_worker_ids) as o (id)
     left join windlass.workers w on w.id = o.id
     where o.id <> all (v_ids);
@@ -288,15 +294,17 @@ begin
 
   if cardinality(p_holder_ids) = 0 then
     return query
-    select r.id, r.status, r.paused, '{}'::uuid[] from unnest(v_ids, v_statuses, v_paused) as r (id, status, paused);
+    select r.id, r.status, r.paused, '{}'::uuid[], r.claim_delay
+    from unnest(v_ids, v_statuses, v_paused, v_delays) as r (id, status, paused, claim_delay);
   else
     return query
-    select r.id, max(r.status), bool_or(r.paused), coalesce(array_agg(r.token) filter (where r.token is not null), '{}')
+    select r.id, max(r.status), bool_or(r.paused), coalesce(array_agg(r.token) filter (where r.token is not null), '{}'),
+      max(r.claim_delay)
     from (
-      select k.id, k.status, k.paused, null::uuid as token
-      from unnest(v_ids, v_statuses, v_paused) as k (id, status, paused)
+      select k.id, k.status, k.paused, null::uuid as token, k.claim_delay
+      from unnest(v_ids, v_statuses, v_paused, v_delays) as k (id, status, paused, claim_delay)
       union all
-      select h.holder_id, null, null, h.token
+      select h.holder_id, null, null, h.token, null
       from unnest(p_holder_ids, p_task_ids, p_tokens) as h (holder_id, task_id, token)
       where not exists (
         select from windlass.tasks t

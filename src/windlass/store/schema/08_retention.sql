@@ -9,6 +9,10 @@ create table windlass.retention (
   cycles_s double precision not null,
   logs_s double precision not null,
   charges_s double precision not null,
+  -- Output of workers: its age, the bytes of all of it, and the bytes of one worker's.
+  worker_logs_s double precision not null default 604800,
+  worker_logs_bytes bigint not null default 1073741824,
+  worker_log_bytes bigint not null default 16777216,
   is_only boolean primary key default true check (is_only)
 );
 insert into windlass.retention (complete_s, failed_s, events_s, cycles_s, logs_s, charges_s)
@@ -54,6 +58,7 @@ begin
   delete from windlass.tasks where id = any (array(
     select t.id from windlass.tasks t
     where t.status = 'complete' and t.finished_at < v_now - make_interval(secs => p_complete_s)
+      and not windlass_internal.is_deferred(t.adoption, t.unique_key)
     order by t.finished_at limit p_limit for update skip locked
   ));
   get diagnostics v_count = row_count;
@@ -62,6 +67,7 @@ begin
   delete from windlass.tasks where id = any (array(
     select t.id from windlass.tasks t
     where t.status = 'failed' and t.finished_at < v_now - make_interval(secs => p_failed_s)
+      and not windlass_internal.is_deferred(t.adoption, t.unique_key)
     order by t.finished_at limit p_limit for update skip locked
   ));
   get diagnostics v_count = row_count;
@@ -122,7 +128,7 @@ begin
     order by w.terminated_at limit p_limit
   ));
   get diagnostics v_count = row_count;
-  return v_deleted + v_count;
+  return v_deleted + v_count + windlass_internal.delete_old_logs(p_limit);
 end
 $$;
 

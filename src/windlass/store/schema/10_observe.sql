@@ -71,9 +71,11 @@ create function windlass_internal.observe(
   instance_type text,
   place text,
   machine_created_at timestamptz,
+  fingerprint text,
   task_id bigint,
   task_started_at timestamptz,
-  task_timeout_s double precision
+  task_timeout_s double precision,
+  task_queue text
 )
 language plpgsql
 set enable_seqscan = off
@@ -108,6 +110,7 @@ begin
         'requested', f.requested_workers,
         'reset_at', f.reset_at,
         'restarted_at', f.restarted_at,
+        'deploy', f.deploy,
         'planner_state', f.planner_state,
         'queue', windlass_internal.observe_queues(
           p_queues, v_now, p_fleet, (f.planner_state -> 'scaling' ->> 'newest_task_id')::bigint),
@@ -185,6 +188,7 @@ begin
         'is_settlement_due', exists (
           select from windlass.workers w where w.fleet = p_fleet and w.settle_at <= v_now
         ),
+        'has_due_rows', exists (select from windlass.deferred_rows d where d.retry_at <= v_now),
         'storage', windlass_internal.observe_storage(p_fleet),
         'avoided_hosts', array(
           -- Index workers_failed. Codes of checks that depend on the host, not on the image.
@@ -217,7 +221,8 @@ begin
       w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
       w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
       w.provider, w.running_at, greatest(w.boot_step_at, w.reachable_at, w.joined_at, w.preparing_at, w.prepared_at),
-      w.address, w.machine_host, w.instance_type, w.place, w.machine_created_at, t.id, t.started_at, t.timeout_s::double precision
+      w.address, w.machine_host, w.instance_type, w.place, w.machine_created_at, w.fingerprint, t.id, t.started_at,
+      t.timeout_s::double precision, case when cardinality(p_queues) > 1 then t.queue end
     from windlass.workers w
     left join windlass.tasks t on t.worker_id = w.id and t.status = 'running'
     where w.fleet = p_fleet and w.status <> 'terminated'
@@ -246,6 +251,69 @@ as $$
   ) as m
 $$;
 
+-- The queues with queued or running tasks, and a sample of the newest 100 durations of each. At most 32 queues, those
+-- with most tasks. The samples come from the newest 5,000 completed tasks of all queues (index tasks_complete), so a
+-- rarely used queue next to a busy one may have none.
+create function windlass_internal.observe_each_queue(p_queues text[], p_now timestamptz) returns json
+language sql stable
+as $$
+  with running as (
+    select
+      t.queue,
+      count(*) as tasks,
+      count(*) filter (where w.kind = 'dispatcher') as held
+    from windlass.tasks t
+    left join windlass.workers w on w.id = t.worker_id
+    where t.status = 'running' and t.queue = any (p_queues)
+    group by t.queue
+  ),
+  busiest as (
+    select q.name, n.queued + coalesce(r.held, 0) as queued
+    from (select distinct p.name from unnest(p_queues) as p (name)) as q
+    left join running r on r.queue = q.name
+    cross join lateral (
+      select
+        (
+          select count(*) from windlass.tasks t
+          where t.queue = q.name and t.status = 'queued' and t.run_after is null
+        ) + (
+          select count(*) from windlass.tasks t
+          where t.queue = q.name and t.run_after is not null and t.run_after <= p_now
+        ) as queued
+    ) as n
+    where n.queued + coalesce(r.tasks, 0) > 0
+    order by n.queued + coalesce(r.tasks, 0) desc, q.name collate "C" limit 32
+  ),
+  samples as (
+    select
+      r.queue,
+      avg(r.duration_s) as mean_s,
+      array_agg(round(r.duration_s::numeric, 3) order by r.duration_s) as durations_s
+    from (
+      select
+        n.queue,
+        extract(epoch from n.finished_at - n.started_at)::double precision as duration_s,
+        row_number() over (partition by n.queue order by n.finished_at desc) as number
+      from (
+        select t.queue, t.started_at, t.finished_at from windlass.tasks t
+        where t.status = 'complete'
+        order by t.finished_at desc limit 5000
+      ) as n
+      where n.queue in (select b.name from busiest b)
+    ) as r
+    where r.number <= 100
+    group by r.queue
+  )
+  select coalesce(json_agg(json_build_object(
+    'name', b.name,
+    'queued', b.queued,
+    'durations_s', coalesce(s.durations_s, '{}'),
+    'duration_mean_s', s.mean_s
+  ) order by b.name collate "C"), '[]')
+  from busiest b
+  left join samples s on s.queue = b.name
+$$;
+
 -- Queued and running tasks of a fleet's queues. Due tasks count as queued; so do tasks that a dispatcher has claimed
 -- and not placed yet. p_newest_task_id: the newest task that the last plan knew; later ones have arrived since.
 create function windlass_internal.observe_queues(
@@ -262,15 +330,21 @@ as $$
     'duration_mean_s', completed.mean_s,
     'arrived', arrivals.count,
     'newest_task_id', arrivals.newest_id,
+    'each', case when cardinality(p_queues) > 1 then windlass_internal.observe_each_queue(p_queues, p_now) else '[]' end,
     'boots_s', array(
-      -- Sorted boot times of the last 50 workers. Index workers_managed.
-      select round(extract(epoch from b.activated_at - b.created_at), 3)
+      -- Sorted boot times of the last 50 workers that became ready, among the last 200: starts may have been cancelled.
+      -- Index workers_managed.
+      select round(extract(epoch from r.activated_at - r.created_at), 3)
       from (
-        select w.activated_at, w.created_at from windlass.workers w
-        where w.fleet = p_fleet and w.slot is not null
-        order by w.created_at desc, w.id collate "C" desc limit 50
-      ) as b
-      where b.activated_at is not null
+        select b.activated_at, b.created_at
+        from (
+          select w.id, w.activated_at, w.created_at from windlass.workers w
+          where w.fleet = p_fleet and w.slot is not null
+          order by w.created_at desc, w.id collate "C" desc limit 200
+        ) as b
+        where b.activated_at is not null
+        order by b.created_at desc, b.id collate "C" desc limit 50
+      ) as r
       order by 1
     )
   )

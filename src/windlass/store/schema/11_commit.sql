@@ -44,7 +44,7 @@ begin
   with reserved as (
     insert into windlass.workers (
       id, fleet, slot, status, paused, provider, queues, reason, lease_s, concurrency, kind, secret_hash,
-      join_token_hash, join_expires_at
+      join_token_hash, join_expires_at, fingerprint
     )
     select i ->> 'worker_id', p_fleet, (i ->> 'slot')::integer, 'spawning', f.paused, f.provider, f.queues, null,
       coalesce((i ->> 'lease_s')::double precision, 30),
@@ -52,7 +52,8 @@ begin
       coalesce(i ->> 'kind', 'worker'),
       decode(i ->> 'secret_hash', 'hex'),
       decode(i ->> 'join_token_hash', 'hex'),
-      windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision)
+      windlass.now() + make_interval(secs => (i ->> 'join_ttl_s')::double precision),
+      i ->> 'fingerprint'
     from jsonb_array_elements(p_intents) with ordinality as e (i, position)
     join windlass.fleets f on f.name = p_fleet
     join windlass.slots s on s.fleet = p_fleet and s.slot = (i ->> 'slot')::integer and s.status = 'ok'
@@ -149,11 +150,18 @@ begin
   perform from windlass.fleets f where f.name = p_fleet for no key update;
 
   -- A cycle without actions and with the decision of the previous one is counted, not stored. One in five minutes is
-  -- stored, so that `windlass explain` has a recent snapshot.
+  -- stored, so that `windlass explain` has a recent snapshot. Without a snapshot, which the caller omits if it is
+  -- large, a decision that differs only in its numbers is counted too, for half a minute.
   if p_actions = '[]' then
-    update windlass.cycles c set repeats = c.repeats + 1, repeated_at = v_now
+    update windlass.cycles c
+    set repeats = c.repeats + 1, repeated_at = v_now, last_decision = nullif(p_decision, c.decision)
     where c.id = (select max(l.id) from windlass.cycles l where l.fleet = p_fleet)
-      and c.decision = p_decision and c.plan = '[]' and c.started_at > v_now - interval '5 minutes'
+      and c.plan = '[]'
+      and (
+        c.decision = p_decision and c.started_at > v_now - interval '5 minutes'
+        or p_snapshot is null and c.started_at > v_now - interval '30 seconds'
+          and windlass_internal.decision_kind(c.decision) = windlass_internal.decision_kind(p_decision)
+      )
     returning c.id into v_cycle_id;
   end if;
   if v_cycle_id is null and p_snapshot is null then
@@ -252,6 +260,8 @@ begin
         perform windlass_internal.add_event('ALERT', v_action ->> 'reason', p_fleet, v_action ->> 'worker_id', null,
           jsonb_strip_nulls(
             jsonb_build_object('code', v_action ->> 'code', 'about', nullif(v_action ->> 'about', ''))));
+      when 'event' then
+        perform windlass_internal.add_event(v_action ->> 'code', v_action ->> 'reason', p_fleet, null, null);
       when 'delete', 'delete_orphan', 'spawn', 'grow_volume' then
         null;  -- Provider calls: executed after this commit.
       else
@@ -307,7 +317,7 @@ $$;
 --   {"kind": "created", "worker_id", "machine": {...} in the form of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
 --   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at", "priced": {...} or null,
---    "billing_unit_s"}
+--    "billing_unit_s", "machine_state", "machine_note", "boot_log"}
 --   {"kind": "not_deleted", "worker_id", "reason"}
 --   {"kind": "orphan_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
 --   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
@@ -373,6 +383,7 @@ begin
           perform windlass_internal.open_bill(
             v_outcome ->> 'worker_id', v_outcome -> 'priced', (v_outcome ->> 'billing_unit_s')::integer);
         end if;
+        perform windlass_internal.record_boot_log(v_outcome ->> 'worker_id', v_outcome ->> 'boot_log');
         update windlass.workers
         set status = 'terminated', terminated_at = v_now,
             -- Both ends of the bill are times of the provider's clock.
@@ -385,6 +396,8 @@ begin
           -- The reporter may have lost the lease, and the worker may have got another machine since.
           and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
         if found then
+          perform windlass_internal.record_machine_state(
+            v_outcome ->> 'worker_id', v_outcome ->> 'machine_state', v_outcome ->> 'machine_note');
           perform windlass_internal.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code',
             v_outcome ->> 'reason');
           perform windlass_internal.add_event('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet,
@@ -413,6 +426,7 @@ begin
         where id = v_outcome ->> 'worker_id' and machine_id = v_outcome ->> 'machine_id' and status = 'spawning'
           and prepared_at is null and prepare_code is null and last_heartbeat is null;
         if found then
+          perform windlass_internal.record_boot_log(v_outcome ->> 'worker_id', v_outcome ->> 'output');
           perform windlass_internal.add_event('PREPARATION_FAILED', v_outcome ->> 'reason', p_fleet,
             v_outcome ->> 'worker_id', null,
             jsonb_build_object('code', v_outcome ->> 'code', 'output', v_outcome ->> 'output'));

@@ -68,6 +68,52 @@ begin
 end
 $$;
 
+-- Replace the fleet's workers by workers of its current version. Returns the id of the request.
+create function windlass_internal.request_deploy(
+  p_fleet text, p_surge integer, p_max_unavailable integer, p_immediate boolean
+) returns bigint
+language plpgsql
+as $$
+declare
+  v_id bigint;
+begin
+  perform windlass_internal.require_fleet(p_fleet);
+  update windlass.fleets f
+  set deploy = jsonb_build_object(
+    'id', coalesce((f.deploy ->> 'id')::bigint, 0) + 1, 'surge', p_surge, 'max_unavailable', p_max_unavailable,
+    'is_immediate', p_immediate, 'is_aborted', false)
+  where f.name = p_fleet
+  returning (f.deploy ->> 'id')::bigint into v_id;
+  perform windlass_internal.add_event('DEPLOY_REQUESTED', 'by hand', p_fleet, null, null,
+    jsonb_build_object('id', v_id));
+  return v_id;
+end
+$$;
+
+-- Stop the fleet's rollout. False if there is nothing to stop, or if that was requested before. A rollout that began
+-- without a request since the last abort (`windlass up --watch`) gets a request of its own, which is aborted.
+create function windlass_internal.abort_deploy(p_fleet text) returns boolean
+language plpgsql
+as $$
+begin
+  perform windlass_internal.require_fleet(p_fleet);
+  update windlass.fleets f
+  set deploy = coalesce(f.deploy, '{"surge": 0, "max_unavailable": 0, "is_immediate": false}') || jsonb_build_object(
+    'id', coalesce((f.deploy ->> 'id')::bigint, 0) + coalesce((f.deploy ->> 'is_aborted')::boolean, true)::integer,
+    'is_aborted', true)
+  where f.name = p_fleet and (
+    not (f.deploy ->> 'is_aborted')::boolean
+    or (
+      f.planner_state #>> '{rollout,status}' = 'running'
+      and coalesce((f.planner_state ->> 'aborted_deploy')::bigint, 0) >= coalesce((f.deploy ->> 'id')::bigint, 0)));
+  if not found then
+    return false;
+  end if;
+  perform windlass_internal.add_event('DEPLOY_ABORT_REQUESTED', 'by hand', p_fleet, null, null);
+  return true;
+end
+$$;
+
 -- Pause or resume a fleet with its present and future workers. Returns how many workers changed.
 create function windlass_internal.pause_fleet(p_fleet text, p_paused boolean) returns integer
 language plpgsql
@@ -135,12 +181,14 @@ as $$
         where t.status = 'complete' and 'complete' = any (p_statuses)
           and t.finished_at between coalesce(p_complete_from, '-infinity') and p_until
           and (p_queue is null or t.queue = p_queue)
+          and not windlass_internal.is_deferred(t.adoption, t.unique_key)
         order by t.finished_at limit p_limit for update skip locked
       ) || array(
         select t.id from windlass.tasks t
         where t.status = 'failed' and 'failed' = any (p_statuses)
           and t.finished_at between coalesce(p_failed_from, '-infinity') and p_until
           and (p_queue is null or t.queue = p_queue)
+          and not windlass_internal.is_deferred(t.adoption, t.unique_key)
         order by t.finished_at limit p_limit for update skip locked
       )
     )

@@ -121,3 +121,26 @@ begin
   return v_count;
 end
 $$;
+
+-- The part of the current billing period that has passed.
+create function windlass_internal.passed_share(p_since timestamptz, p_unit_s integer, p_now timestamptz) returns real
+language sql immutable
+as $$ select (mod(greatest(0, extract(epoch from p_now - p_since)), p_unit_s) / p_unit_s)::real $$;
+
+-- How long a worker with a long billing period waits before it claims after a notification, from 0 (not at all) to 1. 0
+-- if no idle worker of its fleet has clearly more billed time left; else the part of its own period that has passed. The
+-- search stops at the first such worker, so that of most workers reads a few rows. Index workers_live.
+create function windlass_internal.claim_delay(p_worker_id text, p_now timestamptz) returns real
+language sql stable
+as $$
+  select case when exists (
+    select from windlass.workers o
+    where o.fleet = w.fleet and o.status <> 'terminated' and o.status = 'active' and not o.paused
+      and o.billing_unit_s = w.billing_unit_s
+      and windlass_internal.reported_seconds(o.metadata -> 'idle_s') > 0
+      and windlass_internal.passed_share(o.billed_since, o.billing_unit_s, p_now)
+        < windlass_internal.passed_share(w.billed_since, w.billing_unit_s, p_now) - 0.05
+  ) then windlass_internal.passed_share(w.billed_since, w.billing_unit_s, p_now) else 0 end
+  from windlass.workers w
+  where w.id = p_worker_id and w.billed_since is not null
+$$;

@@ -11,7 +11,8 @@ create function windlass_internal.authenticate(p_token_hash bytea) returns table
   is_expired boolean,
   role text,
   fleets text[],
-  valid_for_s double precision
+  valid_for_s double precision,
+  token_id bigint
 )
 language plpgsql
 set enable_seqscan = off
@@ -24,7 +25,7 @@ begin
     select 'worker', w.id, w.fleet, w.queues,
       w.status not in ('spawning', 'active', 'terminating') or t.revoked_at is not null
         or coalesce(t.expires_at <= v_now, false),
-      false, null::text, null::text[], extract(epoch from t.expires_at - v_now)::float8
+      false, null::text, null::text[], extract(epoch from t.expires_at - v_now)::float8, null::bigint
     from windlass.workers w
     left join windlass.tokens t on t.id = w.registered_by
     where w.token_hash = p_token_hash;
@@ -34,7 +35,7 @@ begin
 
   return query
     select 'join', w.id, w.fleet, w.queues, w.status not in ('spawning', 'active', 'terminating'),
-      w.join_expires_at <= v_now, null::text, null::text[], null::float8
+      w.join_expires_at <= v_now, null::text, null::text[], null::float8, null::bigint
     from windlass.workers w where w.join_token_hash = p_token_hash;
   if found then
     return;
@@ -42,7 +43,7 @@ begin
 
   return query
     select 'token', t.name::text, null::text, t.queues, false, false, t.role, t.fleets,
-      extract(epoch from t.expires_at - v_now)::float8
+      extract(epoch from t.expires_at - v_now)::float8, t.id
     from windlass.tokens t
     where t.hash = p_token_hash
       and t.revoked_at is null
@@ -93,10 +94,13 @@ end
 $$;
 
 -- A machine that has not joined yet reports the step of its boot. It proves that the machine makes progress, so its
--- spawn timeout begins again. Without effect after the first heartbeat.
-create function windlass_internal.report_boot_step(p_worker_id text, p_step text) returns void
-language sql
+-- spawn timeout begins again. `p_output`: the last lines that its boot printed. Without effect after the first heartbeat.
+create function windlass_internal.report_boot_step(
+  p_worker_id text, p_step text, p_output text default null
+) returns void
+language plpgsql
 as $$
+begin
   update windlass.workers
   set boot_step = p_step, boot_step_at = windlass.now(), reachable_at = coalesce(reachable_at, windlass.now()),
       boot_steps = case
@@ -104,7 +108,11 @@ as $$
         then boot_steps || jsonb_build_object('step', p_step, 'at', windlass.now())
         else boot_steps
       end
-  where id = p_worker_id and status = 'spawning' and slot is not null and last_heartbeat is null
+  where id = p_worker_id and status = 'spawning' and slot is not null and last_heartbeat is null;
+  if found then
+    perform windlass_internal.record_boot_log(p_worker_id, p_output);
+  end if;
+end
 $$;
 
 -- A joined machine cannot start its worker. The control plane fails the worker with this code. Without effect after the

@@ -103,6 +103,19 @@ where w.status = 'terminated'
   and w.terminated_at > windlass.now() - interval '1 day'
 order by w.terminated_at desc;
 
+-- What workers and their handlers printed, one row per line. Filter by worker_id or task_id.
+create view windlass.worker_log_lines as
+select
+  l.id as chunk_id, e.place as line_number, l.worker_id, l.task_id, l.attempt, l.source,
+  l.at - make_interval(secs => coalesce(l.ages_ms[e.place], 0) / 1000.0) as at, e.line
+from windlass.worker_logs l
+cross join lateral unnest(string_to_array(l.body, E'\n')) with ordinality as e (line, place);
+
+-- What is known about workers that failed or terminated.
+create view windlass.worker_diagnostics as
+select w.id as worker_id, w.fleet, w.status, d.at, d.diagnostics
+from windlass.diagnostics d join windlass.workers w on w.id = d.worker_id;
+
 -- Per queue and minute of the last hour: tasks that were completed or failed permanently. Minutes without any are left out.
 create view windlass.processing_rate as
 select
@@ -226,10 +239,29 @@ left join (
   group by v.worker_id
 ) as e on e.worker_id = w.id;
 
--- Errors of the last day, newest first.
+-- Errors of the last day, newest first. The text of a handler's error may quote its payload, which the role of viewers
+-- may not read. So only callers that may enter windlass_internal, as in is_trusted, see it; others see the attempt and
+-- the error code.
 create view windlass.recent_errors as
-select e.id, e.at, e.code, e.reason, e.fleet, e.worker_id, e.task_id, e.detail
+select e.id, e.at, e.code,
+  case
+    when h.is_hidden then coalesce(substring(e.reason from '^attempt \d+ of \d+: '), '') || '********'
+    else e.reason
+  end as reason,
+  e.fleet, e.worker_id, e.task_id,
+  case
+    when h.is_hidden then (
+      select jsonb_object_agg(d.key, d.value) from jsonb_each(e.detail) as d
+      where d.key in ('attempt', 'started_at', 'error_code', 'code')
+    )
+    else e.detail
+  end as detail
 from windlass.events e
+cross join lateral (
+  select e.task_id is not null and e.code <> 'LATE_RESULT' and not has_schema_privilege(
+    case current_setting('role') when 'none' then session_user else current_setting('role')::name end,
+    'windlass_internal', 'usage') as is_hidden
+) as h
 where e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED', 'LATE_RESULT', 'WORKER_LOST', 'WORKER_ERROR')
   and e.at > windlass.now() - interval '1 day'
 order by e.id desc;
@@ -426,7 +458,7 @@ as $$
     or (
       (p_attempts > 1 or p_ready_at is not null)
       and coalesce((
-        select true from windlass.events e
+        select true from windlass_internal.events e
         where e.task_id = p_id and e.code in ('TASK_ERROR', 'TASK_FAILED', 'TASK_REQUEUED')
           and windlass_internal.matches_error(e.detail ->> 'error_code', e.detail ->> 'error', p_search)
         limit 1

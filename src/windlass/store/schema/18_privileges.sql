@@ -1,8 +1,8 @@
 -- Who may do what. The whole access model is in this file; docs/security.md shows it as a table.
 --
--- PUBLIC gets nothing, and row-level security without a policy hides every row. The functions below are the only way in:
--- they run with the rights of the schema's owner and with a search_path of their own. Functions and views that this file
--- does not name are closed to all roles but the owner.
+-- PUBLIC gets nothing, no role but the owner has a right on a table, and row-level security without a policy hides every
+-- row. The functions and views below are the only way in: they run with the rights of the schema's owner, functions with
+-- a search_path of their own. Functions and views that this file does not name are closed to all roles but the owner.
 
 revoke all on schema windlass, windlass_internal from public;
 revoke execute on all functions in schema windlass, windlass_internal from public;
@@ -34,7 +34,8 @@ as $$
         '{
           windlass.register_worker,windlass.activate_worker,windlass.heartbeat,windlass.deregister_worker,
           windlass.claim_task,windlass.claim_tasks,windlass.finish_and_claim,windlass.complete_task,windlass.fail_task,
-          windlass.release_task,windlass.next_run_after,windlass.recover_lost_workers,windlass.sweep
+          windlass.release_task,windlass.next_run_after,windlass.recover_lost_workers,windlass.sweep,
+          windlass.append_logs,windlass.settle_rows
         }'
       ),
       ('{orchestrator,producer,viewer}', '{windlass.queue_depth}'),
@@ -44,6 +45,7 @@ as $$
           windlass.orchestrator_status,windlass.active_workers_health,windlass.boot_phases,windlass.boot_times,
           windlass.machine_hosts,windlass.worker_performance,windlass.recent_errors,windlass.cost_estimates,windlass.daily_costs,
           windlass.task_costs,windlass.health,windlass.worker_counts,windlass.terminations,windlass.processing_rate,
+          windlass.worker_log_lines,windlass.worker_diagnostics,
           windlass_internal.component_name
         }'
       ),
@@ -51,20 +53,30 @@ as $$
       (
         '{orchestrator}',
         '{
-          windlass_internal.acquire_lease,windlass_internal.authenticate,windlass_internal.claim_messages,
-          windlass_internal.commit_plan,windlass_internal.drain_workers,windlass_internal.exchange_join_token,
+          windlass_internal.abort_deploy,windlass_internal.acquire_lease,windlass_internal.add_counters,windlass_internal.add_logs,
+          windlass_internal.add_samples,windlass_internal.answer_cycle_requests,windlass_internal.authenticate,
+          windlass_internal.backfill_rows,windlass_internal.compare_rows,windlass_internal.defer_differences,
+          windlass_internal.claim_messages,windlass_internal.commit_plan,windlass_internal.create_link,
+          windlass_internal.create_session,windlass_internal.create_token,windlass_internal.drain_workers,
+          windlass_internal.end_session,windlass_internal.exchange_join_token,windlass_internal.find_session,
           windlass_internal.instance_id,windlass_internal.is_held,windlass_internal.is_name,
-          windlass_internal.mark_message_delivered,windlass_internal.matches_error,windlass_internal.matches_search,
-          windlass_internal.observe,windlass_internal.record_volume,
-          windlass_internal.open_accounts,windlass_internal.pause_fleet,windlass_internal.pause_workers,
+          windlass_internal.mark_message_delivered,windlass_internal.mark_message_failed,windlass_internal.matches_error,
+          windlass_internal.matches_search,windlass_internal.observe,windlass_internal.record_volume,
+          windlass_internal.open_accounts,windlass_internal.open_session,windlass_internal.pause_fleet,
+          windlass_internal.pause_workers,
           windlass_internal.place_tasks,windlass_internal.purge_tasks,windlass_internal.record_alerts,
-          windlass_internal.record_heartbeats,windlass_internal.record_outcomes,windlass_internal.release_lease,
-          windlass_internal.release_leases,
+          windlass_internal.record_boot_log,
+          windlass_internal.record_heartbeats,windlass_internal.record_outcomes,windlass_internal.record_process,
+          windlass_internal.release_lease,windlass_internal.release_leases,windlass_internal.remove_process,
           windlass_internal.report_boot_step,windlass_internal.report_nodes,windlass_internal.report_start_failure,
-          windlass_internal.request_workers,windlass_internal.restart_slots,
-          windlass_internal.self_register_worker,windlass_internal.settle_accounts,windlass_internal.share_rates,
-          windlass_internal.sweep_alerts,windlass_internal.sweep_dashboard,windlass_internal.take_over_nodes,
-          windlass_internal.terminate_worker
+          windlass_internal.read_machine_history,windlass_internal.read_task_history,
+          windlass_internal.request_cycle,windlass_internal.request_deploy,windlass_internal.request_workers,
+          windlass_internal.restart_slots,windlass_internal.revoke_session,windlass_internal.revoke_token,
+          windlass_internal.self_register_worker,windlass_internal.settle_accounts,windlass_internal.settle_rows,
+          windlass_internal.share_rates,
+          windlass_internal.sweep_alerts,windlass_internal.sweep_dashboard,windlass_internal.sweep_history,
+          windlass_internal.take_over_nodes,windlass_internal.terminate_worker,
+          windlass_internal.withdraw_cycle_request,windlass_internal.sweep_worker_logs
         }'
       )
   ) as g (roles, objects)
@@ -72,7 +84,7 @@ as $$
   cross join unnest(g.objects) as o (name)
 $$;
 
--- Functions of these roles that read no table and need no rights: PostgreSQL can put them into the caller's query.
+-- Functions of these roles that need no rights of the owner: PostgreSQL can put them into the caller's query.
 create function windlass_internal.is_plain(p_function text) returns boolean
 language sql immutable
 as $$
@@ -107,9 +119,6 @@ as $$
 declare
   v_role record;
   v_object text;
-  v_table text;
-  -- Tables that the processes of `windlass up` write rows of without a function.
-  v_written text[] := '{tokens,sessions,processes,counters,cycle_requests,logs,samples,sample_averages,messages}';
 begin
   for v_role in
     select n.kind, n.name
@@ -132,39 +141,19 @@ begin
         execute format('grant execute on function %s to %I', v_object, v_role.name);
       end if;
     end loop;
-    continue when v_role.kind <> 'orchestrator';
-
-    -- The schema of internal functions is what makes a caller trusted (03_callers.sql).
-    grant usage on schema windlass_internal to windlass_orchestrator;
-    for v_table in select t.tablename from pg_tables t where t.schemaname = 'windlass' loop
-      if v_table <> 'workers' then
-        execute format('grant select on windlass.%I to windlass_orchestrator', v_table);
-      end if;
-      execute format('drop policy if exists orchestrator on windlass.%I', v_table);
-      if v_table = any (v_written) then
-        execute format('grant insert, update, delete on windlass.%I to windlass_orchestrator', v_table);
-        execute format(
-          'create policy orchestrator on windlass.%I to windlass_orchestrator using (true) with check (true)', v_table);
-      else
-        execute format(
-          'create policy orchestrator on windlass.%I for select to windlass_orchestrator using (true)', v_table);
-      end if;
-    end loop;
-    -- It adds events of logins and tokens, and can neither change nor delete one.
-    grant insert (code, reason, fleet, worker_id, task_id, detail, actor) on windlass.events to windlass_orchestrator;
-    drop policy if exists orchestrator_adds on windlass.events;
-    create policy orchestrator_adds on windlass.events for insert to windlass_orchestrator with check (true);
-    -- Without the hashes of tokens and secrets.
-    execute format(
-      'grant select (%s) on windlass.workers to windlass_orchestrator',
-      (
-        select string_agg(quote_ident(a.attname), ', ' order by a.attnum) from pg_attribute a
-        where a.attrelid = 'windlass.workers'::regclass and a.attnum > 0 and not a.attisdropped
-          and a.attname not in ('token_hash', 'join_token_hash', 'secret_hash')
-      ));
+    if v_role.kind = 'orchestrator' then
+      -- The schema of internal functions is what makes a caller trusted (03_callers.sql).
+      grant usage on schema windlass_internal to windlass_orchestrator;
+      for v_object in
+        select format('windlass_internal.%I', s.name) from windlass_internal.shown_columns() as s
+      loop
+        execute format('grant select on %s to windlass_orchestrator', v_object);
+      end loop;
+    end if;
   end loop;
 end
 $$;
 revoke execute on function
-  windlass_internal.rights, windlass_internal.is_plain, windlass_internal.apply_roles
+  windlass_internal.rights, windlass_internal.is_plain, windlass_internal.apply_roles,
+  windlass_internal.shown_columns, windlass_internal.create_table_views
 from public;
