@@ -17,6 +17,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from windlass.config_sources import (
+    TABLES_BY_NAME,
     Key,
     Source,
     Values,
@@ -30,7 +31,7 @@ from windlass.config_sources import (
 from windlass.model.config import Config
 from windlass.model.errors import WORDS_OF_TYPES, ConfigError
 from windlass.model.fleet import FleetConfig
-from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS
+from windlass.model.provider_defaults import reason_without_effect
 from windlass.model.redaction import HIDDEN, masked, secrets_in
 from windlass.model.urls import is_database_url, problem_of_database_url
 
@@ -92,8 +93,9 @@ def load_config(
 ) -> Loaded:
     """Raises ConfigError. `file` must exist if given; the default is windlass.toml in the current folder, if present.
 
-    `overrides` are dotted keys; None means not given. Without `has_fleets`, fleet settings are ignored: a spawned
-    worker inherits the environment of the orchestrator, but not its file, and may see only a part of them.
+    `overrides` are dotted keys; None means not given. Without `has_fleets`, settings of fleets and adopted tables are
+    ignored: a spawned worker inherits the environment of the orchestrator, but not its file, and may see only a part of
+    them.
     """
     raw = read_sources(file, file_named_by, os.environ)
     values = raw.values
@@ -102,7 +104,7 @@ def load_config(
         values.pop(("database_url",), None)
     values |= {key: (value, overrides_from) for key, value in given.items()}
     if not has_fleets:
-        values = {key: value for key, value in values.items() if key[0] != "fleets"}
+        values = {key: value for key, value in values.items() if key[0] not in TABLES_BY_NAME}
     run_commands(values)
     sources = {key: source for key, (_, source) in values.items()}
     try:
@@ -132,20 +134,20 @@ def load_config(
 
 def _settings_without_effect(config: Config, sources: Mapping[Key, Source]) -> Iterator[str]:
     for name, fleet in config.fleets.items():
-        for setting, policy in POLICY_SETTINGS.items():
+        for setting in FleetConfig.model_fields:
             source = sources.get(("fleets", name, setting))
-            if source is not None and fleet.policy != policy:
-                yield (
-                    f"fleets.{name}.{setting} (from {source}) has no effect with policy {fleet.policy}: "
-                    f'remove it, or set policy = "{policy}"'
-                )
-        for setting in IGNORED_BY_ADAPTIVE if fleet.policy == "adaptive" else ():
-            source = sources.get(("fleets", name, setting))
-            if source is not None:
-                yield (
-                    f"fleets.{name}.{setting} (from {source}) has no effect with policy adaptive, which learns its "
-                    "idle timeouts: remove it, or set another policy"
-                )
+            reason = reason_without_effect(fleet.provider, fleet.policy, setting, has_gpu=fleet.has_gpu)
+            if source is not None and reason is not None:
+                yield f"fleets.{name}.{setting} (from {source}) has no effect {reason}"
+    providers = {fleet.provider for fleet in config.fleets.values()}
+    for setting, is_used, reason in (
+        ("supabase_url", False, "windlass connects with database_url"),
+        ("supabase_service_role_key", False, "windlass connects with database_url: remove it from this environment"),
+        ("hetzner_network_id", "hetzner" in providers, "no fleet has provider hetzner"),
+        ("control_plane_ip", bool(providers - {"local"}), "no fleet has remote workers"),
+    ):
+        if (source := sources.get((setting,))) is not None and not is_used:
+            yield f"{setting} (from {source}) has no effect: {reason}"
 
 
 def environment_of(config: Config, *sections: str) -> dict[str, str]:
@@ -178,9 +180,9 @@ def secrets_of(config: Config) -> set[str]:
 
 
 def _secret_parts(value: str) -> set[str]:
-    """The password of a server's URL, encoded and decoded; the whole of any other value."""
+    """The password of a server's URL, encoded and decoded; the whole of any other value, and each URL in it."""
     if value.partition("://")[0] not in ("postgres", "postgresql", "smtp", "smtps"):
-        return {value}
+        return {value, *(word for word in value.split() if "://" in word)}
     try:
         password = urlsplit(value).password
     except ValueError:
@@ -201,10 +203,11 @@ def _nest(values: Values) -> dict[str, Any]:
 
 
 def _all_fields(config: Config) -> Iterator[tuple[Key, FieldInfo]]:
-    """All settings, including those of each fleet."""
+    """All settings, including those of each fleet and adopted table."""
     yield from fields(Config)
-    for fleet in config.fleets:
-        yield from fields(FleetConfig, ("fleets", fleet))
+    for section, model in TABLES_BY_NAME.items():
+        for name in getattr(config, section):
+            yield from fields(model, (section, name))
 
 
 def _value(config: BaseModel, key: Key) -> Any:
@@ -223,8 +226,9 @@ def _explain(error: ValidationError, sources: Mapping[Key, Source]) -> str:
     """One sentence per problem: the key, its source, its value, and what to do."""
     secrets = {key for key, field in fields(Config) if is_secret(field)}
     known = [".".join(key) for key, _ in fields(Config)] + list(Config.model_fields)
-    fleet_names = [".".join(key) for key, _ in fields(FleetConfig)]
-    known += [f"fleets.{k[1]}.{name}" for k in sources if k[0] == "fleets" and k[1:] for name in fleet_names]
+    for section, model in TABLES_BY_NAME.items():
+        names = [".".join(key) for key, _ in fields(model)]
+        known += [f"{section}.{k[1]}.{name}" for k in sources if k[0] == section and k[1:] for name in names]
     sentences = []
     for problem in error.errors(include_url=False):
         key = tuple(str(part) for part in problem["loc"])
@@ -257,14 +261,14 @@ _MESSAGES = {
 def _message(problem: Any) -> str:
     kind, key = problem["type"], ".".join(map(str, problem["loc"]))
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"[{'fleets.NAME' if key == 'fleets' else key}] must be a table"
+        return f"[{f'{key}.NAME' if key in TABLES_BY_NAME else key}] must be a table"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return _MESSAGES.get(kind) or message.replace("Input should be", "it must be")
 
 
 def _origins(sources: Mapping[Key, Source], section: Key, message: str) -> str:
     """For an error about several values: the source of each that the message names."""
-    keys = [key for key, _ in fields(FleetConfig if section[:1] == ("fleets",) else Config)]
+    keys = [key for key, _ in fields(TABLES_BY_NAME.get(section[0] if section else "", Config))]
     named = [name for name in dict.fromkeys(key[-1] for key in keys) if re.search(rf"\b{name}\b", message)]
     return ", ".join(f"{name} from {_source(sources, (*section, name)) or 'default'}" for name in named) or (
         f"from {_source(sources, section) or 'an unknown source'}"

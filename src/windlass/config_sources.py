@@ -23,9 +23,11 @@ from dotenv import dotenv_values
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from windlass.model.adoption import AdoptionConfig
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS
 from windlass.model.worker import DEFAULT_FLEET
 
 DEFAULT_FILE = Path("windlass.toml")
@@ -33,6 +35,8 @@ DOTENV_FILE = Path(".env")
 # Where Docker and Podman mount secrets.
 SECRETS_DIR = Path("/run/secrets")
 CREDENTIALS_DIRECTORY = "CREDENTIALS_DIRECTORY"
+# Sections with one table per name.
+TABLES_BY_NAME: dict[str, type[BaseModel]] = {"fleets": FleetConfig, "adopt": AdoptionConfig}
 PREFIX = "WINDLASS_"
 FLEET_PREFIX = f"{PREFIX}FLEETS__"
 FILE_SUFFIX = "_FILE"
@@ -63,6 +67,9 @@ _FROM_KUBERNETES = re.compile(r"WINDLASS_(\w+_)?(SERVICE_HOST|SERVICE_PORT|PORT)
 # The first original orchestrator had one rule for scaling, and this variable. The later one had these.
 _THRESHOLD_VARIABLE = "TASKS_PER_GPU_THRESHOLD"
 _BUFFERED_VARIABLES = frozenset({"MACHINES_TO_KEEP_IDLE", "SCALE_UP_MULTIPLIER", "SCALE_DOWN_MULTIPLIER"})
+# Variables of every original orchestrator of GPUs, and settings that only the later one had.
+_LIMIT_VARIABLES = frozenset({"MIN_ACTIVE_GPUS", "MAX_ACTIVE_GPUS"})
+_LATER_SETTINGS = frozenset({"min_scaling_interval_s", *IGNORED_BY_ADAPTIVE})
 # The original orchestrators kept this many GPUs unless MIN_ACTIVE_GPUS was set.
 _ORIGINAL_MIN_GPUS = 2
 
@@ -92,11 +99,11 @@ def read_sources(file: Path | None, file_named_by: str, environment: Mapping[str
 
 
 def fields(section: type[BaseModel], prefix: Key = ()) -> Iterator[tuple[Key, FieldInfo]]:
-    """Key and field of every setting of a section, except those of fleets."""
+    """Key and field of every setting of a section, except those of fleets and adopted tables."""
     for name, info in section.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from fields(info.annotation, (*prefix, name))
-        elif name != "fleets":
+        elif name not in TABLES_BY_NAME:
             yield (*prefix, name), info
 
 
@@ -211,12 +218,15 @@ def _from_named_files(environment: Mapping[str, str]) -> Values:
 def _apply_original_behaviour(values: Values, fleets_in_file: set[str]) -> None:
     """Choose what the original orchestrators did, for a fleet that is configured by their variables."""
     for name in {key[1] for key in values if key[0] == "fleets" and key[1:]}:
-        given = {key[2:]: source for key, (_, source) in values.items() if key[:2] == ("fleets", name)}
+        given = {key[2]: source for key, (_, source) in values.items() if key[:2] == ("fleets", name) and key[2:]}
         variables = {source.removesuffix(" in .env") for source in given.values()}
-        if ("policy",) not in given and _THRESHOLD_VARIABLE in variables and not variables & _BUFFERED_VARIABLES:
-            values["fleets", name, "policy"] = ("threshold", _THRESHOLD_VARIABLE)
+        chosen_by = {_THRESHOLD_VARIABLE} & variables
+        if name not in fleets_in_file and not chosen_by and not given.keys() & {*POLICY_SETTINGS, *_LATER_SETTINGS}:
+            chosen_by = variables & _LIMIT_VARIABLES
+        if chosen_by and "policy" not in given and not variables & _BUFFERED_VARIABLES:
+            values["fleets", name, "policy"] = ("threshold", min(chosen_by))
         is_on_runpod = values.get(("fleets", name, "provider"), ("local",))[0] == "runpod"
-        if is_on_runpod and name not in fleets_in_file and ("min_workers",) not in given:
+        if is_on_runpod and name not in fleets_in_file and "min_workers" not in given:
             values["fleets", name, "min_workers"] = (_ORIGINAL_MIN_GPUS, "default of MIN_ACTIVE_GPUS")
 
 

@@ -321,7 +321,7 @@ async def terminate_fleet_workers(
     store: OperationStore, name: str, reason: str = TERMINATE_REASON, *, force: bool = False
 ) -> OperationResult:
     """Terminate every live worker of a fleet, including those without a slot. Cycles spawn up to min_workers again."""
-    fleet = await _find_fleet(store, name)
+    fleet = await find_fleet(store, name)
     if isinstance(fleet, OperationResult):
         return fleet
     ids = [worker.id for worker in await store.workers() if worker.fleet == name]
@@ -337,7 +337,7 @@ async def terminate_fleet_workers(
 # --------------------------------------------------------------------------------------------------------------- fleets
 
 
-async def _find_fleet(store: OperationStore, name: str, *, has_cycles: bool = False) -> Fleet | OperationResult:
+async def find_fleet(store: OperationStore, name: str, *, has_cycles: bool = False) -> Fleet | OperationResult:
     """`has_cycles`: refuse a fleet that exists only because a worker was started by hand. No cycle spawns for it."""
     fleets = await store.fleets()
     found = next((fleet for fleet in fleets if fleet.name == name), None)
@@ -358,7 +358,7 @@ async def resume_fleet(store: OperationStore, name: str) -> OperationResult:
 
 
 async def _set_fleet_paused(store: OperationStore, name: str, is_paused: bool) -> OperationResult:
-    fleet = await _find_fleet(store, name)
+    fleet = await find_fleet(store, name)
     if isinstance(fleet, OperationResult):
         return fleet
     changed = await store.pause_fleet(name, is_paused)
@@ -380,7 +380,7 @@ async def resume_all_fleets(store: OperationStore) -> OperationResult:
 
 async def spawn_workers(store: OperationStore, name: str, count: int = 1) -> SpawnResult:
     """Request workers whatever the scaling policy decides, up to the fleet's free slots. Idle ones drain as usual."""
-    fleet = await _find_fleet(store, name, has_cycles=True)
+    fleet = await find_fleet(store, name, has_cycles=True)
     if isinstance(fleet, OperationResult):
         return SpawnResult(outcome=fleet.outcome, message=fleet.message, fleet=name, asked=count)
     requested = await store.request_workers(name, count)
@@ -408,7 +408,7 @@ async def restart_fleet(store: OperationStore, name: str, slot: int | None = Non
     on hold with OTHER_ACCOUNT abandons the machines that its API key does not list. Raises BadInput for a slot that the
     fleet does not have.
     """
-    fleet = await _find_fleet(store, name, has_cycles=True)
+    fleet = await find_fleet(store, name, has_cycles=True)
     if isinstance(fleet, OperationResult):
         return RestartResult(outcome=fleet.outcome, message=fleet.message)
     slots_freed = await store.restart_slots(name, slot)

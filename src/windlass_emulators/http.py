@@ -16,6 +16,8 @@ class Response:
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    # A stream: after the body, the connection stays open until the client closes it.
+    is_held_open: bool = False
 
 
 def json_response(status: int, body: Json, headers: Mapping[str, str] | None = None) -> Response:

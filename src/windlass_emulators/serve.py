@@ -27,6 +27,8 @@ from windlass_emulators.http import Emulator, NoAnswer, Response, json_response
 LOOPBACK = "127.0.0.1"
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 # Scheduled changes happen at most this late.
+# A stream that its client does not close.
+MAX_STREAM_S = 60.0
 MAX_SETTLE_INTERVAL_S = 0.25
 MIN_SETTLE_INTERVAL_S = 0.01
 # Far above the largest valid request.
@@ -91,9 +93,16 @@ def make_app(emulator: Emulator) -> Starlette:
             answer = _handle(emulator, request, body)
         except (NoAnswer, ClientDisconnect) as silence:
             return _Disconnect(silence.held_s if isinstance(silence, NoAnswer) else 0.0)
+        if answer.is_held_open:
+            return responses.StreamingResponse(_held_open(answer.body), answer.status, dict(answer.headers))
         return responses.Response(answer.body, answer.status, dict(answer.headers))
 
     return Starlette(routes=[Route("/{path:path}", respond, methods=_METHODS)], lifespan=lifespan)
+
+
+async def _held_open(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+    await asyncio.sleep(MAX_STREAM_S)
 
 
 def _handle(emulator: Emulator, request: Request, body: bytes) -> Response:

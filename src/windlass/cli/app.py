@@ -63,6 +63,7 @@ COMMANDS = {
         CommandEntry("terminate", "fleets", "terminate", "Drain workers: they finish their tasks, then terminate."),
         CommandEntry("pause", "fleets", "pause", "Pause workers or fleets: no new tasks, no new workers."),
         CommandEntry("resume", "fleets", "resume", "Resume paused workers or fleets."),
+        CommandEntry("deploy", "deploy", "deploy", "Replace a fleet's workers to deploy new code or settings."),
         CommandEntry("restart", "fleets", "restart", "Replace the workers of a fleet, and clear its failures."),
     ),
     "Decisions and cost": (
@@ -80,6 +81,7 @@ COMMANDS = {
         CommandEntry("cost", "cost", "cost", "Show the cost of machines by day, fleet, queue, worker or task."),
     ),
     "Set-up": (
+        CommandEntry("init", "init", "init", "Write windlass.toml, a handler and deploy files for a new project."),
         CommandEntry("doctor", "doctor", "doctor", "Check this machine, the configuration and the database."),
         CommandEntry("config", "config", "app", "Show the configuration."),
         CommandEntry("db", "db", "app", "Manage the database schema."),

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
+from windlass.cli.adopt import adopt
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
@@ -15,6 +16,7 @@ from windlass.model.redaction import without_password
 from windlass.wiring import schema, stores
 
 app = typer.Typer(help="Manage the database schema.", no_args_is_help=True)
+app.command()(adopt)
 
 
 @app.command()
@@ -22,7 +24,7 @@ app = typer.Typer(help="Manage the database schema.", no_args_is_help=True)
 async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Migrate the schema to the version of this program.
 
-    Runs in one transaction. Safe to repeat.
+    Workers may run meanwhile: no table is locked for longer than two seconds. Safe to repeat.
     """
     async with stores.database(load(config, data_dir).config, makes_schema=False) as dsn:
         applied = await schema.migrate(dsn)
@@ -32,6 +34,29 @@ async def migrate(config: ConfigFile = None, data_dir: DataDir = None, as_json: 
     for migration in applied:
         print(f"applied {migration.version:04} {migration.name}")
     print(f"schema is at version {schema.LATEST_VERSION}")
+
+
+@app.command()
+@command
+async def rollback(
+    to: Annotated[int, typer.Option("--to", min=1, help="Schema version of the older program.", metavar="VERSION")],
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Undo migrations, so that an older program can be used again.
+
+    Run it with the newer program, while no orchestrator runs. `windlass db status` of the older program shows the
+    version that it needs. Migrations that cannot be undone are refused before anything is changed.
+    """
+    async with stores.database(load(config, data_dir).config, makes_schema=False) as dsn:
+        undone = await schema.rollback(dsn, to)
+    if as_json:
+        print_json({"undone": [m.version for m in undone], "version": to})
+        return
+    for migration in undone:
+        print(f"undid {migration.version:04} {migration.name}")
+    print(f"schema is at version {to}" if undone else "nothing to undo")
 
 
 @app.command()
@@ -142,6 +167,16 @@ async def url(
             "`windlass up` or a worker."
         )
     print_url(address)
+
+
+@app.command()
+@command
+def programs() -> None:
+    """Print the folder with the programs of the embedded PostgreSQL.
+
+    It has `pg_dump`, `pg_restore` and `psql` of the embedded database's own version.
+    """
+    print(stores.postgres_programs())
 
 
 async def _applied_migrations(config: Config) -> dict[int, Any]:

@@ -1,6 +1,7 @@
 """`windlass doctor`: checks this machine, the configuration, the providers and the database.
 
-Changes nothing. If no embedded database exists yet, it checks the folder and tries one in a temporary directory.
+Changes nothing, except that --repair settles the differences of adopted tables. If no embedded database exists yet, it
+checks the folder and tries one in a temporary directory.
 """
 
 import os
@@ -20,9 +21,9 @@ from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
-from windlass.wiring import providers, reachability, stores
+from windlass.wiring import adoption, providers, reachability, stores
 from windlass.wiring.rehearsal import rehearse
-from windlass.wiring.schema import DatabaseCheck, check_schema_version
+from windlass.wiring.schema import LATEST_VERSION, DatabaseCheck, check_schema_version
 from windlass.worker.gpu import GpuReader
 
 OLDEST_PYTHON = (3, 11)
@@ -32,6 +33,13 @@ DISK_WARN_BYTES = 2 * 1024**3
 DISK_FAIL_BYTES = 200 * 1024**2
 # Leases use the database's clock. The clock of this machine only affects how early a scheduled task is claimed.
 CLOCK_WARN_S = 2.0
+
+# Kinds of windlass_internal.compare_rows.
+DIFFERENCES = {
+    "no task": "rows without a task",
+    "no row": "tasks without a row that wants them",
+    "status": "rows with another status than their task",
+}
 
 
 class CheckStatus(StrEnum):
@@ -56,6 +64,9 @@ async def doctor(
     ] = None,
     live: Annotated[
         bool, typer.Option("--live", help="Rent one machine of --fleet, run one task on it, and delete it.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Settle differences between adopted tables and their tasks.")
     ] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -84,7 +95,7 @@ async def doctor(
                     print(f"{word:<5}{finding.check:<14}{finding.what}{advice}", flush=True)
         return not any(finding.verdict is CheckStatus.FAIL for finding in findings)
 
-    is_sound = await report(_run_checks(config, data_dir))
+    is_sound = await report(_run_checks(config, data_dir, is_repairing=repair))
     if fleet is not None and is_sound:
         await report(_rehearse(load(config, data_dir).config, fleet))
     if as_json:
@@ -92,7 +103,9 @@ async def doctor(
     return 1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0
 
 
-async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncGenerator[Finding, None]:
+async def _run_checks(
+    config_file: Path | None, data_dir: Path | None, *, is_repairing: bool
+) -> AsyncGenerator[Finding, None]:
     yield _check_python()
     yield _check_platform()
     yield _check_gpu()
@@ -114,7 +127,7 @@ async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncG
         if disk.verdict is CheckStatus.FAIL:
             return
     try:
-        async with _open_database(config) as (where, database, is_trial):
+        async with _open_database(config) as (where, dsn, database, is_trial):
             yield where
             yield _check_server_version(database)
             if not is_trial:
@@ -123,6 +136,10 @@ async def _run_checks(config_file: Path | None, data_dir: Path | None) -> AsyncG
             yield _check_pooler(database)
             yield _check_notifications(database)
             yield _check_clock(database)
+            if not is_trial and database.schema_version == LATEST_VERSION and not database.missing_privileges:
+                async with aclosing(_check_adopted_tables(config, dsn, is_repairing=is_repairing)) as found:
+                    async for finding in found:
+                        yield finding
     except WindlassError as error:
         yield Finding("database", CheckStatus.FAIL, _clause(error))
 
@@ -200,21 +217,21 @@ def _check_disk(config: Config) -> Finding:
 
 
 @asynccontextmanager
-async def _open_database(config: Config) -> AsyncIterator[tuple[Finding, DatabaseCheck, bool]]:
-    """Yield the finding, the details, and whether this is a temporary database instead of the configured one."""
+async def _open_database(config: Config) -> AsyncIterator[tuple[Finding, str, DatabaseCheck, bool]]:
+    """Yield the finding, the URL, the details, and whether this is a temporary database, not the configured one."""
     if config.database_url is not None or stores.has_embedded_database(config):
         async with stores.database(config, makes_schema=False) as dsn:
             found = await stores.examine_database(dsn)
             kind = f"embedded, in {stores.data_dir(config)}" if config.database_url is None else "from DATABASE_URL"
             what = f"{found.database} as {found.user} ({kind})"
-            yield Finding("database", CheckStatus.OK, what), found, False
+            yield Finding("database", CheckStatus.OK, what), dsn, found, False
         return
     stores.check_place_of_embedded_database(config)
     with stores.temporary_data_dir() as folder:
         trial = config.model_copy(update={"data_dir": folder / "data"})
         async with stores.database(trial) as dsn:
             what = f"the embedded PostgreSQL works; {stores.data_dir(config)} will be created at first use"
-            yield Finding("database", CheckStatus.OK, what), await stores.examine_database(dsn), True
+            yield Finding("database", CheckStatus.OK, what), dsn, await stores.examine_database(dsn), True
 
 
 def _check_server_version(found: DatabaseCheck) -> Finding:
@@ -273,6 +290,41 @@ def _check_clock(found: DatabaseCheck) -> Finding:
             "clock", CheckStatus.WARN, what, "synchronize this machine with NTP; scheduled tasks may start late"
         )
     return Finding("clock", CheckStatus.OK, f"{abs(difference_s) * 1000:.0f} ms from the database's clock")
+
+
+async def _check_adopted_tables(config: Config, dsn: str, *, is_repairing: bool) -> AsyncGenerator[Finding, None]:
+    """Compare each adopted table with its tasks, after its differences were repaired if that was asked for."""
+    compared = await adoption.compare(dsn, config.adopt)
+    if compared is None:
+        for name in config.adopt:
+            what = "not compared: this user is not the owner or an orchestrator"
+            yield Finding(f"adopt {name}", CheckStatus.WARN, what, "set DATABASE_URL to such a user")
+        return
+    repaired: dict[str, int] = {}
+    if is_repairing and compared:
+        repaired = {each.name: await adoption.repair(dsn, each.name) for each in compared}
+        compared = await adoption.compare(dsn, config.adopt) or []
+    for each in compared:
+        check = f"adopt {each.name}"
+        if repaired.get(each.name):
+            yield Finding(check, CheckStatus.OK, f"{repaired[each.name]:,} differences repaired")
+        if each.is_outdated:
+            do = f"windlass db adopt {each.name} --apply"
+            yield Finding(check, CheckStatus.WARN, "the configuration is not the one that was applied", do)
+        if not each.is_backfilled:
+            do = f"windlass db adopt {each.name} --backfill"
+            yield Finding(check, CheckStatus.WARN, "rows that were queued before are not all enqueued", do)
+        if each.deferred:
+            what = f"{each.deferred:,} rows are not written yet: {each.deferred_reason}"
+            yield Finding(check, CheckStatus.WARN, what, "fix the cause, then windlass doctor --repair")
+        differences = ", ".join(f"{count:,} {DIFFERENCES[kind]}" for kind, count in each.differences.items())
+        if differences:
+            yield Finding(check, CheckStatus.WARN, differences, "windlass doctor --repair")
+        else:
+            yield Finding(check, CheckStatus.OK, "rows and tasks agree")
+    for name in config.adopt.keys() - {each.name for each in compared}:
+        do = f"windlass db adopt {name} --apply"
+        yield Finding(f"adopt {name}", CheckStatus.WARN, "configured, but not applied", do)
 
 
 def _clause(error: Exception) -> str:

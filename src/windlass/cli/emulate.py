@@ -17,6 +17,7 @@ from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.processes import Processes
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import VirtualPodHost
+from windlass_emulators.runpod.images import BARE_IMAGE
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
 from windlass_emulators.serve import listen, serving
 
@@ -80,6 +81,10 @@ async def runpod(
         Path | None, typer.Option("--dir", help="Folder for disks and logs of pods (default: a temporary one).")
     ] = None,
     is_virtual: Annotated[bool, typer.Option("--no-workers", help="Pods start no processes.")] = False,
+    bare_images: Annotated[
+        list[str] | None,
+        typer.Option("--bare-image", help="Start of the name of images with Python and SSH, but without Windlass."),
+    ] = None,
 ) -> None:
     """Serve the Runpod REST API v2 on 127.0.0.1. A pod starts a real worker, or an SSH server to start one with."""
     settings = RunpodEmulatorSettings(
@@ -98,6 +103,7 @@ async def runpod(
         await _serve("Runpod", "/v2", emulator, listener, "pods run no processes")
         return
     with _open_host(RealPodHost, folder) as host:
+        host.images |= dict.fromkeys(bare_images or (), BARE_IMAGE)
         remark = f"pods in {host.folder}"
         if find_sshd() is None:
             remark += "; no SSH: sshd not found, install openssh-server"

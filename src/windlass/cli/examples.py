@@ -43,8 +43,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "terminate": ("windlass terminate gpus-0-2c551d8930", "windlass terminate --fleet gpus --force"),
     "pause": ("windlass pause gpus", "windlass pause --all"),
     "resume": ("windlass resume gpus", "windlass resume --all"),
+    "deploy": (
+        "windlass deploy gpus                    # new code or settings, one worker at a time",
+        "windlass deploy gpus --surge 3          # three additional workers at a time",
+        "windlass deploy gpus --max-unavailable 2 --now",
+        "windlass deploy gpus --status",
+        "windlass deploy gpus --abort",
+    ),
     "restart": (
-        "windlass restart gpus       # new code, or after a failure was fixed",
+        "windlass restart gpus       # after a failure was fixed",
         "windlass restart gpus --slot 2",
     ),
     "explain": (
@@ -55,13 +62,21 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "replay": ("windlass replay 42 --set max_workers=8", "windlass replay 42 --with new.toml"),
     "simulate": (
         "windlass simulate --trace week.csv --policy adaptive --policy keda --billing hour",
+        "windlass simulate --fleet gpus --since 7d --policy adaptive --policy adaptive:wait_goal_s=30",
+        "windlass simulate --fleet gpus --shadow --report what-if.html",
         "windlass simulate --generate bursts --boot 60 --set price_of_waiting=1 --report what-if.html",
     ),
     "tune": (
         "windlass tune --trace week.csv --slo p95_wait=60s --boot 90 --billing hour",
+        "windlass tune --fleet gpus --slo p95_wait=60s --write fleet.toml",
         "windlass tune --trace week.csv --price-of-waiting 1 --write fleet.toml",
     ),
     "cost": ("windlass cost --by queue --since 30d", "windlass cost --by task --fleet gpus --json"),
+    "init": (
+        "windlass init",
+        "windlass init renders --yes",
+        "windlass init --provider hetzner --url https://windlass.example.com --budget 5 --yes --deploy systemd",
+    ),
     "doctor": ("windlass doctor", "windlass doctor --config /etc/windlass.toml"),
     "config": ("windlass config show", "windlass config show --json"),
     "db": ("windlass db migrate", 'psql "$(windlass db url)"', "windlass db roles", "windlass db roles --sql"),

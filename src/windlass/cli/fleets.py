@@ -47,7 +47,7 @@ async def spawn(
     The fleet never exceeds max_workers. Idle workers are drained later as usual.
     """
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
-        result = await operations.spawn_workers(store, await _choose_fleet(store, fleet, fleet_option), count)
+        result = await operations.spawn_workers(store, await choose_fleet(store, fleet, fleet_option), count)
     fields = {
         "fleet": result.fleet,
         "asked": count,
@@ -131,7 +131,7 @@ async def restart(
     abandoned.
     """
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
-        name = await _choose_fleet(store, fleet, fleet_option)
+        name = await choose_fleet(store, fleet, fleet_option)
         result = await operations.restart_fleet(store, name, slot)
     fields = {
         "fleet": name,
@@ -176,7 +176,7 @@ async def _resolve(store: OperationStore, targets: list[str] | None, fleet: str 
     return ids, list(dict.fromkeys([*fleets, *([fleet] if fleet else [])]))
 
 
-async def _choose_fleet(store: OperationStore, argument: str | None, option: str | None) -> str:
+async def choose_fleet(store: OperationStore, argument: str | None, option: str | None) -> str:
     """The given fleet, or the only one that has cycles. Operations report a fleet that does not exist."""
     if argument is not None and option is not None and argument != option:
         raise BadInput(f"{argument} and --fleet {option} are different fleets: pass one of them.")

@@ -23,6 +23,7 @@ _ACTING = ("spawn", "drain")
 # One sentence per event. None: left out.
 _SENTENCES: Mapping[str, str | None] = {
     "loaded configuration": None,
+    "setting has no effect": "{reason}",
     "listening": None,
     "cycle finished": "{fleet}: {decision}",
     "standby cycle": "{fleet}: {decision}",
@@ -73,6 +74,8 @@ class HumanRenderer:
             return _next_steps(entry)
         if event == "worker changed" and entry.get("change") == "active":
             return f"{entry.get('worker')} is active"
+        if event == "reloaded configuration" and not entry.keys() & {"new", "changed", "removed"}:
+            return "reloaded configuration: no fleet changed"
         if event in _SENTENCES:
             sentence = _SENTENCES[event]
             try:

@@ -1,18 +1,22 @@
 """`windlass simulate`: what a policy would have cost, and how long tasks would have waited."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from windlass.cli.fleet_history import Since, chosen_fleet, read_past
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
+from windlass.model.money import with_currency
 from windlass.simulator.engine import ClaimOrder, World
 from windlass.simulator.measures import RunResult
+from windlass.simulator.past import FleetPast, shadow_requests, simulated_settings
 from windlass.simulator.report import HEADINGS, html_report, table_rows
 from windlass.simulator.runs import RunRequest, peak_concurrency, run_policy
 from windlass.simulator.trace import GeneratorSettings, Trace, generate, read_trace
@@ -36,14 +40,23 @@ async def simulate(
             "--policy", help="Policy or baseline; several are compared. name:key=value changes a setting of one run."
         ),
     ] = None,
-    slots: Annotated[int, typer.Option("--slots", help="Tasks that a machine runs at once.", min=1, max=10_000)] = 1,
-    boot_s: Annotated[float, typer.Option("--boot", help="Seconds from request to ready.", min=0.0)] = 120.0,
+    slots: Annotated[
+        int | None, typer.Option("--slots", help="Tasks that a machine runs at once (1).", min=1, max=10_000)
+    ] = None,
+    boot_s: Annotated[
+        float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0)
+    ] = None,
     boot_sigma: Annotated[
-        float, typer.Option("--boot-sigma", help="Spread of boot times: sigma of a lognormal.", min=0.0, max=3.0)
-    ] = 0.0,
-    billing: Annotated[str, typer.Option("--billing", help="Billed by the started `second` or `hour`.")] = "second",
-    interval_s: Annotated[float, typer.Option("--interval", help="Seconds between cycles.", min=0.05)] = 10.0,
-    min_workers: Annotated[int, typer.Option("--min", help="Minimum number of machines.", min=0)] = 0,
+        float | None,
+        typer.Option("--boot-sigma", help="Spread of boot times: sigma of a lognormal (0).", min=0.0, max=3.0),
+    ] = None,
+    billing: Annotated[
+        str | None, typer.Option("--billing", help="Billed by the started `second` (default) or `hour`.")
+    ] = None,
+    interval_s: Annotated[
+        float | None, typer.Option("--interval", help="Seconds between cycles (10).", min=0.05)
+    ] = None,
+    min_workers: Annotated[int | None, typer.Option("--min", help="Minimum number of machines (0).", min=0)] = None,
     max_workers: Annotated[
         int | None, typer.Option("--max", help="Maximum number of machines (default: as many as tasks need).", min=1)
     ] = None,
@@ -52,15 +65,20 @@ async def simulate(
         typer.Option("--set", help="Change one setting of the fleet, for all runs.", metavar="NAME=VALUE"),
     ] = None,
     fleet: Annotated[
-        str | None, typer.Option("--fleet", help="Start from this fleet's settings in windlass.toml.", metavar="NAME")
+        str | None,
+        typer.Option("--fleet", help="This fleet's settings; without a trace also its own history.", metavar="NAME"),
     ] = None,
+    since: Since = "7d",
+    is_shadow: Annotated[
+        bool, typer.Option("--shadow", help="Compare the running settings with two alternatives on the history.")
+    ] = False,
     claims: Annotated[
         ClaimOrder | None, typer.Option("--claims", help="Which free worker claims (default: as in production).")
     ] = None,
-    crashes: Annotated[float, typer.Option("--crashes", help="Crashes per machine hour.", min=0.0)] = 0.0,
+    crashes: Annotated[float | None, typer.Option("--crashes", help="Crashes per machine hour (0).", min=0.0)] = None,
     refused: Annotated[
-        float, typer.Option("--refused", help="Share of create calls that are refused.", min=0.0, max=0.99)
-    ] = 0.0,
+        float | None, typer.Option("--refused", help="Share of create calls that are refused (0).", min=0.0, max=0.99)
+    ] = None,
     tasks: Annotated[int, typer.Option("--tasks", help="Tasks of a generated trace.", min=1, max=1_000_000)] = 10_000,
     days: Annotated[float, typer.Option("--days", help="Length of a generated trace.", min=0.001)] = 7.0,
     duration_s: Annotated[float, typer.Option("--duration", help="Mean duration in it.", min=0.001)] = 60.0,
@@ -75,61 +93,111 @@ async def simulate(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a scaling policy on a trace of tasks: cost, waits and machines."""
-    if billing not in BILLING_UNITS:
+    """Simulate a scaling policy on a trace of tasks: cost, waits and machines.
+
+    Without --trace and --generate it reads the history of the fleet from the database: its tasks, boots, billing,
+    refusals and crashes. Options replace what it found.
+    """
+    if billing not in (None, *BILLING_UNITS):
         raise BadInput(f"--billing is {billing!r}: write second or hour.")
-    if (trace is None) == (generator is None):
-        raise BadInput("pass a trace file with --trace, or make one with --generate.")
-    if trace is not None:
-        task_trace = read_trace(trace)
-    else:
-        settings = GeneratorSettings(tasks=tasks, days=days, duration_s=duration_s, seed=seed)
-        task_trace = generate(generator or "", settings)
-    base = FleetConfig(provider="local")
-    if fleet is not None:
-        fleets = load(config, data_dir).config.fleets
-        if fleet not in fleets:
-            raise BadInput(f"fleet {fleet!r} not found in the configuration.")
-        base = fleets[fleet]
-        if task_trace.queues:
-            task_trace = task_trace.of_queues(base.queues)
-            if not task_trace.arrivals:
-                raise BadInput(f"the trace has no task in the queues of fleet {fleet}: {', '.join(base.queues)}.")
-    world = World(
-        slots=slots,
-        boot_s=boot_s,
-        boot_sigma=boot_sigma,
-        billing_unit_s=BILLING_UNITS[billing],
-        crashes_per_hour=crashes,
-        refused_share=refused,
-        seed=seed,
-    )
-    most = max_workers or math.ceil(peak_concurrency(task_trace) / slots)
+    if trace is not None and generator is not None:
+        raise BadInput("pass a trace file with --trace, or make one with --generate, not both.")
+    unit_s = BILLING_UNITS[billing] if billing is not None else None
+    measured: dict[str, Any] = {
+        "slots": slots,
+        "boot_s": boot_s,
+        "boot_sigma": boot_sigma if boot_sigma is not None or boot_s is None else 0.0,
+        "billing_unit_s": unit_s,
+        "crashes_per_hour": crashes,
+        "refused_share": refused,
+        "seed": seed,
+    }
+    options = {name: value for name, value in measured.items() if value is not None}
     given = [
-        f"concurrency={slots}",
-        f"poll_interval_s={interval_s}",
-        f"min_workers={min_workers}",
-        f"max_workers={max(most, min_workers)}",
-        # A simulated boot may take longer than the default limit of this host's processes.
-        f"spawn_timeout_s={max(600.0, 20 * boot_s)}",
-        *(changes or ()),
+        f"{name}={value}"
+        for name, value in (
+            ("concurrency", slots),
+            ("poll_interval_s", interval_s),
+            ("min_workers", min_workers),
+            ("max_workers", max_workers),
+        )
+        if value is not None
     ]
-    names = policies or ["adaptive"]
+    past: FleetPast | None = None
+    if trace is None and generator is None:
+        loaded = load(config, data_dir).config
+        name, base = chosen_fleet(loaded, fleet)
+        past = await read_past(loaded, name, base, since, seed)
+        task_trace, world = past.trace, replace(past.world, **options)
+        base = simulated_settings(base, world)
+    else:
+        if is_shadow:
+            raise BadInput("--shadow compares on a fleet's own history: leave out --trace and --generate.")
+        made = GeneratorSettings(tasks=tasks, days=days, duration_s=duration_s, seed=seed)
+        task_trace = read_trace(trace) if trace is not None else generate(generator or "", made)
+        base = FleetConfig(provider="local")
+        if fleet is not None:
+            base = chosen_fleet(load(config, data_dir).config, fleet)[1]
+            task_trace = _of_fleet(task_trace, fleet, base)
+        world = World(**options)
+        most = max_workers or math.ceil(peak_concurrency(task_trace) / world.slots)
+        given = [
+            f"concurrency={world.slots}",
+            f"poll_interval_s={interval_s or 10.0}",
+            f"min_workers={min_workers or 0}",
+            f"max_workers={max(most, min_workers or 0)}",
+            # A simulated boot may take longer than the default limit of this host's processes.
+            f"spawn_timeout_s={max(600.0, 20 * world.boot_s)}",
+        ]
+    given += changes or ()
+    names = list(policies or ([] if is_shadow else [base.policy if past is not None else "adaptive"]))
     if len(names) > MAX_RUNS:
         raise BadInput(f"--policy is given {len(names)} times: at most {MAX_RUNS} runs are compared.")
-    requests = [_request(name, base, given, world, claims, is_full, report is not None) for name in names]
+    requests = shadow_requests(with_changes(base, given), world, has_charts=report is not None) if is_shadow else []
+    requests += [_request(name, base, given, world, claims, is_full, report is not None) for name in names]
+    if is_shadow and (claims is not None or is_full):
+        requests = [replace(request, claim_order=claims, is_full=is_full) for request in requests]
     results = _run_all(requests, task_trace, is_quiet=as_json)
     if report is not None:
         notes = [
-            f"{len(task_trace.arrivals)} tasks over {task_trace.span_s / 86400:.2f} days, {slots} slots per machine, "
-            f"boot {boot_s:g} s, billed by the {billing}, cycles of {interval_s:g} s, seed {seed}.",
+            f"{len(task_trace.arrivals)} tasks over {task_trace.span_s / 86400:.2f} days, {world.slots} slots per "
+            f"machine, boot {world.boot_s:g} s, billed by the {'hour' if world.billing_unit_s > 1 else 'second'}, "
+            f"cycles of {requests[0].config.poll_interval_s:g} s, seed {seed}.",
+            *(past.notes[1:] if past is not None else ()),
         ]
         report.write_text(html_report(f"Simulation of {task_trace.name}", notes, results))
+    _print_results(results, past, as_json=as_json)
+
+
+def _of_fleet(trace: Trace, fleet: str, settings: FleetConfig) -> Trace:
+    """Its tasks in the fleet's queues, where it names queues."""
+    found = trace.of_queues(settings.queues) if trace.queues else trace
+    if not found.arrivals:
+        raise BadInput(f"the trace has no task in the queues of fleet {fleet}: {', '.join(settings.queues)}.")
+    return found
+
+
+def _print_results(results: list[RunResult], past: FleetPast | None, *, as_json: bool) -> None:
     if as_json:
-        plain = [result.to_plain() for result in results]
+        plain = [result.to_plain() | _cost(past, result) for result in results]
         print_json(plain[0] if len(plain) == 1 else {"runs": plain})
         return
-    print_table(table_rows(results), *HEADINGS, right=HEADINGS[1:])
+    for note in past.notes if past is not None else ():
+        print(note)
+    rows, headings = table_rows(results), HEADINGS
+    if past is not None and past.currency is not None:
+        headings = (*headings, "cost")
+        rows = [
+            (*row, with_currency(past.cost_micros(result.machine_seconds_billed) or 0, past.currency))
+            for row, result in zip(rows, results, strict=True)
+        ]
+    print_table(rows, *headings, right=headings[1:])
+
+
+def _cost(past: FleetPast | None, result: RunResult) -> dict[str, Any]:
+    if past is None or past.currency is None:
+        return {}
+    return {"cost_micros": past.cost_micros(result.machine_seconds_billed), "currency": past.currency}
 
 
 def _request(

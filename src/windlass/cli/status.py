@@ -21,6 +21,7 @@ from windlass.model.node import NodeView
 from windlass.model.task import TaskStatus
 from windlass.model.worker import Worker, WorkerKind
 from windlass.operations import OperationStore
+from windlass.rollouts import count_versions, versions_text
 from windlass.wiring import stores
 
 # Rich takes longer to import than the rest of the command, and only the live view needs it.
@@ -211,6 +212,9 @@ def _notes(fleet: Fleet, report: StatusReport, decided: str | None) -> str | Non
     without_orchestrator_s = fleet.without_orchestrator_s(report.at)
     if without_orchestrator_s is not None:
         parts.append(f"no orchestrator: {no_orchestrator_reason(fleet, without_orchestrator_s)}")
+    old, total = count_versions(fleet, report.workers)
+    if old:
+        parts.append(versions_text(old, total))
     if fleet.is_paused:
         parts.append("paused")
     if fleet.hold is not None:
@@ -286,6 +290,7 @@ def _plain(report: StatusReport) -> dict[str, Any]:
             {
                 **to_plain(fleet),
                 "without_orchestrator_s": fleet.without_orchestrator_s(report.at),
+                "outdated_workers": count_versions(fleet, report.workers)[0],
                 "decision": cycle.decision if cycle else None,
                 "cycle_id": cycle.id if cycle else None,
                 "cycle_at": (cycle.repeated_at or cycle.started_at) if cycle else None,

@@ -22,7 +22,7 @@ from windlass.wiring import stores
 MAX_SEARCH_S = 20.0
 
 Row = TypeVar("Row")
-# Reads the page after a cursor, with at most so many rows.
+# Reads the page after a cursor, with at most this many rows.
 ReadPage = Callable[[str | None, int], Awaitable[Page[Row]]]
 
 

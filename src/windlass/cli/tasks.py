@@ -1,8 +1,8 @@
-"""`windlass tasks`: lists, shows, retries, cancels and deletes tasks."""
+"""`windlass tasks`: lists, shows, retries, cancels and deletes tasks, and prints their output."""
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
@@ -12,6 +12,7 @@ import typer
 from windlass import operations
 from windlass.cli.cost import plain_cost
 from windlass.cli.errors import EXIT_BAD_INPUT, print_error
+from windlass.cli.log_output import NO_OUTPUT_HINT, LogTail, Timestamps, print_log_lines, print_note
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, load, person_command
 from windlass.cli.output import (
     duration,
@@ -26,14 +27,17 @@ from windlass.cli.output import (
 from windlass.cli.queues import QueueStore, check_queue_is_known
 from windlass.cli.task_search import errors, search_tasks
 from windlass.cli.times import parse_duration
-from windlass.config_loader import Loaded
+from windlass.config_loader import Loaded, secrets_of
 from windlass.cost.queries import task_cost
+from windlass.log_reader import follow_task_log
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
 from windlass.model.listing import TaskList
 from windlass.model.money import with_currency
+from windlass.model.redaction import mask_of
 from windlass.model.task import CANCELLED, MAX_TASK_ID, Task, TaskStatus, TaskSummary
+from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import CANCEL_REASON, OperationResult
 from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
@@ -167,8 +171,10 @@ async def show(
     """Show all fields, the cost and the events of a task."""
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         (task,) = await _find_tasks(store, [task_id])
-        events = await store.events(task_id=task_id)
-        cost = await task_cost(store, task_id, await store.now())
+        # A producer's user reads tasks alone.
+        may_read_events = await store.may_read_events()
+        events = await store.events(task_id=task_id) if may_read_events else []
+        cost = await task_cost(store, task_id, await store.now()) if may_read_events else None
     plain = to_plain(task)
     if as_json:
         stored = {"payload": plain.pop("payload"), "result": plain.pop("result") or "null"}
@@ -331,6 +337,49 @@ def _confirm(statuses: list[TaskStatus], older_than: str, queue: str | None) -> 
         print(file=sys.stderr)
     if answer.strip().lower() not in ("y", "yes"):
         raise BadInput("nothing was deleted. Answer yes, or add --yes.")
+
+
+@app.command()
+@person_command
+async def logs(
+    task_id: Annotated[int, typer.Argument(help="Id of the task.", metavar="ID", min=1, max=MAX_TASK_ID)],
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", help="Only this attempt.", metavar="N", min=1, max=2**31 - 1)
+    ] = None,
+    lines: LogTail = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the task finishes.")] = False,
+    timestamps: Timestamps = False,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the output of a task's attempts.
+
+    It stays readable after their machines are gone. With --json, one object per line.
+    """
+    loaded = load(config, data_dir)
+    async with stores.store(loaded.config, may_create=False) as store:
+        (task,) = await _find_tasks(store, [task_id])
+
+        async def read() -> AsyncIterator[WorkerLogLine]:
+            page = await store.task_log(task_id, lines, attempt=attempt)
+            for line in page.lines:
+                yield line
+            if follow:
+                async for line in follow_task_log(store, task_id, page.cursor, attempt=attempt):
+                    yield line
+
+        count = await print_log_lines(
+            read(),
+            mask_of(secrets_of(loaded.config)),
+            has_timestamps=timestamps,
+            as_json=as_json,
+            is_flushed=follow,
+        )
+    if not count and not as_json:
+        which = f"attempt {attempt} of task {task_id}" if attempt is not None else f"task {task_id}"
+        hint = NO_OUTPUT_HINT if task.attempts else "It has not been claimed yet."
+        print_note(f"no output of {which} is known. {hint}")
 
 
 async def _find_tasks(store: TaskStore, task_ids: list[int]) -> list[Task]:

@@ -2,18 +2,21 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from windlass.cli.options import AsJson, command
+from windlass.cli.fleet_history import Since, chosen_fleet, read_past
+from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
 from windlass.cli.simulate import BILLING_UNITS
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
 from windlass.simulator.engine import World
+from windlass.simulator.past import simulated_settings
 from windlass.simulator.report import HEADINGS, table_rows
 from windlass.simulator.runs import peak_concurrency
 from windlass.simulator.trace import read_trace
@@ -26,8 +29,9 @@ _GOAL = re.compile(r"p95_wait=(\d+(?:\.\d+)?)s?")
 @command
 async def tune(
     trace: Annotated[
-        Path, typer.Option("--trace", help="CSV file: arrival_s,duration_s[,queue]; .gz works.", metavar="FILE")
-    ],
+        Path | None,
+        typer.Option("--trace", help="CSV file: arrival_s,duration_s[,queue]; .gz works.", metavar="FILE"),
+    ] = None,
     slo: Annotated[
         str | None, typer.Option("--slo", help="The goal that must hold, for example p95_wait=60s.", metavar="GOAL")
     ] = None,
@@ -35,25 +39,39 @@ async def tune(
         float | None,
         typer.Option("--price-of-waiting", help="What a second of waiting is worth, in machine seconds.", min=0.0),
     ] = None,
-    slots: Annotated[int, typer.Option("--slots", help="Tasks that a machine runs at once.", min=1, max=10_000)] = 1,
-    boot_s: Annotated[float, typer.Option("--boot", help="Seconds from request to ready.", min=0.0)] = 120.0,
-    billing: Annotated[str, typer.Option("--billing", help="Billed by the started `second` or `hour`.")] = "second",
-    interval_s: Annotated[float, typer.Option("--interval", help="Seconds between cycles.", min=0.05)] = 10.0,
+    slots: Annotated[
+        int | None, typer.Option("--slots", help="Tasks that a machine runs at once (1).", min=1, max=10_000)
+    ] = None,
+    boot_s: Annotated[
+        float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0)
+    ] = None,
+    billing: Annotated[
+        str | None, typer.Option("--billing", help="Billed by the started `second` (default) or `hour`.")
+    ] = None,
+    interval_s: Annotated[
+        float | None, typer.Option("--interval", help="Seconds between cycles (10).", min=0.05)
+    ] = None,
     max_workers: Annotated[
         int | None, typer.Option("--max", help="Maximum number of machines (default: as many as tasks need).", min=1)
     ] = None,
-    fleet: Annotated[str, typer.Option("--fleet", help="Name of the fleet section.", metavar="NAME")] = "default",
+    fleet: Annotated[
+        str | None,
+        typer.Option("--fleet", help="Name of the fleet section; without --trace, whose history.", metavar="NAME"),
+    ] = None,
+    since: Since = "30d",
     output: Annotated[
         Path | None, typer.Option("--write", help="Write the fleet section to this file.", metavar="FILE")
     ] = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> int:
     """Search settings for the least cost that holds a goal, on part of a trace.
 
-    The rest of the trace, which the search has not seen, shows how the settings do. Exit code 1 if no settings hold the
-    goal.
+    Without --trace it searches on the fleet's own history. The rest of it, which the search has not seen, shows how the
+    settings do. Exit code 1 if no settings hold the goal.
     """
-    if billing not in BILLING_UNITS:
+    if billing not in (None, *BILLING_UNITS):
         raise BadInput(f"--billing is {billing!r}: write second or hour.")
     if (slo is None) == (price is None):
         raise BadInput("pass a goal with --slo p95_wait=60s, or a price with --price-of-waiting.")
@@ -61,14 +79,30 @@ async def tune(
     if slo is not None and goal is None:
         raise BadInput(f"--slo is {slo[:60]!r}: write p95_wait=60s.")
     p95_wait_s = float(goal.group(1)) if goal is not None else None
-    task_trace = read_trace(trace)
-    most = max_workers or math.ceil(peak_concurrency(task_trace) / slots)
-    given = (f"concurrency={slots}", f"poll_interval_s={interval_s}", f"max_workers={most}", "spawn_timeout_s=3600")
-    base = with_changes(FleetConfig(provider="local"), given)
-    world = World(slots=slots, boot_s=boot_s, billing_unit_s=BILLING_UNITS[billing])
-    with progress("searching", sum(1 for _ in candidates(boot_s, p95_wait_s, price))) as advance:
+    measured = {
+        "slots": slots,
+        "boot_s": boot_s,
+        "billing_unit_s": BILLING_UNITS[billing] if billing is not None else None,
+        "boot_sigma": 0.0 if boot_s is not None else None,
+    }
+    options: dict[str, Any] = {name: value for name, value in measured.items() if value is not None}
+    if trace is None:
+        loaded = load(config, data_dir).config
+        fleet, base = chosen_fleet(loaded, fleet)
+        past = await read_past(loaded, fleet, base, since)
+        task_trace, world = past.trace, replace(past.world, **options)
+        base = simulated_settings(base, world)
+        limits = (("concurrency", slots), ("poll_interval_s", interval_s), ("max_workers", max_workers))
+        base = with_changes(base, [f"{name}={value}" for name, value in limits if value is not None])
+    else:
+        task_trace, world = read_trace(trace), World(**options)
+        most = max_workers or math.ceil(peak_concurrency(task_trace) / world.slots)
+        cycle_s = interval_s or 10.0
+        given = (f"concurrency={world.slots}", f"poll_interval_s={cycle_s}", f"max_workers={most}")
+        base = with_changes(FleetConfig(provider="local"), (*given, "spawn_timeout_s=3600"))
+    with progress("searching", sum(1 for _ in candidates(world.boot_s, p95_wait_s, price))) as advance:
         tuned = search(task_trace, base, world, p95_wait_s=p95_wait_s, price=price, advance=advance)
-    section = fleet_section(fleet, tuned.settings)
+    section = fleet_section(fleet or "default", tuned.settings)
     if output is not None:
         output.write_text(section)
     if as_json:

@@ -74,6 +74,9 @@ def up(
     leave_workers: Annotated[
         bool, typer.Option("--leave-workers", help="Keep the workers running when it stops.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Replace workers when their code or settings change. For development.")
+    ] = False,
     log_format: LogFormat = "auto",
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -116,7 +119,13 @@ def up(
     options = {"--config": config, "--data-dir": data_dir}
     cycle_log = CycleLog("".join(f" {name} {shlex.quote(str(value))}" for name, value in options.items() if value))
     control = ControlOptions(
-        load_now, cycle_log.write, keeps_workers=leave_workers, version=__version__, tap=add_tap, on_start=log_start
+        load_now,
+        cycle_log.write,
+        keeps_workers=leave_workers,
+        version=__version__,
+        tap=add_tap,
+        on_start=log_start,
+        is_watching=watch,
     )
     return run_up(control, serve_options(), has_servers=not no_serve)
 
@@ -180,7 +189,7 @@ async def cycle(
     if not loaded.config.fleets:
         raise BadInput(f"{NO_FLEET}.")
     check_fleets(loaded)
-    summaries = [summary.to_plain() for summary in await run_cycles(loaded.config)]
+    summaries = [summary.to_plain() for summary in await run_cycles(loaded.config, __version__)]
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 
 

@@ -1,7 +1,6 @@
 """`windlass workers`: lists workers, shows their details and their logs."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
@@ -9,12 +8,24 @@ from typing import Annotated, Any
 import typer
 
 from windlass.cli.fleets import check_fleet_is_known
+from windlass.cli.log_output import (
+    NO_OUTPUT_HINT,
+    LogTail,
+    Timestamps,
+    diagnostics_lines,
+    print_log_lines,
+    print_note,
+)
 from windlass.cli.options import AsJson, ConfigFile, DataDir, FleetFilter, command, load
 from windlass.cli.output import duration, print_json, print_table, printable
+from windlass.config_loader import secrets_of
 from windlass.cost.report import read_meter
+from windlass.log_reader import follow_worker_log, read_worker_log
 from windlass.model.errors import BadInput
 from windlass.model.money import with_currency
+from windlass.model.redaction import mask_of
 from windlass.model.worker import Worker
+from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import worker_not_found
 from windlass.ports.fleets import FleetQueries
 from windlass.wiring import providers, stores
@@ -86,9 +97,13 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         found = await _find_worker(store, worker)
         events = await store.events(worker_id=worker)
+        diagnostics = await store.diagnostics(worker)
         now = await store.now()
     if as_json:
-        print_json({"worker": _with_meter(found, now), "events": events})
+        shown = _with_meter(found, now)
+        if diagnostics is not None:
+            shown["metadata"] = {**found.metadata, "diagnostics": diagnostics}
+        print_json({"worker": shown, "events": events})
         return
     fields = [(name, getattr(found, name)) for name in Worker.__dataclass_fields__ if name not in ("bill", *PHASES)]
     rows = [(name, _text(value)) for name, value in fields if value not in (None, {}, ())]
@@ -100,6 +115,8 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
     print_table(rows)
     for event in events:
         print(f"{event.at:%Y-%m-%d %H:%M:%S}  {event.code:<20} {printable(event.reason)}")
+    for line in diagnostics_lines(diagnostics or {}):
+        print(printable(line))
 
 
 def _after(moment: datetime, created_at: datetime) -> str:
@@ -145,20 +162,39 @@ async def hosts(
 @command
 async def logs(
     worker: WorkerId,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", min=1, max=100_000, help="Number of lines, from the end.", metavar="N")
-    ] = 100,
-    follow: Annotated[bool, typer.Option("--follow", help="Print new lines until the worker terminates.")] = False,
+    lines: LogTail = 100,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until its termination.")] = False,
+    timestamps: Timestamps = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the output of a worker of a local fleet. With --json, one object per line."""
+    """Print the output of a worker and its handler.
+
+    It stays readable after the machine is gone. Of a machine that never joined, the output of its boot is shown where
+    it is known. With --json, one object per line.
+    """
     loaded = load(config, data_dir)
     async with stores.store(loaded.config, may_create=False) as store:
         found = await _find_worker(store, worker)
-    async for line in providers.worker_log(loaded.config, found.fleet, worker, lines, is_following=follow):
-        print(json.dumps({"line": line}) if as_json else printable(line), flush=follow)
+
+        async def read() -> AsyncIterator[WorkerLogLine]:
+            if follow and providers.has_worker_log(loaded.config, found.fleet, worker):
+                async for text in providers.worker_log(loaded.config, found.fleet, worker, lines, is_following=True):
+                    yield WorkerLogLine(None, text, worker)
+                return
+            file_lines = providers.worker_log(loaded.config, found.fleet, worker, lines, is_following=False)
+            page = await read_worker_log(store, file_lines, worker, lines)
+            for line in page.lines:
+                yield line
+            if follow:
+                async for line in follow_worker_log(store, worker, page.cursor):
+                    yield line
+
+        mask = mask_of(secrets_of(loaded.config))
+        count = await print_log_lines(read(), mask, has_timestamps=timestamps, as_json=as_json, is_flushed=follow)
+    if not count and not as_json:
+        print_note(f"no output of worker {worker} is known. {NO_OUTPUT_HINT}")
 
 
 async def _find_worker(store: FleetQueries, worker_id: str) -> Worker:

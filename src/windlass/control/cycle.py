@@ -16,13 +16,14 @@ from datetime import datetime, timedelta
 
 import structlog
 
+from windlass.control.deployment import Deployment
 from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
 from windlass.control.outcome_log import OutcomeLog
 from windlass.control.summary import Summary, count_actions, summarize
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Spawn
 from windlass.model.auth import JOIN_PREFIX, SECRET_PREFIX, hash_of, new_token
-from windlass.model.errors import DatabaseUnavailable
+from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineRequest, Volume
@@ -63,6 +64,7 @@ class FleetCycle:
         rng: random.Random,
         *,
         call_timeout_s: float = CALL_TIMEOUT_S,
+        deployment: Deployment | None = None,
     ) -> None:
         self.name = name
         self._config = config
@@ -71,6 +73,7 @@ class FleetCycle:
         self._candidate = candidate
         self._rng = rng
         self._call_timeout_s = call_timeout_s
+        self._deployment = deployment or Deployment()
         self._lease = LeaseGuard(candidate)
         # Set when a cycle should run before its time: on request, or because a call ended that no cycle waits for.
         self._wake = asyncio.Event()
@@ -137,6 +140,8 @@ class FleetCycle:
             # Several leaders may do this at the same time: the store settles each account once.
             accounts = await self._store.accounts_to_settle(self.name, MAX_SETTLED)
             await self._store.settle([settle(account, snapshot.now) for account in accounts])
+        if snapshot.has_due_rows:
+            await self._settle_rows()
         return summarize(
             snapshot,
             planned,
@@ -168,6 +173,7 @@ class FleetCycle:
         volume, volume_problem = await self._read_volume(seen.planner_state, list_timeout_s)
         if volume is not None and volume.price_micros_per_hour is not None:
             await self._store.record_volume(self.name, volume)
+        seen = await self._deployment.add_version(seen, self._config, self._wake.set)
         cadence = replace(seen.planner_state.cadence, gaps_s=())
         traits = self._provider.traits
         # A machine may appear this long after its intent: a creation starts while the lease is valid, then runs up to
@@ -209,6 +215,7 @@ class FleetCycle:
                 concurrency=self._config.concurrency,
                 kind=WorkerKind.NODE if self._config.engine == "ray" else WorkerKind.WORKER,
                 cause=spawn.cause,
+                fingerprint=snapshot.fingerprint,
             )
             if self._provider.traits.is_remote:
                 token = tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
@@ -235,6 +242,13 @@ class FleetCycle:
             for it in intents
             if it.worker_id in committed.granted
         ]
+
+    async def _settle_rows(self) -> None:
+        # Triggers of other programs run in it. None of them may stop a fleet.
+        try:
+            await self._store.settle_rows()
+        except WindlassError as error:
+            log.warning("settle rows of adopted tables failed", fleet=self.name, error=str(error))
 
     async def _record(self) -> list[Outcome]:
         """Record all outcomes that are known and not recorded yet. Outcomes are facts: this needs no lease.

@@ -6,6 +6,8 @@
 - A provider that throttles gets no creation for as long as it asks, and no deletion for as long, up to LONG_PAUSE_S.
 - A creation that waited for its turn is not started after the lease under which it was decided has expired: the next
   leader relies on that.
+- The boot log of a machine that never joined is read before its deletion, briefly, for a few machines of a plan, and
+  only while the provider answers.
 - A preparation may take minutes. No cycle waits for it, and it takes no slot from other calls. Its end starts a cycle.
 """
 
@@ -18,7 +20,7 @@ from typing import Any
 import structlog
 
 from windlass.control.outcome_log import OutcomeLog
-from windlass.model.action import Delete, DeleteOrphan, GrowVolume, Plan, Prepare
+from windlass.model.action import Delete, DeleteOrphan, Fail, GrowVolume, Plan, Prepare
 from windlass.model.errors import (
     LONG_PAUSE_S,
     NoCapacity,
@@ -46,14 +48,21 @@ from windlass.model.outcome import (
     VolumeNotGrown,
 )
 from windlass.model.snapshot import Snapshot, WorkerView
-from windlass.ports.provider import KnowsPrices, Provider, SharesVolume
+from windlass.model.worker import WorkerStatus
+from windlass.ports.provider import KeepsBootLog, KnowsPrices, Provider, SharesVolume
 
 # For adapters without limits of their own.
 CALL_TIMEOUT_S = 60.0
 # Creations in flight, and deletions in flight: enough to hide latency, few enough not to look like an attack.
 MAX_CONCURRENT_CALLS = 16
-# A preparation waits for a machine, not for the provider.
-PREPARE_TIMEOUT_S = 1800.0
+# A deletion waits for it, and the machine is billed meanwhile.
+BOOT_LOG_TIMEOUT_S = 3.0
+# In one plan. If more machines fail at once, the logs of these explain the others.
+MAX_BOOT_LOGS = 4
+# After a failed call, deletions do not wait for logs of a provider that may not answer either.
+BOOT_LOG_PAUSE_S = 60.0
+# A preparation waits for a machine, not for the provider. Longer than the limits that a fleet can set for it.
+PREPARE_TIMEOUT_S = 3900.0
 MAX_CONCURRENT_PREPARATIONS = 32
 # Delay before a refused deletion is requested again; it doubles up to the maximum.
 REFUSED_DELETION_DELAY_S = 20.0
@@ -105,6 +114,8 @@ class ProviderExecutor:
         self._delete_after = float("-inf")
         # Whether the last pause began because the provider could not be reached.
         self._is_unreachable = False
+        # Boot logs are not read before this time, by the loop's clock.
+        self._boot_logs_after = float("-inf")
         # Machines whose deletion was refused: the delay before the next request, and when that may start.
         self._refused_deletions: dict[str, tuple[float, float]] = {}
 
@@ -132,8 +143,10 @@ class ProviderExecutor:
         """
         machines = {machine.id: machine for machine in snapshot.machines or ()}
         workers = {worker.id: worker for worker in snapshot.workers}
+        failed = {action.worker_id for action in plan.actions if isinstance(action, Fail)}
         deleted = {action.machine_id for action in plan.actions if isinstance(action, Delete | DeleteOrphan)}
         self._refused_deletions = {id_: again for id_, again in self._refused_deletions.items() if id_ in deleted}
+        logs_left = MAX_BOOT_LOGS
         for action in plan.actions:
             match action:
                 case Delete(worker_id=worker_id, machine_id=machine_id):
@@ -143,7 +156,14 @@ class ProviderExecutor:
                     if gone_at is not None:
                         gone_at = max(gone_at, (worker.last_heartbeat if worker is not None else None) or gone_at)
                     if self._may_delete(machine_id):
-                        self._start(machine_id or worker_id, self._delete(action, machines, gone_at, worker))
+                        subject = machine_id or worker_id
+                        reads_log = (
+                            logs_left > 0
+                            and subject not in self._in_flight
+                            and _explains_failure(worker, worker_id in failed)
+                        )
+                        logs_left -= reads_log
+                        self._start(subject, self._delete(action, machines, gone_at, worker, reads_log=reads_log))
                 case DeleteOrphan(machine_id=machine_id):
                     if self._may_delete(machine_id):
                         self._start(machine_id, self._delete_orphan(machines[machine_id], action.name, action.reason))
@@ -220,6 +240,7 @@ class ProviderExecutor:
             is_long = isinstance(error, Throttled) and error.retry_after_s > LONG_PAUSE_S
             return CreationRefused(worker_id, "PROVIDER_PAUSE" if is_long else error.code, str(error))
         except Exception as error:
+            self._pause_boot_logs()
             problem = self._describe(error)
             log.warning("create machine unclear", worker_id=worker_id, error=problem)
             return CreationUnclear(worker_id, problem)
@@ -230,8 +251,12 @@ class ProviderExecutor:
         machines: dict[str, Machine],
         gone_at: datetime | None,
         worker: WorkerView | None,
+        *,
+        reads_log: bool,
     ) -> Outcome:
         """`gone_at`: since when the machine is missing, for a provider that does not report when it ended."""
+        machine = machines.get(action.machine_id or "")
+        boot_log = await self._read_boot_log(machine) if machine is not None and reads_log else ""
         try:
             if action.machine_id is None:
                 self._check_lease()
@@ -243,7 +268,29 @@ class ProviderExecutor:
         ended_at = ended_at or gone_at or self._now()
         priced = await self._price(worker) if worker is not None else None
         unit_s = self._provider.traits.billing_unit_s
-        return Deleted(action.worker_id, action.machine_id, action.code, action.reason, ended_at, priced, unit_s)
+        return Deleted(
+            *(action.worker_id, action.machine_id, action.code, action.reason, ended_at, priced, unit_s),
+            machine_state=machine.state if machine is not None else None,
+            machine_note=machine.note if machine is not None else None,
+            boot_log=boot_log,
+        )
+
+    async def _read_boot_log(self, machine: Machine) -> str:
+        """What a machine printed whose worker never joined: the only explanation that is left of it."""
+        pause_until = max(self._create_after, self._delete_after, self._boot_logs_after)
+        if not isinstance(self._provider, KeepsBootLog) or asyncio.get_running_loop().time() < pause_until:
+            return ""
+        try:
+            async with asyncio.timeout(BOOT_LOG_TIMEOUT_S):
+                return await self._provider.boot_log(machine)
+        except Exception as error:
+            self._pause_boot_logs()
+            problem = self._describe(error, BOOT_LOG_TIMEOUT_S)
+            log.info("read boot log failed", worker_id=machine.name, error=problem)
+            return ""
+
+    def _pause_boot_logs(self) -> None:
+        self._boot_logs_after = asyncio.get_running_loop().time() + BOOT_LOG_PAUSE_S
 
     async def _price(self, worker: WorkerView) -> Machine | None:
         """The price of a machine that was deleted, or vanished, before its price was known. None: still unknown, or
@@ -294,6 +341,8 @@ class ProviderExecutor:
                 delay_s, _ = self._refused_deletions.get(machine.id, (REFUSED_DELETION_DELAY_S / 2, 0.0))
                 delay_s = min(delay_s * 2, REFUSED_DELETION_MAX_DELAY_S)
                 self._refused_deletions[machine.id] = (delay_s, asyncio.get_running_loop().time() + delay_s)
+            else:
+                self._pause_boot_logs()
             problem = self._describe(error)
             log.warning("delete machine failed", machine_id=machine.id, error=problem)
             raise _NotDeleted(problem) from None
@@ -337,9 +386,9 @@ class ProviderExecutor:
             log.warning("grow volume failed", volume_id=volume_id, size_gb=size_gb, error=problem)
             return VolumeNotGrown(volume_id, size_gb, problem)
 
-    def _describe(self, error: Exception) -> str:
+    def _describe(self, error: Exception, limit_s: float | None = None) -> str:
         if isinstance(error, TimeoutError):
-            return str(error) or f"no answer within {self._call_timeout_s:g} s"
+            return str(error) or f"no answer within {limit_s or self._call_timeout_s:g} s"
         return str(error) if isinstance(error, ProviderError) else f"{type(error).__name__}: {error}"
 
     def _next_call_at(self, error: Exception, max_s: float = float("inf")) -> float:
@@ -355,3 +404,10 @@ class ProviderExecutor:
             raise ProviderUnreachable(f"the provider could not be reached; next attempt in {left_s:.0f} s", left_s)
         if left_s > 0:
             raise Throttled(f"the provider asked for a pause; {left_s:.0f} s left", left_s)
+
+
+def _explains_failure(worker: WorkerView | None, is_failing: bool) -> bool:
+    """Whether only its boot log can tell why a worker failed: it never joined. `is_failing`: the plan fails it."""
+    if worker is None or worker.last_heartbeat is not None:
+        return False
+    return is_failing or worker.status is WorkerStatus.ERROR

@@ -3,7 +3,7 @@
 Every sentence states a stored fact: a row, an event or a cycle's snapshot. `explain` reads the store; the rest is pure.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Protocol
 
@@ -20,17 +20,21 @@ from windlass.policy.planning_context import build_context
 from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
 from windlass.ports.fleets import MAX_AHEAD, FleetQueries
 from windlass.ports.tasks import TaskStore
+from windlass.ports.worker_logs import WorkerLogQueries
 
 CYCLES_SHOWN = 10
+# Last lines of a worker's output, and characters of each.
+OUTPUT_LINES = 3
+OUTPUT_CHARACTERS = 200
 
 
-class ExplainStore(TaskStore, FleetQueries, Protocol):
+class ExplainStore(TaskStore, FleetQueries, WorkerLogQueries, Protocol):
     """The store as explanations read it."""
 
 
-async def explain(store: ExplainStore, name: str) -> Explanation:
+async def explain(store: ExplainStore, name: str, redact_event: Callable[[Event], Event] | None = None) -> Explanation:
     """Explain the task (by its id), the worker or the fleet of this name; all of them if several have it. BadInput if
-    none has."""
+    none has. `redact_event` removes what the reader may not see from the events of a worker."""
     now = await store.now()
     fleets = await store.fleets()
     found: dict[str, Explanation] = {}
@@ -43,7 +47,14 @@ async def explain(store: ExplainStore, name: str) -> Explanation:
     worker = await store.worker(name)
     if worker is not None:
         seen = await store.last_cycle_with(worker.fleet, worker.id)
-        found["a worker"] = explain_worker(worker, await store.events(worker_id=name), cycle=seen)
+        events = await store.events(worker_id=name)
+        has_output = worker.status not in (WorkerStatus.ACTIVE, WorkerStatus.TERMINATING)
+        if redact_event is not None:
+            events = list(map(redact_event, events))
+            # It may contain something derived from hidden parts. The log of the worker has its own rule.
+            has_output = False
+        output = await _output(store, name) if has_output else []
+        found["a worker"] = explain_worker(worker, events, cycle=seen, output=output)
     for fleet in fleets:
         if fleet.name == name:
             cycles = await store.cycles(name, CYCLES_SHOWN)
@@ -180,8 +191,22 @@ def _paused_note(workers: Sequence[Worker]) -> str:
 # -------------------------------------------------------------------------------------------------------------- worker
 
 
-def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleDetail | None) -> Explanation:
-    """`cycle`: the newest that observed it. Its state is derived with the settings of that cycle."""
+async def _output(store: WorkerLogQueries, worker_id: str) -> list[str]:
+    """The last lines of a worker that does not run, or not yet."""
+    lines = (await store.worker_log(worker_id, OUTPUT_LINES)).lines
+    texts = [line.text for line in lines]
+    if not texts:
+        texts = list((await store.diagnostics(worker_id) or {}).get("last_lines", []))[-OUTPUT_LINES:]
+    return [text[:OUTPUT_CHARACTERS] for text in texts if text.strip()]
+
+
+def explain_worker(
+    worker: Worker, events: Sequence[Event], *, cycle: CycleDetail | None, output: Sequence[str] = ()
+) -> Explanation:
+    """`cycle`: the newest that observed it. Its state is derived with the settings of that cycle.
+
+    `output`: the last lines that it, or the boot of its machine, printed.
+    """
     if worker.status is WorkerStatus.TERMINATED:
         answer = [f"Worker {worker.id} is terminated ({worker.code or 'no code'}): {_clause(worker.reason)}."]
     elif worker.reason is not None:
@@ -197,7 +222,10 @@ def explain_worker(worker: Worker, events: Sequence[Event], *, cycle: CycleDetai
         if decided:
             what = ", ".join(ACTION_KINDS[type(action)] for action in decided)
             answer.append(f"It decided: {'; '.join([what, *dict.fromkeys(reasons)])}.")
-    history = [(event.at, _event_line(event)) for event in events]
+    if output:
+        more = f"`windlass workers logs {worker.id}` has more"
+        answer.append(f"Its last output ({more}): {' | '.join(output)}")
+    history = [(event.at, _event_line(event, names_task=True)) for event in events]
     if not any(event.code == "WORKER_SPAWNED" for event in events):
         history.append((worker.created_at, "spawned" if worker.slot is not None else "started by hand"))
     return Explanation(answer, sorted(history))
@@ -320,8 +348,9 @@ def _attempt_of(event: Event) -> Iterator[tuple[int, datetime]]:
         yield int(detail["attempt"]), datetime.fromisoformat(detail["started_at"])
 
 
-def _event_line(event: Event) -> str:
-    return f"{event.code}: {event.reason}" + (f" (by {event.actor})" if event.actor is not None else "")
+def _event_line(event: Event, *, names_task: bool = False) -> str:
+    task = f"task {event.task_id}, " if names_task and event.task_id is not None else ""
+    return f"{event.code}: {task}{event.reason}" + (f" (by {event.actor})" if event.actor is not None else "")
 
 
 def _clause(reason: str | None) -> str:

@@ -35,6 +35,8 @@ STAGES: tuple[Stage, ...] = (
     stages.delete_drained,
     # Before scaling, which reads how many spawns the budget allows.
     stages.apply_budget,
+    # After all failures, which may reject a version; before scaling, which carries the rollout out.
+    stages.advance_rollout,
     # After all failures and deletions: their tasks count as queued again and their slots may be free.
     stages.scale,
     # After scaling, which may be cut short too. Orphans count towards max_workers until a list shows them gone.

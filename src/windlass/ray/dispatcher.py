@@ -35,6 +35,7 @@ from windlass.worker.executor import Executor, Outcome
 from windlass.worker.handler import ReportProgress
 from windlass.worker.heartbeat import OpenTransport
 from windlass.worker.lifecycle import WorkerRuntime, WorkerSettings
+from windlass.worker.private_errors import PrivateErrors
 
 # Tasks in flight at the same time, however large the cluster is.
 MAX_IN_FLIGHT = 5_000
@@ -125,7 +126,10 @@ class Dispatcher:
 
     def _add_runtimes(self, pool: SeatPool) -> None:
         settings, config = self._settings, self._settings.config
-        executor = self._wrap_executor(RayExecutor(pool, config.ray))
+        executor: Executor = RayExecutor(pool, config.ray)
+        if config.redact:
+            executor = PrivateErrors(executor, config.queues, config.redact)
+        executor = self._wrap_executor(executor)
         for number, (needs, queues) in enumerate(config.ray.classes(config.queues).items()):
             slots = _KindSlots(
                 needs, executor, lambda kind: self._count_free(kind, pool), self._runtimes.recheck_capacity

@@ -1,6 +1,5 @@
 """The resources that a task needs: from the settings of its queue, or from its payload."""
 
-import json
 from typing import Any
 
 from pydantic import ValidationError
@@ -8,7 +7,7 @@ from pydantic import ValidationError
 from windlass.model.errors import BadInput
 from windlass.model.node import Resources
 from windlass.model.ray import RaySettings, TaskNeeds
-from windlass.model.task import Claim
+from windlass.model.task import Claim, parse_json
 
 # An object payload with this key overrides the settings: {"ray_resources": {"num_cpus": 4, "resources": {"disk": 1}}}.
 KEY = "ray_resources"
@@ -21,9 +20,9 @@ def resolve_needs(claim: Claim, settings: RaySettings) -> Resources:
     if f'"{KEY}"' not in claim.payload:
         return default.as_resources()
     try:
-        payload: Any = json.loads(claim.payload)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"cannot read {KEY}: Python's JSON parser rejects the payload ({error}).") from None
+        payload: Any = parse_json(claim.payload)
+    except ValueError as error:
+        raise BadInput(f"cannot read {KEY}: cannot parse the payload ({error}).") from None
     needs = payload.get(KEY) if isinstance(payload, dict) else None
     if needs is None:
         return default.as_resources()

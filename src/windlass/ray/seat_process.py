@@ -24,7 +24,7 @@ from typing import Any
 from uuid import UUID
 
 from windlass.model.errors import HandlerNotFound
-from windlass.model.task import Claim
+from windlass.model.task import Claim, parse_json
 from windlass.ray import wire_protocol
 from windlass.worker.attempt import run_handler
 from windlass.worker.command import CommandExecutor
@@ -208,8 +208,8 @@ def make_attempt_runner(job: SeatJob) -> Callable[[Claim, ReportProgress], Outco
 
     def run(claim: Claim, report: ReportProgress) -> Outcome:
         try:
-            payload = json.loads(claim.payload)
-        except (ValueError, RecursionError) as error:
+            payload = parse_json(claim.payload)
+        except ValueError as error:
             return bad_payload_failure(error)
         task = RunningTask(
             id=claim.task_id,

@@ -48,6 +48,8 @@ class World:
     crashes_per_hour: float = 0.0
     # Share of create calls that the provider refuses.
     refused_share: float = 0.0
+    # Machines are processes of this host, which cost nothing.
+    is_free: bool = False
     seed: int = 1
 
 

@@ -10,7 +10,8 @@ from math import inf
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.model.fleet import FleetConfig
 from windlass.policy import billing
-from windlass.policy.scale.adaptive import UNKNOWN_BOOT_S, decide
+from windlass.policy.scale.adaptive import UNKNOWN_BOOT_S, UNKNOWN_PROCESS_START_S, decide
+from windlass.policy.scale.adaptive_boot import BootEstimate, estimate_boots
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s
 from windlass.simulator.engine import SimulatedFleet, SimulatedMachine
 from windlass.simulator.observation import Observation
@@ -26,6 +27,8 @@ class AdaptiveController:
         self._memory = AdaptiveMemory()
         self._seen = Observation()
         self._on_cycle = on_cycle
+        self._estimated: tuple[int, tuple[float, ...]] | None = None
+        self._estimate = BootEstimate(UNKNOWN_BOOT_S, UNKNOWN_BOOT_S)
 
     def act(self, fleet: SimulatedFleet, now: float) -> float:
         if self._on_cycle is not None:
@@ -43,10 +46,12 @@ class AdaptiveController:
         if wanted > 0:
             fleet.spawn(min(wanted, config.max_changes_per_cycle))
             changed = True
-        elif decision.drain and not decision.spawn:
-            most = min(config.max_changes_per_cycle, load.busy + len(idle) - config.min_workers)
-            for position in decision.drain[: max(0, most)]:
-                fleet.drain(idle[position])
+        elif (decision.drain or decision.cancel) and not decision.spawn:
+            spare = [idle[position] for position in decision.drain]
+            spare += list(fleet.booting.values())[::-1][: decision.cancel]
+            most = min(config.max_changes_per_cycle, load.busy + len(idle) + decision.cancel - config.min_workers)
+            for machine in spare[: max(0, most)]:
+                fleet.drain(machine)
                 changed = True
         if changed:
             return now + min(FOLLOW_UP_S, self.interval_s)
@@ -61,12 +66,14 @@ class AdaptiveController:
         unit_s, cycle_s = fleet.world.billing_unit_s, self.interval_s
         has_windows = billing.is_worth_waiting(unit_s, cycle_s)
         idle: list[SimulatedMachine] = []
+        running: list[int] = []
         ages: list[float] = []
         busy = 0
         for machine in fleet.machines.values():
             if machine.running:
                 busy += 1
                 ages += [now - started for started in machine.running.values()]
+                running += machine.running
             elif machine.ready_at is not None:
                 idle.append(machine)
         idle.sort(key=lambda machine: (-machine.idle_since, machine.number))
@@ -79,8 +86,8 @@ class AdaptiveController:
             left_s = machine.billed_until(now, unit_s) - now
             return left_s if left_s >= closes_s else left_s + unit_s
 
-        queue = fleet.queue
-        boots = seen.boots.ordered
+        queue, is_free = fleet.queue, fleet.world.is_free
+        queues = seen.each_queue(fleet)
         load = FleetLoad(
             now=now,
             slots=slots,
@@ -93,9 +100,23 @@ class AdaptiveController:
             starting_ages_s=[now - machine.requested_at for machine in fleet.booting.values()],
             durations_s=seen.durations.ordered,
             duration_mean_s=seen.durations.mean,
-            boot_s=boots[len(boots) // 2] if boots else UNKNOWN_BOOT_S,
+            boots=self._boots(UNKNOWN_PROCESS_START_S if is_free else UNKNOWN_BOOT_S),
             assumed_duration_s=assumed_duration_s(has_long_units=has_windows, price=self._config.price_of_waiting),
             billing_unit_s=unit_s if has_windows else 1,
             max_workers=self._config.max_workers,
+            max_cancelled=min(
+                self._config.max_changes_per_cycle, max(0, len(fleet.machines) - self._config.min_workers)
+            ),
+            is_free=is_free,
+            running_queues=[fleet.trace.queues[index] for index in running] if queues else (),
+            queues=queues,
         )
         return load, idle
+
+    def _boots(self, unknown_s: float) -> BootEstimate:
+        """The estimate, computed again only if a boot ended or a start was cancelled."""
+        key = (self._seen.boots.added, self._memory.cancelled_boots_s)
+        if key != self._estimated:
+            self._estimated = key
+            self._estimate = estimate_boots(self._seen.boots.ordered, self._memory.cancelled_boots_s, unknown_s)
+        return self._estimate

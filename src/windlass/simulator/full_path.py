@@ -5,6 +5,7 @@ changed something is followed by the next one after a second, as in control/flee
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from math import inf
 
@@ -20,6 +21,8 @@ from windlass.simulator.observation import Observation
 
 # Any fixed moment: decisions depend on differences only. Not in the future, at an hour.
 EPOCH = datetime(2024, 1, 1, tzinfo=UTC)
+# Ids of machines begin with it.
+HOST = "simulated"
 
 
 class PlanController:
@@ -39,7 +42,9 @@ class PlanController:
         if self._on_cycle is not None:
             self._on_cycle(now)
         planned = plan(self._snapshot(fleet, now), self._config)
-        self._state, self.decision = planned.planner_state, planned.decision
+        # Skipped cycles are no cadence: `windlass up` drops long gaps too (control/cycle.py).
+        cadence = replace(planned.planner_state.cadence, gaps_s=())
+        self._state, self.decision = replace(planned.planner_state, cadence=cadence), planned.decision
         by_name = {_name(machine): machine for machine in fleet.machines.values()}
         changed = False
         for action in planned.actions:
@@ -79,11 +84,14 @@ class PlanController:
                 duration_mean_s=seen.durations.mean,
                 arrived=seen.arrived,
                 boots_s=tuple(seen.boots.ordered),
+                each=seen.each_queue(fleet),
             ),
             workers=tuple(self._view(fleet, machine, at) for machine in fleet.machines.values()),
             machines=tuple(_machine(machine) for machine in fleet.machines.values()),
             listed_at=at,
-            traits=ProviderTraits(billing_unit_s=fleet.world.billing_unit_s),
+            traits=ProviderTraits(
+                billing_unit_s=fleet.world.billing_unit_s, host=HOST if fleet.world.is_free else None
+            ),
             planner_state=self._state,
         )
 
@@ -92,7 +100,7 @@ class PlanController:
         status = WorkerStatus.ACTIVE if machine.number in self._active else WorkerStatus.SPAWNING
         if machine.is_draining:
             status = WorkerStatus.TERMINATING
-        created, name = _moment(machine.requested_at), _name(machine)
+        created, name, names = _moment(machine.requested_at), _name(machine), fleet.trace.queues
         return WorkerView(
             id=name,
             slot=self._slots[machine.number],
@@ -111,7 +119,10 @@ class PlanController:
             prepared_at=created,
             vram_total_mb=1 if is_ready else None,
             vram_at=now if is_ready else None,
-            running=tuple(RunningView(index, _moment(at), None) for index, at in machine.running.items()),
+            running=tuple(
+                RunningView(index, _moment(at), None, names[index] if names else None)
+                for index, at in machine.running.items()
+            ),
             provider=self._config.provider,
         )
 
@@ -123,7 +134,7 @@ def _machine(machine: SimulatedMachine) -> Machine:
 
 def _name(machine: SimulatedMachine) -> str:
     # Of one length, so that the order of names is the order of creation.
-    return f"simulated-{machine.number:08d}"
+    return f"{HOST}/{machine.number:08d}"
 
 
 def _moment(at: float) -> datetime:

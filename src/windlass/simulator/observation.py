@@ -1,13 +1,16 @@
 """What the database would report about past tasks and boots: bounded, sorted samples."""
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 
+from windlass.model.snapshot import QueueDurations
 from windlass.simulator.engine import SimulatedFleet
 
 # As many as the observation of a cycle reads from the database.
 KEPT_DURATIONS = 200
 KEPT_BOOTS = 50
+KEPT_QUEUE_DURATIONS = 100
+KEPT_QUEUES = 32
 
 
 class SortedWindow:
@@ -17,9 +20,12 @@ class SortedWindow:
         self._size = size
         self._newest: deque[float] = deque()
         self._sum = 0.0
+        # How many values were ever added.
+        self.added = 0
         self.ordered: list[float] = []
 
     def add(self, value: float) -> None:
+        self.added += 1
         self._newest.append(value)
         insort(self.ordered, value)
         self._sum += value
@@ -41,12 +47,31 @@ class Observation:
         self.boots = SortedWindow(KEPT_BOOTS)
         self.arrived = 0
         self._seen = 0
+        self._by_queue: dict[str, SortedWindow] = {}
 
     def update(self, fleet: SimulatedFleet) -> None:
-        for _, started, ended in fleet.completed:
-            self.durations.add(round(ended - started, 3))
+        names = fleet.trace.queues
+        for index, started, ended in fleet.completed:
+            duration_s = round(ended - started, 3)
+            self.durations.add(duration_s)
+            if names:
+                self._by_queue.setdefault(names[index], SortedWindow(KEPT_QUEUE_DURATIONS)).add(duration_s)
         fleet.completed.clear()
         for boot_s in fleet.boots:
             self.boots.add(round(boot_s, 3))
         fleet.boots.clear()
         self.arrived, self._seen = fleet.arrived - self._seen, fleet.arrived
+
+    def each_queue(self, fleet: SimulatedFleet) -> tuple[QueueDurations, ...]:
+        """The queues with queued or running tasks, as the database reports them. Empty: the fleet has one queue."""
+        names = fleet.trace.queues
+        if not names or not fleet.trace.has_several_queues:
+            return ()
+        queued = Counter(names[index] for index in fleet.queue)
+        tasks = queued + Counter(names[index] for machine in fleet.machines.values() for index in machine.running)
+        busiest = sorted(tasks, key=lambda name: (-tasks[name], name))[:KEPT_QUEUES]
+        none = SortedWindow(0)
+        samples = {name: self._by_queue.get(name, none) for name in sorted(busiest)}
+        return tuple(
+            QueueDurations(name, queued[name], tuple(sample.ordered), sample.mean) for name, sample in samples.items()
+        )

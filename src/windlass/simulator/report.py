@@ -47,10 +47,10 @@ def table_rows(results: Sequence[RunResult]) -> list[tuple[str, ...]]:
     ]
 
 
-def html_report(title: str, notes: Sequence[str], results: Sequence[RunResult]) -> str:
-    """A table of all results and charts of those with samples."""
+def report_charts(results: Sequence[RunResult]) -> list[str]:
+    """Queue, machines, billed hours and waits of the results with samples; cost against wait of all."""
     drawn = [result for result in results if result.samples]
-    charts = [
+    return [
         line_chart(
             "Queued tasks", [ChartLine(r.policy, [(s.at, s.queued) for s in r.samples]) for r in drawn], "tasks"
         ),
@@ -71,6 +71,10 @@ def html_report(title: str, notes: Sequence[str], results: Sequence[RunResult]) 
             "Machine hours against p95 wait",
         ),
     ]
+
+
+def html_report(title: str, notes: Sequence[str], results: Sequence[RunResult]) -> str:
+    """A table of all results, and charts."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table_rows(results)
@@ -80,5 +84,5 @@ def html_report(title: str, notes: Sequence[str], results: Sequence[RunResult]) 
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1>{paragraphs}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        f"{''.join(charts)}</body></html>\n"
+        f"{''.join(report_charts(results))}</body></html>\n"
     )

@@ -16,6 +16,8 @@ from windlass.simulator.trace import Trace
 
 OPTIMUM = "optimum"
 WINDLASS_POLICIES = ("adaptive", "threshold", "buffered", "clear-time")
+# From this length of a billing period on, workers claim in the order of their billed time: schema/05_workers.sql.
+LONG_UNIT_S = 600
 # Points of a chart.
 CHART_POINTS = 600
 
@@ -53,7 +55,7 @@ def _controller(request: RunRequest, on_cycle: Callable[[float], None] | None) -
     config, world = request.config, request.world
     if request.policy in WINDLASS_POLICIES:
         # Claims as the product makes them: worker/claim_race.py.
-        order = ClaimOrder.RECENT
+        order = ClaimOrder.BILLED if world.billing_unit_s >= LONG_UNIT_S else ClaimOrder.RECENT
         if request.policy == "adaptive" and not request.is_full:
             return AdaptiveController(config, on_cycle), order
         return PlanController(config, on_cycle), order

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from windlass.model.errors import BadInput
@@ -22,13 +23,17 @@ MAX_BYTES = 512 * 1024 * 1024
 DAY_S = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     name: str
     arrivals: tuple[float, ...]
     durations: tuple[float, ...]
     # Queue of each task. Empty: all tasks are in one queue.
     queues: tuple[str, ...] = ()
+
+    @cached_property
+    def has_several_queues(self) -> bool:
+        return len(set(self.queues)) > 1
 
     @property
     def work_s(self) -> float:

@@ -139,7 +139,7 @@ class SupervisorLink(ProcessLink):
                     os._exit(EXIT_DEFECT)
 
         self._is_closing = False
-        transport, _ = await asyncio.get_running_loop().create_connection(Protocol, sock=connection)
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(Protocol, sock=connection)
         self._transport = transport
 
     async def ping(self) -> None:
@@ -177,9 +177,17 @@ class SupervisorLink(ProcessLink):
 
 
 ProcessMain = Callable[[ProcessLink, StartOrder], Coroutine[Any, Any, None]]
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
-def run_process(connection: socket.socket, supervisor_pid: int, name: str, main: ProcessMain, order: StartOrder) -> int:
+def run_process(
+    connection: socket.socket,
+    supervisor_pid: int,
+    name: str,
+    main: ProcessMain,
+    order: StartOrder,
+    loop_factory: LoopFactory | None = None,
+) -> int:
     """Run `main` in this process, which was just forked. Returns the exit code."""
     _die_with(supervisor_pid)
     signal.set_wakeup_fd(-1)
@@ -188,7 +196,8 @@ def run_process(connection: socket.socket, supervisor_pid: int, name: str, main:
         # Not SIG_IGN, which the programs that this process starts would inherit.
         signal.signal(number, lambda *_: None)
     structlog.contextvars.bind_contextvars(process=name)
-    return asyncio.run(_run(connection, main, order))
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_run(connection, main, order))
 
 
 async def _run(connection: socket.socket, main: ProcessMain, order: StartOrder) -> int:

@@ -23,6 +23,7 @@ from windlass.model.process import ProcessKind
 from windlass.wiring.http_server import OnDashboard, load_tls, open_listener
 from windlass.wiring.log_sink import Tap
 from windlass.wiring.ray import set_ray_credentials
+from windlass.wiring.reload import merge_for_servers
 from windlass.wiring.signals import run_until_terminated
 from windlass.wiring.stores import check_embedded_database_is_there, database, open_embedded_database
 from windlass.wiring.supervised_process import ProcessRole
@@ -122,9 +123,7 @@ def run_serve(load: Callable[[], Loaded], serve: ServeOptions, on_start: Callabl
         roles = _server_roles(prepared.config, prepared.listener, serve)
 
         def reload() -> Config:
-            config = load().config
-            if (config.database_url, config.data_dir) != (prepared.config.database_url, prepared.config.data_dir):
-                raise BadInput("the database changed: restore it, or restart `windlass serve`.")
+            config = merge_for_servers(prepared.config, load().config)
             serve.on_config(config)
             return config
 
@@ -145,6 +144,8 @@ def _import_server() -> None:
 
 
 def _server_roles(config: Config, listener: socket.socket, serve: ServeOptions) -> list[ProcessRole]:
+    import uvloop
+
     from windlass.server.wheel import build_wheel
     from windlass.wiring.server_process import ServerOptions, run_server
 
@@ -157,6 +158,7 @@ def _server_roles(config: Config, listener: socket.socket, serve: ServeOptions) 
             functools.partial(run_server, number=number, listener=listener, options=options),
             SERVER_SILENCE_S,
             config.api.max_memory_mb * _MB,
+            loop_factory=uvloop.new_event_loop,
         )
         for number in range(server_process_count(config))
     ]

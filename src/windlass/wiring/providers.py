@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from windlass.config_loader import environment_of, secrets_of
@@ -26,12 +27,13 @@ from windlass.ray.versions import our_versions
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.wiring.stores import data_dir, database, has_embedded_database
-from windlass.worker.bootstrap import render_user_data
+from windlass.worker.bootstrap import FETCH_SCRIPT, render_user_data, script
 
 # The SDKs of Hetzner and Runpod are imported where they are used: they are slow to load, and most processes need none.
 if TYPE_CHECKING:
     from windlass.providers.hetzner.account import HetznerAccount
     from windlass.providers.runpod.account import RunpodAccount
+    from windlass.providers.runpod.installation import PodInstallation
     from windlass.providers.runpod.ssh import Identity
 
 # Per raylet on this host. There are many, and Ray's default is a third of the memory.
@@ -94,6 +96,11 @@ def withheld_from(fleet: FleetConfig) -> list[str]:
     the token of its Ray cluster."""
     secrets = [name for name, key in secret_variables().items() if key != ("database_url",)]
     return secrets if fleet.engine is not None else [*secrets, "RAY_AUTH_TOKEN"]
+
+
+def has_worker_log(config: Config, fleet: str, worker_id: str) -> bool:
+    """Whether this host has the log file of a local worker."""
+    return log_folder(data_dir(config), fleet, Mask()).path_of(worker_id).exists()
 
 
 async def worker_log(
@@ -197,16 +204,35 @@ def _runpod_provider(name: str, fleet: FleetConfig, config: Config, instance_id:
     url = machine_url(name, config)
     settings = fleet.runpod
     identity = runpod_identity(name, fleet, config) if fleet.auto_start_worker else None
-    mask = _mask(name, fleet, config)
+    preparer = None
+    if identity is not None:
+        preparer = Preparer(
+            settings, identity.open_shell, mask=_mask(name, fleet, config), installation=_installation(fleet)
+        )
     return RunpodProvider(
         name,
         settings,
         runpod_account(config, settings.call_timeout_s),
         identity=instance_id,
         url=url,
-        preparer=Preparer(settings, identity.open_shell, mask=mask) if identity is not None else None,
+        preparer=preparer,
         public_key=identity.public_key if identity is not None else None,
     )
+
+
+def _installation(fleet: FleetConfig) -> "PodInstallation | None":
+    """What is installed on the fleet's pods over SSH."""
+    from windlass.providers.runpod.installation import INSTALL_SCRIPT, PodInstallation
+
+    ssh = fleet.runpod.ssh
+    if not ssh.installs_windlass:
+        return None
+    scripts = {name: script(name) for name in (INSTALL_SCRIPT, FETCH_SCRIPT)}
+    try:
+        version = metadata.version("windlass")
+    except metadata.PackageNotFoundError:
+        version = "not installed"  # The install script on pods reports that there is no wheel.
+    return PodInstallation(version, scripts, fleet.bootstrap.requirements, ssh.has_image_packages)
 
 
 def runpod_identity(name: str, fleet: FleetConfig, config: Config) -> "Identity":

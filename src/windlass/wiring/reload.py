@@ -1,7 +1,8 @@
-"""Reload of the configuration of a running `up`: all of it that can change is applied, or nothing.
+"""Reload of the configuration of a running `up` or `serve`: all of it that can change is applied, or nothing.
 
 Fleets, the accounts that rent their machines, and the Ray head while none is in use can change. Everything else is read
-at the start only: a changed value is logged and ignored.
+at the start only: a changed value is logged and ignored. So all processes of one program, also those that start later,
+use the same settings.
 """
 
 import asyncio
@@ -30,7 +31,31 @@ ACCOUNTS = (
     "runpod_endpoint",
     "runpod_ssh_key_file",
 )
+# Settings that HTTP servers read at their start only. They do not use those of the control loop.
+SERVER_SETTINGS = ("database_url", "data_dir", "max_payload_bytes", "retention", "worker", "api", "oidc", "logs")
 log = structlog.get_logger(__name__)
+
+
+def merge_for_servers(active: Config, loaded: Config) -> Config:
+    """What the servers of `windlass serve` use after a reload. ConfigError if the database changed."""
+    _check_database(active, loaded, "windlass serve")
+    config = loaded.model_copy(update={name: getattr(active, name) for name in SERVER_SETTINGS})
+    _log_ignored(config, loaded, "windlass serve")
+    return config
+
+
+def _check_database(active: Config, loaded: Config, program: str) -> None:
+    for name in ("database_url", "data_dir"):
+        if getattr(loaded, name) != getattr(active, name):
+            raise ConfigError(
+                f"{name} changed, and a running `{program}` cannot move to another database. "
+                f"Restore it, or restart `{program}`."
+            )
+
+
+def _log_ignored(config: Config, loaded: Config, program: str) -> None:
+    if ignored := differing_keys(config, loaded):
+        log.warning("ignored changed settings", settings=ignored, hint=f"restart `{program}` to apply them")
 
 
 @dataclass
@@ -42,12 +67,7 @@ class ActiveConfig:
 
     def merged_with(self, loaded: Config, *, is_head_in_use: bool) -> Config:
         """The active configuration with the reloadable settings of `loaded`. ConfigError if the database changed."""
-        for name in ("database_url", "data_dir"):
-            if getattr(loaded, name) != getattr(self.config, name):
-                raise ConfigError(
-                    f"{name} changed, and a running orchestrator cannot move to another database. "
-                    "Restore it, or restart `windlass up`."
-                )
+        _check_database(self.config, loaded, "windlass up")
         names = ("fleets", *ACCOUNTS, *(() if is_head_in_use else ("ray_address",)))
         return self.config.model_copy(update={name: getattr(loaded, name) for name in names})
 
@@ -73,24 +93,44 @@ async def check_fleets(config: Config) -> None:
     await check_handlers(config)
 
 
+class ReloadRequests:
+    """Requests to read the configuration again: by a signal, which sets `signalled`, or by a rollout that begins."""
+
+    def __init__(self, signalled: asyncio.Event) -> None:
+        self._signalled = signalled
+        self._done = asyncio.Event()
+
+    async def request(self) -> None:
+        """Return when the configuration was read after this call, whether it could be applied or not."""
+        done = self._done
+        self._signalled.set()
+        await done.wait()
+
+    async def next(self) -> Callable[[], None]:
+        """Wait for requests. The result answers those that were made before this returned."""
+        await self._signalled.wait()
+        self._signalled.clear()
+        answered, self._done = self._done, asyncio.Event()
+        return answered.set
+
+
 @asynccontextmanager
 async def reload_on_request(
     orchestrator: Orchestrator,
     active: ActiveConfig,
     load: Callable[[], Loaded],
     ray: RaySupervisor,
-    is_requested: asyncio.Event,
+    requests: ReloadRequests,
     on_reloaded: Callable[[Config], None] = lambda _config: None,
 ) -> AsyncIterator[None]:
-    """Reload whenever `is_requested` is set. Requests during a reload cause one more.
+    """Reload whenever it is requested. Requests during a reload cause one more.
 
     `on_reloaded` gets each configuration that was applied.
     """
 
     async def reload_forever() -> None:
         while True:
-            await is_requested.wait()
-            is_requested.clear()
+            answered = await requests.next()
             try:
                 await _reload(orchestrator, active, load, ray)
                 on_reloaded(active.config)
@@ -99,6 +139,7 @@ async def reload_on_request(
             except Exception:
                 # A defect. The loop must continue, or no later reload would work.
                 log.exception("reload configuration failed")
+            answered()
 
     async with background_task(reload_forever()):
         yield
@@ -114,8 +155,7 @@ async def _reload(
         raise ConfigError("the configuration has no fleets any longer. To shut them all down, stop `windlass up`.")
     config = active.merged_with(loaded, is_head_in_use=ray.address is not None)
     # Before the checks: a check may fail because of a setting that was ignored.
-    if ignored := differing_keys(config, loaded):
-        log.warning("ignored changed settings", settings=ignored, hint="restart `windlass up` to apply them")
+    _log_ignored(config, loaded, "windlass up")
     await check_fleets(config)
     await ray.check(loaded)
     has_new_accounts = any(getattr(config, name) != getattr(active.config, name) for name in ACCOUNTS)

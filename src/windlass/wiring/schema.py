@@ -2,7 +2,14 @@
 
 from windlass.store.doctor_checks import DatabaseCheck
 from windlass.store.export_sql import ROLES, script
-from windlass.store.migrate import LATEST_VERSION, apply_roles, check_schema_version, migrate, missing_migrations
+from windlass.store.migrate import (
+    LATEST_VERSION,
+    apply_roles,
+    check_schema_version,
+    migrate,
+    missing_migrations,
+    rollback,
+)
 
 __all__ = [
     "LATEST_VERSION",
@@ -12,5 +19,6 @@ __all__ = [
     "check_schema_version",
     "migrate",
     "missing_migrations",
+    "rollback",
     "script",
 ]

@@ -17,8 +17,9 @@ from windlass.model.config import Config
 from windlass.model.counters import HTTP_REQUESTS, LOG_LINES_DROPPED, CounterBuffer
 from windlass.model.cycle import Explanation
 from windlass.model.errors import WindlassError
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
-from windlass.model.payload_privacy import privacy_of
+from windlass.model.payload_privacy import PayloadPrivacy, privacy_of
 from windlass.model.process import ProcessKind
 from windlass.model.work_order import RayHead
 from windlass.ports.processes import CYCLE_REQUEST_TTL_S, MAX_CYCLE_REQUESTS, ProcessStore
@@ -72,14 +73,21 @@ class DatabaseControlPlane:
     """Implements the server's ControlPlane over the database, whatever process runs the control loop."""
 
     def __init__(self, config: Config, store: "DashboardStores") -> None:
-        self._config = config
         self._store = store
-        self._fleets = spawning_fleets(config)
+        self._fleets: dict[str, FleetConfig] = {}
+        self.set_config(config)
 
     def set_config(self, config: Config) -> None:
         self._config = config
         # Former fleets stay: their last machines may still join.
         self._fleets |= spawning_fleets(config)
+        self._privacy = privacy_of([(fleet.queues, fleet.redact) for fleet in config.fleets.values()])
+
+    def payload_privacy(self) -> PayloadPrivacy:
+        return self._privacy
+
+    def redact_event(self, event: Event) -> Event:
+        return self._privacy.redact_event(event)
 
     @property
     def fleet_names(self) -> frozenset[str]:
@@ -112,8 +120,8 @@ class DatabaseControlPlane:
     async def run_cycle(self) -> list[dict[str, Any]]:
         return await request_cycle(self._store)
 
-    async def explain(self, subject: str) -> Explanation:
-        return await explain(self._store, subject)
+    async def explain(self, subject: str, redact_event: Callable[[Event], Event] | None = None) -> Explanation:
+        return await explain(self._store, subject, redact_event)
 
     def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:
         return worker_log(self._config, fleet, worker_id, lines, is_following=False)
@@ -155,12 +163,13 @@ async def run_server(
             control.set_config(changed)
 
         link.receive_configs(set_config)
-        overview_feed = OverviewFeed(user_store, lambda: control.fleet_names)
+        overview_feed = OverviewFeed(user_store, lambda: control.fleet_names, redact_event=control.redact_event)
         counters = CounterBuffer()
         url = browser_url(config, listener.getsockname()[1])
 
         async def has_tasks(queues: Sequence[str]) -> bool:
-            return bool(await user_store.queues_with_tasks(queues))
+            # On the connections of workers: those of users may all be busy.
+            return bool(await worker_store.queues_with_tasks(queues))
 
         context = AppContext(
             worker_store=worker_store,
@@ -168,6 +177,7 @@ async def run_server(
             long_poll_hub=LongPollHub(worker_store.wait_for_work, has_tasks),
             control=control,
             worker_defaults=config.worker,
+            logs=config.logs,
             max_payload_bytes=config.max_payload_bytes,
             version=options.version,
             wheel=options.wheel,
@@ -179,7 +189,7 @@ async def run_server(
             rate_limit=config.api.rate_limit,
             cors_origins=config.api.cors_origins,
             oidc=make_oidc_client(config, url),
-            privacy=privacy_of([(fleet.queues, fleet.redact) for fleet in config.fleets.values()]),
+            payload_privacy=control.payload_privacy,
         )
         async with (
             stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),

@@ -9,10 +9,12 @@ from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.costs import PostgresCostStore
 from windlass.store.dashboard_queries import PostgresQueryStore
-from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
+from windlass.store.fleets import PostgresFilledQueues, PostgresFleetQueries, PostgresOperations
+from windlass.store.history import PostgresControlMaintenance, PostgresHistoryStore
 from windlass.store.processes import PostgresProcessStore
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.transport import PostgresMaintenance, PostgresTransport, PostgresWorkSignal
+from windlass.store.worker_logs import PostgresWorkerLogs
 
 if TYPE_CHECKING:
     from windlass.ports.alerts import AlertStore
@@ -20,23 +22,25 @@ if TYPE_CHECKING:
     from windlass.ports.control import ControlStore
     from windlass.ports.costs import CostStore
     from windlass.ports.fleets import FleetQueries, Operations
+    from windlass.ports.history import HistoryStore
     from windlass.ports.processes import ProcessStore
     from windlass.ports.queries import QueryStore
     from windlass.ports.ray import RayStore
     from windlass.ports.tasks import MaintenanceStore, TaskStore
     from windlass.ports.transport import WorkerTransport
+    from windlass.ports.worker_logs import WorkerLogQueries
     from windlass.store.alerts import PostgresAlertStore
     from windlass.store.ray import PostgresRayStore
 
 
 class OrchestratorStores(
-    PostgresControlStore, PostgresFleetQueries, PostgresMaintenance, PostgresWorkSignal, PostgresProcessStore
+    PostgresControlStore, PostgresFleetQueries, PostgresControlMaintenance, PostgresWorkSignal, PostgresProcessStore
 ):
     """Implements OrchestratorStore of control/unconfigured_fleets.py, and what control shares with servers."""
 
 
-class WorkerProtocolStores(PostgresTransport, PostgresAuthStore):
-    """What the HTTP server needs for workers: their transport, and who they are."""
+class WorkerProtocolStores(PostgresTransport, PostgresAuthStore, PostgresFilledQueues):
+    """What the HTTP server needs for workers: their transport, who they are, and where there is work."""
 
 
 class AccessStores(PostgresAuthStore, PostgresProcessStore):
@@ -49,8 +53,10 @@ class DashboardStores(
     PostgresOperations,
     PostgresCostStore,
     PostgresQueryStore,
+    PostgresHistoryStore,
     PostgresAuthStore,
     PostgresProcessStore,
+    PostgresWorkerLogs,
 ):
     """AppStore of server/context.py."""
 
@@ -65,7 +71,9 @@ if TYPE_CHECKING:
     _CONTROL: type[ControlStore] = PostgresControlStore
     _COSTS: type[CostStore] = PostgresCostStore
     _QUERIES: type[QueryStore] = PostgresQueryStore
+    _HISTORY: type[HistoryStore] = PostgresHistoryStore
     _AUTH: type[AuthStore] = PostgresAuthStore
     _PROCESSES: type[ProcessStore] = PostgresProcessStore
     _RAY: type[RayStore] = PostgresRayStore
+    _WORKER_LOGS: type[WorkerLogQueries] = PostgresWorkerLogs
     _ALERTS: type[AlertStore] = PostgresAlertStore

@@ -21,9 +21,12 @@ from windlass.store.connect import connected
 from windlass.store.costs import PostgresCostStore
 from windlass.store.database import Database
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
+from windlass.store.history import PostgresHistoryStore
 from windlass.store.migrate import applied_migrations, migrate
+from windlass.store.postgres_programs import PROGRAMS, package_dir
 from windlass.store.task_lists import PostgresTaskLists
 from windlass.store.tasks import PostgresTaskStore
+from windlass.store.worker_logs import PostgresWorkerLogs
 from windlass.wiring.background import background_task
 
 if TYPE_CHECKING:
@@ -71,6 +74,11 @@ def described_database(config: Config) -> str:
     if config.database_url is not None:
         return masked(config.database_url.get_secret_value())
     return f"embedded, in {data_dir(config)}"
+
+
+def postgres_programs() -> Path:
+    """The folder with the programs of the embedded PostgreSQL. ConfigError if this platform has none."""
+    return package_dir() / PROGRAMS
 
 
 def running_database_url(config: Config) -> str | None:
@@ -197,8 +205,19 @@ async def _in_thread(function: Callable[[], None]) -> None:
         raise
 
 
-class CommandStore(PostgresTaskStore, PostgresTaskLists, PostgresFleetQueries, PostgresOperations, PostgresCostStore):
-    """The ports of commands and of the client: tasks, fleets, operations and costs. No claims, leases or plans."""
+class CommandStore(
+    PostgresTaskStore,
+    PostgresTaskLists,
+    PostgresFleetQueries,
+    PostgresOperations,
+    PostgresCostStore,
+    PostgresHistoryStore,
+    PostgresWorkerLogs,
+):
+    """The ports of commands and of the client: tasks, fleets, operations, costs, history, output.
+
+    No claims, leases or plans.
+    """
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from windlass.model.process import ProcessKind
-from windlass.wiring.process_link import MessageReader, ProcessMain, ProcessNote, StartOrder, encode
+from windlass.wiring.process_link import LoopFactory, MessageReader, ProcessMain, ProcessNote, StartOrder, encode
 
 # Silence is counted in ticks of the supervisor, so that a time in which the host was suspended does not count.
 TICK_S = 0.25
@@ -24,7 +24,10 @@ _BUSY = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessRole:
-    """A process that always runs. `closes`: inherited sockets that it has no use for."""
+    """A process that always runs. `closes`: inherited sockets that it has no use for.
+
+    `loop_factory` makes its event loop, if not that of the standard library.
+    """
 
     kind: ProcessKind
     number: int
@@ -32,6 +35,7 @@ class ProcessRole:
     silence_limit_s: float
     max_memory_bytes: int | None = None
     closes: tuple[socket.socket, ...] = ()
+    loop_factory: LoopFactory | None = None
 
     @property
     def name(self) -> str:

@@ -267,7 +267,7 @@ class Supervisor:
             others = [process.connection for process in self._processes.values()]
             for each in (ours, self._wakeup, self._wakeup_writer, *others, *role.closes):
                 each.close()
-            code = run_process(theirs, supervisor_pid, role.name, role.main, order)
+            code = run_process(theirs, supervisor_pid, role.name, role.main, order, role.loop_factory)
         except BaseException:
             log.exception("process failed", process=role.name)
         finally:

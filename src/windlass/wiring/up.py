@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ import structlog
 from windlass.config_loader import Loaded
 from windlass.control.alerting import AlertManager
 from windlass.control.cycle import FleetCycle, run_once
+from windlass.control.deployment import Deployment
 from windlass.control.orchestrator import Orchestrator
 from windlass.control.summary import Summary
 from windlass.model.config import Config
@@ -31,12 +32,13 @@ from windlass.store.alerts import PostgresAlertStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.store.doctor_checks import ORCHESTRATOR, check_may_control, dsn_with_role, has_managed_workers
+from windlass.store.history import PostgresControlMaintenance
 from windlass.store.migrate import is_schema_current, migrate
 from windlass.store.overview import PostgresOverview
-from windlass.store.transport import PostgresMaintenance
 from windlass.wiring.background import background_task
 from windlass.wiring.boot_counter import BootCounter
 from windlass.wiring.cycle_requests import answered_cycle_requests
+from windlass.wiring.fingerprint import FingerprintReader
 from windlass.wiring.log_sink import Tap, stored_log_lines
 from windlass.wiring.minimum_cost import log_minimum_costs
 from windlass.wiring.notifiers import make_notifiers
@@ -45,7 +47,7 @@ from windlass.wiring.process_record import clear_remains, new_record, recorded
 from windlass.wiring.providers import check_keys, make_provider, spawning_fleets
 from windlass.wiring.ray import check_ray, run_ray_supervisor
 from windlass.wiring.reachability import check_control_plane_url
-from windlass.wiring.reload import ActiveConfig, check_fleets, reload_on_request
+from windlass.wiring.reload import ActiveConfig, ReloadRequests, check_fleets, reload_on_request
 from windlass.wiring.store_roles import OrchestratorStores
 from windlass.wiring.stores import database, database_as, described_database, has_embedded_database
 from windlass.wiring.tracing import trace_cycles
@@ -57,13 +59,13 @@ SEND_TIMEOUT_S = 90.0
 NO_FLEET = "no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml"
 
 
-async def run_cycles(config: Config) -> list[Summary]:
+async def run_cycles(config: Config, version: str) -> list[Summary]:
     """Run one cycle of every fleet, send alerts, apply retention, and release the lease: for cron and the like."""
     check_keys(config)
     await check_control_plane_url(config)
     await check_ray(config)
     async with database_as(ORCHESTRATOR, config) as dsn, Database(dsn, retention=config.retention) as opened:
-        store, maintenance = PostgresControlStore(opened), PostgresMaintenance(opened)
+        store, maintenance = PostgresControlStore(opened), PostgresControlMaintenance(opened)
         candidate, instance_id = make_candidate(config), await store.instance_id()
         # Evaluation follows the cycles of this process, so it has nothing to wait for.
         alerts = _make_alert_manager(config, PostgresAlertStore(opened), make_notifiers(config), settling_s=0.0)
@@ -78,7 +80,7 @@ async def run_cycles(config: Config) -> list[Summary]:
 
         try:
             cycles = [
-                make_cycle(name, fleet, config, store, candidate, instance_id)
+                make_cycle(name, fleet, config, store, candidate, instance_id, version)
                 for name, fleet in spawning_fleets(config).items()
             ]
             return await run_once(cycles, send_alerts_and_sweep)
@@ -99,6 +101,8 @@ class ControlOptions:
     version: str
     tap: Tap = lambda _receiver: lambda: None
     on_start: Callable[[], None] = lambda: None
+    # A changed version of a fleet's code or settings begins a rollout by itself.
+    is_watching: bool = False
 
 
 async def check_start(config: Config) -> None:
@@ -145,6 +149,8 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         listeners.append(lambda _summary: has_begun.set())
         counters.start_at_zero(spawning_fleets(config), [notifier.name for notifier in notifiers])
 
+        reloads = ReloadRequests(link.reload_requested)
+
         def publish(summary: Summary) -> None:
             for receive in listeners:
                 receive(summary)
@@ -152,7 +158,17 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         orchestrator = Orchestrator(
             store,
             candidate,
-            lambda name, fleet: make_cycle(name, fleet, active.for_providers(), store, candidate, instance_id),
+            lambda name, fleet: make_cycle(
+                name,
+                fleet,
+                active.for_providers(),
+                store,
+                candidate,
+                instance_id,
+                options.version,
+                reload=reloads.request,
+                is_watching=options.is_watching,
+            ),
             lambda name, fleet: make_provider(name, fleet, active.for_providers(), instance_id),
             publish,
         )
@@ -163,10 +179,11 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
 
         link.on_stop = lambda: orchestrator.stop(keeps_workers=options.keeps_workers)
         log = structlog.get_logger("windlass.up")
-        log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getpid())
+        # The supervisor's pid: it is the process that a person started, and that handles signals.
+        log.info("started", database=described_database(config), fleets=list(config.fleets), pid=os.getppid())
         async with (
             recorded(store, process, order, counters, details=lambda own: replace(own, ray_head=ray.head_address())),
-            reload_on_request(orchestrator, active, options.load, ray, link.reload_requested, on_reloaded),
+            reload_on_request(orchestrator, active, options.load, ray, reloads, on_reloaded),
             answered_cycle_requests(store, orchestrator.cycle_now, has_begun),
             _alerting(config, dsn, listeners, notifiers, lambda *message: counters.add(ALERT_MESSAGES, message)),
             stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),
@@ -182,10 +199,21 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
 
 
 def make_cycle(
-    name: str, fleet: FleetConfig, config: Config, store: PostgresControlStore, candidate: Candidate, instance_id: str
+    name: str,
+    fleet: FleetConfig,
+    config: Config,
+    store: PostgresControlStore,
+    candidate: Candidate,
+    instance_id: str,
+    version: str,
+    *,
+    reload: Callable[[], Awaitable[None]] | None = None,
+    is_watching: bool = False,
 ) -> FleetCycle:
     provider = make_provider(name, fleet, config, instance_id)
-    return FleetCycle(name, fleet, store, provider, candidate, random.SystemRandom())
+    reader = FingerprintReader(name, instance_id, version)
+    deployment = Deployment(reader.read, reload=reload, is_watching=is_watching)
+    return FleetCycle(name, fleet, store, provider, candidate, random.SystemRandom(), deployment=deployment)
 
 
 def make_candidate(config: Config) -> Candidate:

@@ -5,7 +5,7 @@ Imports of the worker package are local to the functions, because other commands
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import SystemRandom
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from windlass.model.auth import SECRET_PREFIX, new_token
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
+from windlass.model.payload_privacy import privacy_of
 from windlass.model.redaction import add_known_secrets, secrets_in
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.doctor_checks import WORKER, dsn_with_role
@@ -22,10 +23,12 @@ from windlass.wiring.stores import database
 from windlass.wiring.tracing import trace_attempts
 
 if TYPE_CHECKING:
+    from windlass.model.config import LogsConfig
     from windlass.model.work_order import RayOrder, WorkOrder
     from windlass.worker.executor import Executor
     from windlass.worker.heartbeat import OpenTransport
     from windlass.worker.lifecycle import ExitReason, WorkerSettings
+    from windlass.worker.output_buffer import OutputBuffer
 
 # Default share of the machine's memory for all handlers of a worker together.
 MEMORY_SHARE = 0.9
@@ -51,6 +54,7 @@ async def run_worker(
         config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
     )
     secret = secret or new_token(SECRET_PREFIX, SystemRandom())
+    add_known_secrets([secret])
     async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
 
         @asynccontextmanager
@@ -67,7 +71,22 @@ async def run_worker(
             ) as transport:
                 yield transport
 
-        return await WorkerRuntime(settings, connect, traced(executor)).run()
+        with worker_output(config.logs, settings.queues, redact) as output:
+            return await WorkerRuntime(settings, connect, traced(executor), output=output).run()
+
+
+@contextlib.contextmanager
+def worker_output(logs: "LogsConfig", queues: Sequence[str], redact: Sequence[str]) -> "Iterator[OutputBuffer | None]":
+    """Collect what this process and its handlers print, to be sent; None if that is switched off."""
+    from windlass.worker.output_buffer import OutputBuffer, OutputLimits, captured_output
+
+    if not logs.send_output:
+        yield None
+        return
+    limits = OutputLimits(logs.output_bytes_per_s, logs.output_bytes_per_attempt)
+    buffer = OutputBuffer(limits, privacy_of([(queues, redact)]))
+    with captured_output(buffer):
+        yield buffer
 
 
 async def run_self_registered_worker(
@@ -93,7 +112,10 @@ async def run_self_registered_worker(
     )
     self_registration = new_self_registration(url, api_token, tls_context(url, ca_file))
     async with trace_attempts(config, settings.version) as traced:
-        return await WorkerRuntime(settings, lambda: SelfRegisteredTransport(self_registration), traced(executor)).run()
+        with worker_output(config.logs, settings.queues, redact) as output:
+            return await WorkerRuntime(
+                settings, lambda: SelfRegisteredTransport(self_registration), traced(executor), output=output
+            ).run()
 
 
 async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
@@ -101,7 +123,9 @@ async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
     from windlass.worker.http_transport import HttpTransport
     from windlass.worker.join import join
 
+    add_known_secrets(secrets_in(os.environ))
     credentials, tls, order = await join(join_file)
+    add_known_secrets([credentials.token])
     try:
         return await _run_order(order, lambda: HttpTransport(credentials, tls), version)
     except (HandlerNotFound, BadInput) as error:
@@ -146,7 +170,12 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
         max_payload_bytes=order.max_payload_bytes,
         worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
         # The machine has no windlass.toml, so the fleet's `env` may contain this setting.
-        logs=LogsConfig(traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None),
+        logs=LogsConfig(
+            traces_endpoint=os.environ.get("WINDLASS_LOGS__TRACES_ENDPOINT") or None,
+            send_output=order.sends_output,
+            output_bytes_per_s=order.output_bytes_per_s,
+            output_bytes_per_attempt=order.output_bytes_per_attempt,
+        ),
     )
     executor = _executor(
         config,
@@ -157,7 +186,8 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
         redact=order.redact,
     )
     async with trace_attempts(config, settings.version) as traced:
-        return await WorkerRuntime(settings, open_transport, traced(executor)).run()
+        with worker_output(config.logs, settings.queues, order.redact) as output:
+            return await WorkerRuntime(settings, open_transport, traced(executor), output=output).run()
 
 
 async def _run_joined_node(

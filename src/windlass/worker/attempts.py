@@ -20,6 +20,7 @@ from windlass.model.task import Claim
 from windlass.worker.delivery import NOT_FINISHED, HeldAttempt, Outbox
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Executor, NotBegun
 from windlass.worker.handler import format_exception
+from windlass.worker.output_buffer import OutputBuffer
 
 # How long cancelled attempts may take to end. An inline handler that ignores its cancellation is not waited for again.
 CANCEL_TIMEOUT_S = 15.0
@@ -32,13 +33,18 @@ class Attempts:
         outbox: Outbox,
         *,
         default_timeout_s: float | None,
+        output: OutputBuffer | None = None,
         on_progress: Callable[[], None],
         on_end: Callable[[], None],
         on_handler_lost: Callable[[HandlerNotFound], None],
     ) -> None:
-        """`on_end` is called after each attempt; `on_handler_lost` when the handler can no longer be started."""
+        """`output` keeps the attempts' output apart.
+
+        `on_end` is called after each attempt; `on_handler_lost` when the handler can no longer be started.
+        """
         self._executor = executor
         self._outbox = outbox
+        self._output = output
         self._default_timeout_s = default_timeout_s
         self._on_progress = on_progress
         self._on_end = on_end
@@ -120,6 +126,7 @@ class Attempts:
             held.progress, held.note = fraction, note
             self._on_progress()
 
+        key = self._output.begin(claim) if self._output is not None else None
         try:
             outcome = await self._executor.run(claim, report)
             if isinstance(outcome, AttemptSuccess):
@@ -136,6 +143,8 @@ class Attempts:
         except Exception as error:
             # A defect of the worker, not of the handler. The claim must still end, or heartbeats would keep it forever.
             self._outbox.add_failure(claim, AttemptFailure("WORKER_ERROR", format_exception(error)))
+        if self._output is not None and key is not None:
+            self._output.end(key)
         del self._running[claim.token]
         self._idle_since = time.monotonic()
         self._on_end()

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
+from windlass.model.task import parse_json
 from windlass.worker import child_protocol as frames
 from windlass.worker.attempt import run_handler
 from windlass.worker.executor import AttemptSuccess, Outcome, bad_payload_failure
@@ -56,8 +57,8 @@ class Child:
 
     def _run(self, body: bytes) -> Outcome:
         try:
-            fields: dict[str, Any] = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            fields: dict[str, Any] = parse_json(body.decode())
+        except ValueError as error:
             # The parent wrote everything but the payload.
             return bad_payload_failure(error)
         task = RunningTask(**fields, _report=self._progress_reporter(fields["claim_token"]))

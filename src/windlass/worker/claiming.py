@@ -93,6 +93,10 @@ class Claiming:
         """Claim again without waiting for a notification."""
         self._may_find_work = True
 
+    def set_delay(self, share: float | None) -> None:
+        """What the reply to a heartbeat says: see ClaimRace."""
+        self._race.set_share(share)
+
     def update_used_slots(self) -> None:
         self._limit.set_used(self._attempts.count + self._requested)
 

@@ -14,6 +14,7 @@ import shutil
 from windlass.model.error_text import LAST_OUTPUT, MAX_HEADLINE_CHARACTERS, raised_line
 from windlass.model.errors import BadInput, HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, to_json
+from windlass.model.worker_log import AttemptKey
 from windlass.worker.crash_report import read_crash
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
@@ -67,6 +68,7 @@ class CommandExecutor:
             raise HandlerNotFound(
                 f"cannot run the command {self._arguments[0]!r}: {error.strerror}. Check that it can be executed."
             ) from None
+        group.begin_attempt(AttemptKey(claim.task_id, claim.attempt))
         try:
             group.write_all(claim.payload.encode())
             async with asyncio.timeout(claim.timeout_s):

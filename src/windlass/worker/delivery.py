@@ -15,6 +15,7 @@ from uuid import UUID
 
 import structlog
 
+from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.model.redaction import mask_known
 from windlass.model.task import MAX_RESULTS_PER_CALL, Claim, ClaimResult, Finished
@@ -141,7 +142,7 @@ class Delivery:
                 attempt=claim.attempt,
                 code=failure.code,
                 status=status or "lost",
-                error=failure.error.strip().rpartition("\n")[2],
+                error=error_headline(error),
             )
         while outbox.released:
             release = outbox.released[0]

@@ -51,6 +51,6 @@ def timeout_failure(limit_s: float) -> AttemptFailure:
     return AttemptFailure("TIMEOUT", f"the attempt exceeded its time limit of {limit_s:g} s")
 
 
-def bad_payload_failure(error: ValueError | RecursionError) -> AttemptFailure:
-    """PostgreSQL accepts longer numbers and deeper nesting than Python's parser, so a retry cannot help."""
-    return AttemptFailure("BAD_PAYLOAD", f"Python's JSON parser rejects the payload: {error}", retry=False)
+def bad_payload_failure(error: ValueError) -> AttemptFailure:
+    """PostgreSQL accepts longer numbers and deeper nesting than a worker, so a retry cannot help."""
+    return AttemptFailure("BAD_PAYLOAD", f"cannot parse the payload: {error}", retry=False)

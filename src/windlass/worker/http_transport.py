@@ -26,6 +26,7 @@ from windlass.model.ray import RaySettings
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus, storable, truncate_error
 from windlass.model.work_order import WorkOrder
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.model.worker_log import LogChunk
 from windlass.ports import http
 from windlass.worker.http_client import HttpClient, HttpResponse, NoResponse
 
@@ -104,16 +105,16 @@ class ControlPlaneClient:
         body: bytes | None = None,
         timeout_s: float = ANSWER_TIMEOUT_S,
         *,
-        is_result: bool = False,
+        may_compress: bool = False,
     ) -> bytes:
         """Return the body of a successful answer, or raise the error it describes.
 
-        `is_result`: the body has results of tasks and may be compressed.
+        `may_compress`: the route accepts compressed bodies.
         """
         wait_s = self._not_before - time.monotonic()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        compressed = compress_body(body) if is_result and self._may_compress and body is not None else None
+        compressed = compress_body(body) if may_compress and self._may_compress and body is not None else None
         try:
             if compressed is not None:
                 response = await self._client.request(method, path, compressed, timeout_s, "gzip")
@@ -205,7 +206,7 @@ class HttpTransport:
         doing = "finishing tasks"
         body = encode_call(doing, call)
         return parse_answer(
-            doing, _CLAIM_RESULT, await self._plane.call(doing, "POST", http.FINISH, body, is_result=True)
+            doing, _CLAIM_RESULT, await self._plane.call(doing, "POST", http.FINISH, body, may_compress=True)
         )
 
     async def fail(
@@ -252,6 +253,13 @@ class HttpTransport:
         self._check_worker(worker_id)
         doing = "running maintenance"
         return parse_answer(doing, _RECOVERED, await self._plane.call(doing, "POST", http.RUN_MAINTENANCE))
+
+    async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
+        self._check_worker(worker_id)
+        doing = "sending output"
+        storable_chunks = (replace(chunk, lines=tuple(map(storable, chunk.lines))) for chunk in chunks)
+        body = encode_call(doing, http.LogsCall(batch_id, tuple(storable_chunks)))
+        await self._plane.call(doing, "POST", http.LOGS, body, may_compress=True)
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         call = http.NextRunAfterCall(tuple(queues))

@@ -6,17 +6,18 @@ the worker, and other workers get its tasks after the lease. Heartbeats continue
 
 import asyncio
 import inspect
-import json
 import types
 from collections.abc import Generator
 from contextvars import copy_context
 from typing import Any
 
 from windlass.model.errors import HandlerNotFound
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
+from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, parse_json
+from windlass.model.worker_log import AttemptKey
 from windlass.worker.attempt import outcome_of_error, outcome_of_result
 from windlass.worker.executor import Outcome, bad_payload_failure, timeout_failure
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
+from windlass.worker.output_buffer import current_attempt
 
 
 class InlineExecutor:
@@ -37,9 +38,11 @@ class InlineExecutor:
         if self._handler is None:
             raise AssertionError("run() was called before start()")
         try:
-            payload = json.loads(claim.payload)
-        except (ValueError, RecursionError) as error:
+            payload = parse_json(claim.payload)
+        except ValueError as error:
             return bad_payload_failure(error)
+        # Copied into the contexts of the handler, its tasks and its threads.
+        current_attempt.set(AttemptKey(claim.task_id, claim.attempt))
         try:
             task = RunningTask(
                 id=claim.task_id,
@@ -63,6 +66,8 @@ class InlineExecutor:
             if isinstance(error, TimeoutError) and claim.timeout_s is not None and limit.expired():
                 return timeout_failure(claim.timeout_s)
             return outcome_of_error(error)
+        finally:
+            current_attempt.set(None)
 
     async def close(self) -> None:
         pass

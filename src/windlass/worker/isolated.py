@@ -14,6 +14,7 @@ import sys
 from windlass.model.error_text import LAST_OUTPUT
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim
+from windlass.model.worker_log import AttemptKey
 from windlass.worker import child_protocol as frames
 from windlass.worker.crash_report import read_crash
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome, timeout_failure
@@ -149,7 +150,7 @@ class _Child:
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
         group, transport = await self._ready()
-        group.begin_attempt()
+        group.begin_attempt(AttemptKey(claim.task_id, claim.attempt))
         try:
             transport.write(frames.pack(frames.RUN, _encode(claim)))
             async with asyncio.timeout(claim.timeout_s):
@@ -164,6 +165,8 @@ class _Child:
             death = (await self._describe_death()).removeprefix("the handler's process was ")
             outcome = group.limit_failure or AttemptFailure("CHILD_DIED", death)
             await self.close()
+        else:
+            await group.end_attempt()
         return outcome
 
     async def _ready(self) -> tuple[ProcessGroup, asyncio.Transport]:

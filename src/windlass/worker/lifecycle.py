@@ -33,9 +33,11 @@ from windlass.worker.delivery import Delivery, Outbox
 from windlass.worker.executor import Executor
 from windlass.worker.gpu import GpuReader
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
+from windlass.worker.output_buffer import OutputBuffer
+from windlass.worker.output_shipper import STOP_TIMEOUT_S, URGENT_STOP_TIMEOUT_S, OutputShipper
+from windlass.worker.shutdown_state import FOREVER, ShutdownState
 from windlass.worker.storage import StorageReader
 
-FOREVER = float("inf")
 _Value = TypeVar("_Value", HeartbeatReply, SchemaMismatch)
 log = structlog.get_logger(__name__)
 
@@ -74,34 +76,6 @@ class ExitReason(enum.Enum):
     LOST = "lost"  # declared lost or terminated by the control plane; its claims are gone
 
 
-@dataclass(slots=True)
-class _ShutdownState:
-    """Drain requests. `changed` wakes the session's loop: after a request, an ended attempt or a new status."""
-
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Exit without waiting for anything.
-    is_urgent: asyncio.Event = field(default_factory=asyncio.Event)
-    is_draining: bool = False
-    deadline: float = FOREVER
-    # The log context of the current worker. Signal handlers run outside of it.
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-
-    def drain(self, reason: str, limit_s: float) -> None:
-        if not self.is_draining or limit_s == 0:
-            log.info("draining", reason=reason, limit_s=limit_s)
-            self.is_draining = True
-            self.deadline = time.monotonic() + limit_s
-            self.changed.set()
-        if limit_s == 0:
-            self.is_urgent.set()
-
-    async def pause(self, seconds: float) -> None:
-        """Wait, but not longer than until exit is urgent."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.is_urgent.wait()
-
-
 class WorkerRuntime:
     def __init__(
         self,
@@ -109,8 +83,10 @@ class WorkerRuntime:
         open_transport: OpenTransport,
         executor: Executor,
         concurrency_limit: ConcurrencyLimit | None = None,
+        output: OutputBuffer | None = None,
     ) -> None:
-        """`concurrency_limit` replaces the fixed limit of the settings."""
+        """`concurrency_limit` replaces the fixed limit of the settings. `output`: what the worker prints, to send."""
+        self._output = output
         self._limit = concurrency_limit or FixedConcurrency(settings.concurrency)
         self._settings = settings
         self._open_transport = open_transport
@@ -120,7 +96,7 @@ class WorkerRuntime:
         if settings.storage_path is not None:
             self._readers.append(StorageReader(settings.storage_path))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._shutdown = _ShutdownState()
+        self._shutdown = ShutdownState()
         # Time of the first signal, on the event loop's clock.
         self._signalled_at: float | None = None
 
@@ -226,6 +202,7 @@ class WorkerRuntime:
             self._open_transport,
             self._limit,
             self._may_claim,
+            self._output,
         )
 
     async def _register(self, session: "_WorkerSession", timeout_s: float) -> bool:
@@ -252,13 +229,14 @@ class _WorkerSession:
     def __init__(
         self,
         settings: WorkerSettings,
-        shutdown: _ShutdownState,
+        shutdown: ShutdownState,
         executor: Executor,
         readers: Sequence[GpuReader | StorageReader],
         transport: WorkerTransport,
         open_transport: OpenTransport,
         limit: ConcurrencyLimit,
         may_claim: Callable[[], bool],
+        output: OutputBuffer | None,
     ) -> None:
         self._settings = settings
         self._shutdown = shutdown
@@ -281,9 +259,12 @@ class _WorkerSession:
             on_reply=lambda reply: _call_from_thread(loop, self._on_heartbeat_reply, reply),
             on_mismatch=lambda error: _call_from_thread(loop, self._drain_for_error, error),
         )
+        self._output = output
+        self._shipper = OutputShipper(open_transport, self._id, output) if output is not None else None
         self._attempts = Attempts(
             executor,
             self._outbox,
+            output=output,
             default_timeout_s=settings.timeout_s,
             on_progress=self._heartbeat.send_soon,
             on_end=self._on_attempt_end,
@@ -333,12 +314,19 @@ class _WorkerSession:
 
     async def run(self) -> ExitReason:
         self._heartbeat.start()
+        if self._shipper is not None:
+            self._shipper.start()
         try:
             exit_reason = await self._work()
         finally:
             await self._heartbeat.stop()
             await self._attempts.cancel_all()
             self._claiming.close()
+            # Before it deregisters: then the control plane deletes the machine.
+            if self._shipper is not None and self._output is not None:
+                self._output.close()
+                is_urgent = self._shutdown.is_urgent.is_set()
+                await self._shipper.stop(URGENT_STOP_TIMEOUT_S if is_urgent else STOP_TIMEOUT_S)
         if exit_reason is ExitReason.DRAINED:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease expires instead
                 await self._transport.deregister(self._id, "drained")
@@ -435,6 +423,7 @@ class _WorkerSession:
 
     def _on_heartbeat_reply(self, reply: HeartbeatReply) -> None:
         self._attempts.cancel(reply.lost)
+        self._claiming.set_delay(reply.claim_delay)
         if (reply.status, reply.is_paused) == (self._status, self._is_paused):
             return
         log.info("status changed by the control plane", status=reply.status, is_paused=reply.is_paused)

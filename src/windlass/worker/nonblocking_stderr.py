@@ -4,7 +4,7 @@ A write to an unread pipe, a terminal after Ctrl-S or a hanging log driver block
 time limits and signals would stop while heartbeats continue, so the tasks would never be requeued. Output is therefore
 queued up to a limit. Beyond the limit it is dropped and counted until the queue is empty; then a line says how much is
 missing. `is_behind` lets large producers wait for a slow reader, but not for one that has stalled. Write errors are
-ignored.
+ignored. `copy_to` gets everything that is written, also what is dropped here, with the attempt that printed it.
 """
 
 import atexit
@@ -14,6 +14,9 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+
+from windlass.model.worker_log import AttemptKey
 
 # Limit of the queue: enough for a burst, and all the memory that a stalled reader costs.
 MAX_QUEUED_BYTES = 16 * 1024 * 1024
@@ -32,6 +35,8 @@ class NonblockingWriter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        # Must return at once and not raise.
+        self.copy_to: Callable[[bytes, AttemptKey | None], None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -54,8 +59,10 @@ class NonblockingWriter:
     def _is_stalled(self) -> bool:
         return time.monotonic() - self._moved_at >= STALL_S
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, attempt: AttemptKey | None = None) -> None:
         """Queue output. Never blocks or raises."""
+        if self.copy_to is not None:
+            self.copy_to(data, attempt)
         with self._changed:
             if self._dropped_bytes or self._queued_bytes + len(data) > MAX_QUEUED_BYTES:
                 self._dropped_bytes += len(data)

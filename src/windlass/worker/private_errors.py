@@ -1,10 +1,11 @@
-"""Removes the hidden parts of a payload (`redact` of the fleet) from the error of its attempt, where the error arises.
+"""Removes the hidden parts of a payload (`redact` of the fleet) from errors and progress notes, where they arise.
 
-Errors go into task rows, events and logs, which everyone with access to them can read. A handler often quotes its input
+Both go into task rows, events and logs, which everyone with access to them can read. A handler often quotes its input
 in an error.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from windlass.model.payload_privacy import privacy_of
@@ -24,11 +25,16 @@ class PrivateErrors:
         await self._executor.start()
 
     async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
-        outcome = await self._executor.run(claim, report)
-        if isinstance(outcome, AttemptFailure):
-            error = self._privacy.redact_text(claim.queue, outcome.error, claim.payload)
-            return replace(outcome, error=error or "")
-        return outcome
+        @functools.cache
+        def text_filter() -> Callable[[str], str]:
+            """Made once, and only for an attempt that needs it."""
+            return self._privacy.text_filter(claim.queue, claim.payload)
+
+        def report_without_private_parts(fraction: float, note: str | None) -> None:
+            report(fraction, text_filter()(note) if note else note)
+
+        outcome = await self._executor.run(claim, report_without_private_parts)
+        return replace(outcome, error=text_filter()(outcome.error)) if isinstance(outcome, AttemptFailure) else outcome
 
     async def close(self) -> None:
         await self._executor.close()

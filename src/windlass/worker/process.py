@@ -11,14 +11,18 @@ and `limit_failure` names the cause. The end of the output is kept for error mes
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
+import sys
+import termios
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import psutil
 
+from windlass.model.worker_log import AttemptKey
 from windlass.worker.executor import AttemptFailure
 from windlass.worker.handler_user import HandlerUser
 from windlass.worker.nonblocking_stderr import standard_error
@@ -32,6 +36,8 @@ MEMORY_CHECK_INTERVAL_S = 0.5
 KILL_TIMEOUT_S = 10.0
 # Time to read the rest of the output after exit. An escaped descendant may hold the pipe open forever.
 OUTPUT_TIMEOUT_S = 0.5
+# Interval for checking whether the event loop has read an attempt's output: it needs one iteration per 256 KiB.
+OUTPUT_READ_INTERVAL_S = 0.001
 # Interval for checking whether our standard error can take more output.
 OUTPUT_CHECK_INTERVAL_S = 0.02
 # Interval for checking whether killed processes are gone: after microseconds, or a second if they had much memory.
@@ -89,6 +95,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         self._max_output_bytes = MAX_OUTPUT_BYTES if max_output_bytes is None else max_output_bytes
         self._forwards_output = forwards_output
         self._attempts = 0
+        self._attempt: AttemptKey | None = None
         self._tail = bytearray()
         self._on_exit: Callable[[], object] | None = None
         self._exited = asyncio.Event()
@@ -136,10 +143,32 @@ class ProcessGroup(asyncio.SubprocessProtocol):
             pipe.write(data)
             pipe.close()
 
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, attempt: AttemptKey | None = None) -> None:
+        """Output from now on belongs to this attempt."""
         self._attempts += 1
+        self._attempt = attempt
         self.output_bytes = 0
         self._tail.clear()
+
+    async def end_attempt(self) -> None:
+        """Read the output that the attempt has printed, at most for OUTPUT_TIMEOUT_S. Later output is not its own."""
+        # A descendant that outlives it may go on printing.
+        printed_bytes = self.output_bytes + self._unread_bytes()
+        deadline = asyncio.get_running_loop().time() + OUTPUT_TIMEOUT_S
+        while self.output_bytes < printed_bytes and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(OUTPUT_READ_INTERVAL_S)
+        self._attempt = None
+
+    def _unread_bytes(self) -> int:
+        """Printed, and not read yet by the event loop. 0 if unknown."""
+        pipe = self._started.get_pipe_transport(_STDOUT)
+        file = pipe.get_extra_info("pipe") if pipe is not None else None
+        if file is None or file.closed:
+            return 0
+        length = bytearray(4)
+        with contextlib.suppress(OSError, ValueError):
+            fcntl.ioctl(file.fileno(), termios.FIONREAD, length)
+        return int.from_bytes(length, sys.byteorder)
 
     def tail(self) -> str:
         """The end of the output of this attempt."""
@@ -250,7 +279,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
             self._fail("OUTPUT_LIMIT", f"the attempt printed more than {MAX_OUTPUT_BYTES >> 20} MiB")
             return
         if self._forwards_output:
-            standard_error.write(data)
+            standard_error.write(data, self._attempt)
 
     async def _watch_memory(self, limit_bytes: int) -> None:
         while True:

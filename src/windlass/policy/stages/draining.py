@@ -80,10 +80,14 @@ def drain_workers(
     drains = list(first.values())[: context.fleet.max_changes_per_cycle]
     if drains:
         context.is_cut_short = len(drains) < len(first)
-        idle_s = min((state.idle_s or 0.0 for state in spare), default=0.0)
+        idle_s = min((state.idle_s or 0.0 for state in spare if not state.is_booting), default=0.0)
         needed = len(staying) - len(proposal.spare)
         workers = f"{len(staying)} worker{'' if len(staying) == 1 else 's'}"
-        why = forced[0].reason if forced else f"idle {idle_s:.0f} s, {workers}, {needed} needed"
+        starting = sum(state.is_booting for state in spare)
+        why = f"idle {idle_s:.0f} s, {workers}, {needed} needed"
+        if starting == len(spare):
+            why = f"starting, another was ready first, {workers}, {needed} needed"
+        why = forced[0].reason if forced else why
         context.decision = f"drain {len(drains)}: {why}"
     return [*drains]
 
@@ -102,8 +106,10 @@ def _drainable_spare(
     if since is None or context.snapshot.is_paused:
         return []
     if proposal.is_timed:
-        # The policy decided which workers were idle for long enough, and when their billing period ends.
-        started = [state for state in staying if not state.is_booting and not state.is_late]
+        # The policy decided which workers were idle for long enough, when their billing period ends, and which starting
+        # workers are no longer needed.
+        spare_ids = {state.worker.id for state in proposal.spare}
+        started = [s for s in staying if (not s.is_booting or s.worker.id in spare_ids) and not s.is_late]
         due = [state for state in proposal.spare if _is_window_open(context, windows.get(state.worker.id))]
         return due[: max(0, len(started) - fleet.min_workers)]
     if context.age_s(since) < fleet.scale_down_grace_s:
@@ -132,6 +138,8 @@ def _is_window_open(context: PlanningContext, window: TerminationWindow | None) 
 def _idle_drain(
     context: PlanningContext, state: WorkerState, proposal: ScalingDecision, window: TerminationWindow | None
 ) -> Drain:
+    if state.is_booting:
+        return Drain(state.worker.id, "START_CANCELLED", f"another worker was ready first, {proposal.reason}")
     idle = f"idle {state.idle_s or 0.0:.0f} s"
     if window is None:
         return Drain(state.worker.id, "IDLE", f"{idle}, {proposal.reason}")

@@ -20,6 +20,7 @@ from windlass.policy.scale import POLICIES, Demand, ScalingDecision
 from windlass.policy.stages.draining import drain_all, drain_misplaced, drain_workers
 from windlass.policy.stages.failure_rate import hold_on_failure_rate, hold_on_late_machines
 from windlass.policy.stages.provider_backoff import apply_provider_backoff
+from windlass.policy.stages.rollout import count_policy_spawns, replace_workers, spare_workers
 from windlass.policy.stages.spawning import scaling_interval_left_s, spawn_workers
 
 
@@ -52,8 +53,11 @@ def scale(context: PlanningContext) -> list[Action]:
     if context.snapshot.is_shutting_down:
         return [*alerts, *drain_all(context, staying)]
     changes = spawn_workers(context, demand, staying, proposal)
+    count_policy_spawns(context, changes)
     # Even if spawns are postponed: a person may have excluded the place for legal reasons.
     changes = changes or drain_misplaced(context, staying)
+    changes = changes or replace_workers(context, staying, windows)
+    proposal = replace(proposal, spare=spare_workers(context, staying, proposal.spare))
     # A fleet whose spawns are only postponed has no worker to spare, unless the budget forces it.
     if not changes and (not context.is_cut_short or context.over_budget_reason is not None):
         changes = drain_workers(context, demand, staying, proposal, windows)
@@ -84,6 +88,7 @@ def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[
         # Tasks that a dispatcher (never spawned by the fleet) claimed and did not place count as queued already.
         losing = {id_ for id_ in losing if id_ in context.states and context.states[id_].is_managed}
     returned = sum(len(context.states[id_].worker.running) if id_ in context.states else 1 for id_ in losing)
+    unit_s = context.snapshot.traits.billing_unit_s
     return Demand(
         queue=replace(context.snapshot.queue, queued=context.snapshot.queue.queued + returned),
         active=tuple(state for state in counted if not state.is_booting),
@@ -91,7 +96,8 @@ def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[
         fleet=context.fleet,
         billed_until={worker_id: window.boundary for worker_id, window in windows.items()},
         now=context.now,
-        billing_unit_s=context.snapshot.traits.billing_unit_s if windows else 1,
+        # Also without a worker, and so without a window: the first spawn costs a billing period too.
+        billing_unit_s=unit_s if billing.is_worth_waiting(unit_s, context.cycle_interval_s) else 1,
         is_free=context.snapshot.traits.host is not None,
         memory=context.planner_state.scaling.adaptive,
     )

@@ -89,6 +89,15 @@ def scaling_interval_left_s(context: PlanningContext) -> float:
     return 0.0 if spawned_at is None else max(0.0, context.fleet.min_scaling_interval_s - context.age_s(spawned_at))
 
 
+def slots_to_fill(context: PlanningContext, staying: list[WorkerState], wanted: int) -> tuple[list[int], str]:
+    """Slots for workers that a rollout wants, within every limit on spawning; and the limit if there are fewer."""
+    cap, cap_reason = _spawn_cap(context, staying)
+    # Terminating workers have their machines still.
+    taken = _taken_slots(context)
+    slots = _fillable_slots(context, taken, min(wanted, cap))
+    return slots, cap_reason if cap < wanted else "no free slot"
+
+
 def spawnable_slots(context: PlanningContext, staying: list[WorkerState]) -> int:
     """Slots for requested workers once all terminating workers are gone."""
     failed = {slot for slot in context.failed_slots if slot < context.fleet.max_workers}

@@ -21,13 +21,15 @@ MAX_ATTEMPTS=4
 step=starting
 say() { echo "windlass-boot $(date -u +%H:%M:%S) $*"; }
 # Tells the control plane what this machine does: its spawn timeout then begins again. Nothing depends on the answer.
-post() { python3 "$lib/fetch_wheel.py" "$etc/join.json" --step "$1" >/dev/null 2>&1 & }
+send() { python3 "$lib/fetch_wheel.py" "$etc/join.json" --step "$1" --output "$root/var/log/cloud-init-output.log" >/dev/null 2>&1; }
+post() { send "$1" & }
 begin() { step=$1; say "$1"; post "$1"; }
 report() {
   code=$?
   [ "$code" = 0 ] && return
   say "FAILED while $step (exit code $code): this machine will not join"
-  post "failed while $step"
+  sleep 1
+  send "failed while $step"
 }
 trap report EXIT
 

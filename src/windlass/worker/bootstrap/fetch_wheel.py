@@ -1,12 +1,12 @@
 """Downloads the wheel of Windlass that the control plane serves, so that a machine runs the same version.
 
     python3 fetch_wheel.py JOIN_FILE FOLDER
-    python3 fetch_wheel.py JOIN_FILE --step TEXT
+    python3 fetch_wheel.py JOIN_FILE --step TEXT [--output FILE]
 
 The first form prints the path of the wheel and exits with 0, or prints an error message and exits with 1. A wheel is in
-FOLDER only if its SHA-256 matches. The second form reports a step of the boot, once, and prints
-nothing. The join token is sent only to the URL in JOIN_FILE: redirects are refused and proxies ignored. Neither use
-uses up the token. After the machine has joined, the worker token in JOIN_FILE.token is used instead.
+FOLDER only if its SHA-256 matches. The second form reports a step of the boot and the last lines of FILE, once, and
+prints nothing. The join token is sent only to the URL in JOIN_FILE: redirects are refused and proxies ignored. Neither
+use uses up the token. After the machine has joined, the worker token in JOIN_FILE.token is used instead.
 This file is copied to machines that have only Python, so it uses only the standard library.
 """
 
@@ -38,6 +38,7 @@ MAX_WHEEL_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 10
 STEP_TIMEOUT_S = 10.0
 MAX_STEP_CHARACTERS = 100
+MAX_OUTPUT_BYTES = 12 << 10
 CHUNK_BYTES = 1 << 16
 # Temporary errors: the same request may succeed later.
 TEMPORARY_CODES = frozenset({408, 425, 429})
@@ -73,12 +74,12 @@ class WheelSource:
         # No proxy, even if the environment has one: only the control plane may see the token.
         self._opener = urllib.request.build_opener(_NoRedirects, tls, urllib.request.ProxyHandler({}))
 
-    def report_step(self, worker_id: str, step: str) -> None:
+    def report_step(self, worker_id: str, step: str, output: str = "") -> None:
         """One attempt: a later step makes up for one that was lost. Raises OSError."""
         text = "".join(c if " " <= c <= "~" else "?" for c in step)[:MAX_STEP_CHARACTERS]
         path = f"/internal/workers/{urllib.parse.quote(worker_id, safe='')}/boot-step"
         headers = {**self._headers, "Content-Type": "application/json"}
-        body = json.dumps({"step": text}).encode()
+        body = json.dumps({"step": text, "output": output}, ensure_ascii=False).encode()
         request = urllib.request.Request(self.url + path, body, headers)  # noqa: S310 - checked above
         self._opener.open(request, timeout=STEP_TIMEOUT_S).close()
 
@@ -160,10 +161,11 @@ def main() -> int:
     parser.add_argument("join_file", type=Path)
     parser.add_argument("folder", type=Path, nargs="?", default=Path())
     parser.add_argument("--step")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--first-wait-s", type=float, default=FIRST_WAIT_S)
     arguments = parser.parse_args()
     if arguments.step is not None:
-        return _report_step(arguments.join_file, arguments.step)
+        return _report_step(arguments.join_file, arguments.step, arguments.output)
     try:
         wheel = fetch(control_plane_of(arguments.join_file), arguments.folder, arguments.first_wait_s)
     except DownloadRefused as error:
@@ -176,13 +178,21 @@ def main() -> int:
     return 0
 
 
-def _report_step(join_file: Path, step: str) -> int:
+def _report_step(join_file: Path, step: str, output: Path | None) -> int:
     try:
         worker_id = json.loads(join_file.read_text(encoding="utf-8"))["worker_id"]
-        control_plane_of(join_file).report_step(worker_id, step)
+        control_plane_of(join_file).report_step(worker_id, step, _last_lines(output) if output is not None else "")
     except (OSError, ValueError, LookupError, TypeError, DownloadRefused, http.client.HTTPException):
         return 1
     return 0
+
+
+def _last_lines(path: Path) -> str:
+    try:
+        text = path.read_bytes()[-MAX_OUTPUT_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+    return "".join(c for c in text if c == "\n" or c.isprintable())
 
 
 def _print_error(message: str) -> None:
