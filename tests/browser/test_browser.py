@@ -81,6 +81,8 @@ def page_paths(site: BrowserSite) -> dict[str, str]:
         "cycle": f"/cycles/{cycle.id}",
         "replay": f"/cycles/{cycle.id}?replay=yes&max_workers=3",
         "cost": "/cost",
+        "what if": "/fleets/renders/what-if",
+        "what if without history": "/fleets/idle/what-if",
         "not found": "/tasks/999999",
     }
 
@@ -199,6 +201,10 @@ def test_cycle_is_replayed_with_other_settings(site: BrowserSite, new_page: NewP
     page.get_by_label("min_workers").fill("4")
     page.get_by_role("button", name="Replay").click()
     expect(page.locator("#again li[data-change=new]").first).to_be_visible()
+    expect(page.get_by_text("was 1")).to_be_visible()
+    sizes = "all => all.map(one => [one.getBoundingClientRect().top, one.getBoundingClientRect().height].join())"
+    aligned = page.locator("fieldset", has_text="Minimum workers").locator("input").evaluate_all(sizes)
+    assert len(aligned) == 4 and len(set(aligned)) == 1, "a changed field does not move the others"
     page.get_by_label("min_workers").fill("99")
     page.get_by_role("button", name="Replay").click()
     expect(page.get_by_role("alert").filter(has_text="min must not exceed max")).to_be_visible()

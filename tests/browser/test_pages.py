@@ -135,3 +135,26 @@ def test_footer_entries_are_on_one_line(new_page: NewPage) -> None:
     """)
     assert len(middles) >= 4
     assert max(middles) - min(middles) < 2, middles
+
+
+def test_what_if_page_compares_settings_and_draws_charts(site: BrowserSite, new_page: NewPage) -> None:
+    """Its tasks are deleted: the history alone remains."""
+    site.execute("""
+        insert into windlass.tasks (queue, status, created_at, started_at, finished_at)
+        select 'idle', 'complete', t.at, t.at, t.at + interval '20 s'
+        from (
+          select now() - interval '6 days' + n * interval '20 minutes' as at from generate_series(1, 400) as n
+        ) as t;
+        delete from windlass.tasks where queue = 'idle';
+    """)
+    page = live(new_page("/what-if", is_operator=False))
+    expect(page.get_by_role("heading", level=1)).to_have_text("What if")
+    page.get_by_role("navigation", name="Fleet").get_by_role("link", name="idle").click()
+    expect(page.locator("#calculating")).to_have_count(0, timeout=60_000)
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(3)
+    expect(rows.first).to_contain_text("running: adaptive")
+    expect(page.locator("#verdict + span")).to_contain_text("calculated")
+    for title in ("Queued tasks", "Machines", "Machine hours billed", "distribution of waits"):
+        expect(page.get_by_role("img", name=title, exact=True)).to_be_visible()
+    expect(page.locator("section", has_text="Basis").last).to_contain_text("400 tasks over")

@@ -213,6 +213,13 @@ async def test_expired_join_token_is_refused(store: Stores, clock: Any) -> None:
     assert await store.authenticate(TOKEN) is None
 
 
+async def test_machine_in_the_wrong_place_cannot_join(store: Stores) -> None:
+    await spawn_worker(store)
+    await store.cannot_start("w0", "MISPLACED", "it is in another country")
+    assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
+    assert await store.authenticate(TOKEN) is None
+
+
 async def test_join_token_is_bound_to_its_worker(store: Stores) -> None:
     await spawn_worker(store, "w0", 0, JOIN)
     await spawn_worker(store, "w1", 1, OTHER_JOIN)
@@ -251,7 +258,7 @@ async def test_api_token_is_valid_until_revoked(store: Stores, clock: Any) -> No
     created = await store.create_token("cron", Role.OPERATOR, TOKEN)
     assert (created.name, created.role, created.created_at) == ("cron", Role.OPERATOR, clock())
     assert (created.last_used_at, created.revoked_at) == (None, None)
-    assert await store.authenticate(TOKEN) == TokenCaller("cron", Role.OPERATOR)
+    assert await store.authenticate(TOKEN) == TokenCaller("cron", Role.OPERATOR, token_id=created.id)
     assert await store.authenticate(OTHER_TOKEN) is None
     clock.advance(1)
     assert await store.revoke_token("cron")
@@ -268,7 +275,7 @@ async def test_api_token_expires_and_gives_its_name_free(store: Stores, clock: A
     assert (created.scope, created.expires_at) == (scope, clock() + timedelta(seconds=60))
     clock.advance(59)
     caller = await store.authenticate(TOKEN)
-    assert caller == TokenCaller("cron", Role.OPERATOR, scope)
+    assert caller == TokenCaller("cron", Role.OPERATOR, scope, token_id=created.id)
     assert caller.valid_for_s == 1
     with pytest.raises(BadInput, match="a token cron exists already"):
         await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN)
@@ -278,7 +285,10 @@ async def test_api_token_expires_and_gives_its_name_free(store: Stores, clock: A
     unlimited = await store.create_token("cron", Role.OPERATOR, OTHER_TOKEN, ttl_s=None)
     assert unlimited.expires_at is None
     clock.advance(10 * 365 * 86_400)
-    assert await store.authenticate(OTHER_TOKEN) == TokenCaller("cron", Role.OPERATOR)
+    caller = await store.authenticate(OTHER_TOKEN)
+    assert caller == TokenCaller("cron", Role.OPERATOR, token_id=unlimited.id)
+    # Tasks and events tell tokens of one name apart.
+    assert caller.actor == f"token:cron#{unlimited.id}" != f"token:cron#{created.id}"
 
 
 async def test_expired_api_token_ends_its_self_registered_workers(store: Stores, clock: Any) -> None:
@@ -456,17 +466,20 @@ async def test_audit_list_has_who_did_what_newest_first(store: Stores) -> None:
     with acting_as("user:root@here"):
         await store.create_token("cron", Role.VIEWER, TOKEN)
         failed = await store.enqueue(new_task("a", 1))
-    with acting_as("token:ops"):
+    with acting_as("token:ops#7"):
         await store.cancel_task(failed, "no longer needed")
         await store.revoke_token("cron")
     await store.cancel_task(await store.enqueue(new_task("a", 2)), "without an actor")
     page = await store.audit_page()
     assert [(event.code, event.actor) for event in page.rows] == [
-        ("TOKEN_REVOKED", "token:ops"),
-        ("TASK_CANCELLED", "token:ops"),
+        ("TOKEN_REVOKED", "token:ops#7"),
+        ("TASK_CANCELLED", "token:ops#7"),
         ("TOKEN_CREATED", "user:root@here"),
     ]
     assert [event.code for event in (await store.audit_page(actor="user:root@here")).rows] == ["TOKEN_CREATED"]
+    # By the name of a token: all tokens that had it.
+    for actor, expected in (("token:ops", 2), ("token:ops#7", 2), ("token:ops#8", 0), ("token:op", 0)):
+        assert len((await store.audit_page(actor=actor)).rows) == expected, actor
     first = await store.audit_page(limit=2)
     assert [event.code for event in first.rows] == ["TOKEN_REVOKED", "TASK_CANCELLED"]
     assert [event.code for event in (await store.audit_page(limit=2, cursor=first.next_cursor)).rows] == [

@@ -133,10 +133,12 @@ async def test_dispatcher_acts_for_the_nodes_of_its_fleet_only(store: AnyStore, 
     await register(store, "node", kind=WorkerKind.NODE)
     await register(store, "dispatcher", kind=WorkerKind.DISPATCHER)
     await register(store, "stranger", kind=WorkerKind.DISPATCHER, fleet="other")
+    await register(store, "peer")
     await add(store)
     claim = await claim_one(store, "dispatcher")
     assert await store.place([Placement(claim.task_id, claim.token, "node")]) == {claim.token: NodeVerdict.PLACED}
-    assert not await use(store, "stranger", claim)
+    for other in ("stranger", "peer"):
+        assert not await use(store, other, claim)
     assert await status_of(store, claim) is TaskStatus.RUNNING
     assert await use(store, "dispatcher", claim)
 

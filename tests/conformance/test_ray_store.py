@@ -136,6 +136,14 @@ async def test_ineligible_node_gets_no_placement(world: World, target: str) -> N
     assert (await world.store.task(claim.task_id)).worker_id == "d"
 
 
+async def test_placement_with_a_wrong_token_changes_no_task(world: World) -> None:
+    (claim,) = await world.claim()
+    before = await world.store.task(claim.task_id)
+    wrong = uuid4()
+    assert await world.store.place([Placement(claim.task_id, wrong, "n1")]) == {wrong: NodeVerdict.LOST}
+    assert await world.store.task(claim.task_id) == before
+
+
 async def test_placement_of_cancelled_task_is_lost(world: World) -> None:
     (claim,) = await world.claim()
     await world.store.cancel_task(claim.task_id, "not wanted")

@@ -3,28 +3,22 @@
 Not real are only what would change the machine that runs the tests (systemctl, useradd, docker), and sleep.
 """
 
-import base64
-import contextlib
 import getpass
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import shutil
-import ssl
 import subprocess
 import sys
-import threading
-import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from support.wheel_server import WheelServer, serving_wheel, tiny_wheel
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.machine import MachineRequest
 from windlass.worker.bootstrap import fetch_wheel, render_user_data
@@ -34,93 +28,12 @@ TOKEN = "wjt_3f1c9a"
 WHEEL = "windlass-9.9.9-py3-none-any.whl"
 
 
-def tiny_wheel(package: str, version: str) -> bytes:
-    """A package without dependencies whose program prints its version."""
-    info = f"{package}-{version}.dist-info"
-    contents = {
-        f"{package}.py": f"def main():\n    print('{package} {version}')\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\n{package} = {package}:main\n",
-    }
-    record = ""
-    for name, text in contents.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record += f"{name},sha256={digest},{len(text)}\n"
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, text in {**contents, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
-            archive.writestr(name, text)
-    return buffer.getvalue()
-
-
-class ControlPlane:
-    """A server for `/internal/wheel` with scripted faults."""
-
-    def __init__(self, wheel: bytes) -> None:
-        self.wheel = wheel
-        self.announcement: Any = {"filename": WHEEL, "sha256": hashlib.sha256(wheel).hexdigest()}
-        self.failures: list[int] = []  # codes answered before anything else, in order
-        self.redirect_to: str | None = None
-        self.cuts_downloads = 0
-        self.requests: list[tuple[str, str | None]] = []
-        self.url = ""
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        self.requests.append((request.path, request.headers.get("Authorization")))
-        if self.redirect_to is not None:
-            request.send_response(302)
-            request.send_header("Location", self.redirect_to + request.path)
-            request.end_headers()
-        elif self.failures:
-            request.send_error(self.failures.pop(0))
-        elif request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            request.send_error(401)
-        elif request.path == "/internal/wheel":
-            self._send(request, json.dumps(self.announcement).encode())
-        elif request.path == f"/internal/wheel/{WHEEL}":
-            self._send(request, self.wheel)
-        else:
-            request.send_error(404)
-
-    def _send(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
-        request.send_response(200)
-        request.send_header("Content-Length", str(len(content)))
-        request.end_headers()
-        if request.path.endswith(".whl") and self.cuts_downloads > 0:
-            self.cuts_downloads -= 1
-            content = content[: len(content) // 2]
-        request.wfile.write(content)
-
-
-@contextlib.contextmanager
-def serving(wheel: bytes, certificate: tuple[Path, Path] | None = None) -> Iterator[ControlPlane]:
-    control_plane = ControlPlane(wheel)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            control_plane.answer(self)
-
-        def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        control_plane.url = f"{'http' if certificate is None else 'https'}://127.0.0.1:{server.server_port}"
-        if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*certificate)
-            # The handshake runs in the thread of its request, so that a failure does not end the server.
-            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield control_plane
-        finally:
-            server.shutdown()
-            thread.join()
+def serving(wheel: bytes, certificate: tuple[Path, Path] | None = None) -> AbstractContextManager[WheelServer]:
+    return serving_wheel(wheel, TOKEN, WHEEL, certificate)
 
 
 @pytest.fixture
-def control_plane() -> Iterator[ControlPlane]:
+def control_plane() -> Iterator[WheelServer]:
     with serving(tiny_wheel("windlass", "9.9.9")) as found:
         yield found
 
@@ -152,7 +65,7 @@ class Fetched:
         return sorted(path.name for path in self.wheels.glob("*"))
 
 
-def test_wheel_is_fetched_with_join_token(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_wheel_is_fetched_with_join_token(tmp_path: Path, control_plane: WheelServer) -> None:
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.out, fetched.err) == (0, f"{fetched.wheels / WHEEL}\n", "")
     assert (fetched.wheels / WHEEL).read_bytes() == control_plane.wheel
@@ -162,7 +75,7 @@ def test_wheel_is_fetched_with_join_token(tmp_path: Path, control_plane: Control
     ]
 
 
-def test_token_is_not_sent_through_proxy(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_token_is_not_sent_through_proxy(tmp_path: Path, control_plane: WheelServer) -> None:
     with serving(b"") as proxy:
         environment = {"http_proxy": proxy.url, "HTTP_PROXY": proxy.url, "all_proxy": proxy.url, "no_proxy": ""}
         fetched = Fetched(tmp_path, control_plane.url, env=environment)
@@ -170,21 +83,21 @@ def test_token_is_not_sent_through_proxy(tmp_path: Path, control_plane: ControlP
     assert (fetched.code, fetched.files) == (0, [WHEEL])
 
 
-def test_restarting_control_plane_is_retried(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_restarting_control_plane_is_retried(tmp_path: Path, control_plane: WheelServer) -> None:
     control_plane.failures = [503, 502]
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (0, [WHEEL])
     assert fetched.err.count("retrying") == 2
 
 
-def test_interrupted_download_is_retried(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_interrupted_download_is_retried(tmp_path: Path, control_plane: WheelServer) -> None:
     control_plane.cuts_downloads = 1
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (0, [WHEEL])
     assert (fetched.wheels / WHEEL).read_bytes() == control_plane.wheel
 
 
-def test_wheel_with_wrong_hash_is_not_kept(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_wheel_with_wrong_hash_is_not_kept(tmp_path: Path, control_plane: WheelServer) -> None:
     control_plane.wheel = tiny_wheel("windlass", "6.6.6")
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.out, fetched.files) == (1, "", [])
@@ -193,13 +106,13 @@ def test_wheel_with_wrong_hash_is_not_kept(tmp_path: Path, control_plane: Contro
     )
 
 
-def test_retries_are_limited(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_retries_are_limited(tmp_path: Path, control_plane: WheelServer) -> None:
     control_plane.failures = [500] * 100
     assert Fetched(tmp_path, control_plane.url).code == 1
     assert len(control_plane.requests) == fetch_wheel.MAX_ATTEMPTS
 
 
-def test_unreachable_control_plane_gives_one_sentence(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_unreachable_control_plane_gives_one_sentence(tmp_path: Path, control_plane: WheelServer) -> None:
     with serving(b"") as gone:
         url = gone.url
     fetched = Fetched(tmp_path, url)
@@ -208,13 +121,13 @@ def test_unreachable_control_plane_gives_one_sentence(tmp_path: Path, control_pl
     assert "Traceback" not in fetched.err
 
 
-def test_worker_token_is_used_after_join(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_worker_token_is_used_after_join(tmp_path: Path, control_plane: WheelServer) -> None:
     (tmp_path / "join.json").write_text(json.dumps({"worker_id": "w", "url": control_plane.url}))
     (tmp_path / "join.json.token").write_text(f"{TOKEN}\n")
     assert fetch_wheel.fetch(fetch_wheel.control_plane_of(tmp_path / "join.json"), tmp_path) == tmp_path / WHEEL
 
 
-def test_certificate_is_verified_with_given_ca(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_certificate_is_verified_with_given_ca(tmp_path: Path, control_plane: WheelServer) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
     making = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=localhost -addext subjectAltName=DNS:localhost"
@@ -229,14 +142,14 @@ def test_certificate_is_verified_with_given_ca(tmp_path: Path, control_plane: Co
     assert (friend.code, friend.err) == (0, "")
 
 
-def test_refused_token_is_not_retried(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_refused_token_is_not_retried(tmp_path: Path, control_plane: WheelServer) -> None:
     fetched = Fetched(tmp_path, control_plane.url, token="wjt_spent")
     assert fetched.code == 1
     assert "answered 401: the join token is invalid or expired" in fetched.err
     assert len(control_plane.requests) == 1
 
 
-def test_token_does_not_follow_redirect(tmp_path: Path, control_plane: ControlPlane) -> None:
+def test_token_does_not_follow_redirect(tmp_path: Path, control_plane: WheelServer) -> None:
     with serving(b"") as stranger:
         control_plane.redirect_to = stranger.url
         assert Fetched(tmp_path, control_plane.url).code == 1
@@ -254,7 +167,7 @@ def test_token_does_not_follow_redirect(tmp_path: Path, control_plane: ControlPl
         pytest.param(["windlass"], id="list"),
     ],
 )
-def test_invalid_announcement_is_refused(tmp_path: Path, control_plane: ControlPlane, announcement: object) -> None:
+def test_invalid_announcement_is_refused(tmp_path: Path, control_plane: WheelServer, announcement: object) -> None:
     control_plane.announcement = announcement
     fetched = Fetched(tmp_path, control_plane.url)
     assert (fetched.code, fetched.files) == (1, [])
@@ -262,7 +175,7 @@ def test_invalid_announcement_is_refused(tmp_path: Path, control_plane: ControlP
 
 
 def test_oversized_wheel_is_refused(
-    control_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    control_plane: WheelServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fetch_wheel, "MAX_WHEEL_BYTES", 100)
     with pytest.raises(fetch_wheel.DownloadRefused, match="more than 100 bytes"):
@@ -356,7 +269,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
 ENABLE_WORKER = "enable --now windlass-worker.service"
 
 
-def test_boot_installs_windlass_and_starts_worker(root: Root, control_plane: ControlPlane, tmp_path: Path) -> None:
+def test_boot_installs_windlass_and_starts_worker(root: Root, control_plane: WheelServer, tmp_path: Path) -> None:
     (tmp_path / "app-1.2-py3-none-any.whl").write_bytes(tiny_wheel("app", "1.2"))
     settings = BootstrapSettings(
         has_docker=True,
@@ -387,9 +300,7 @@ def test_boot_installs_windlass_and_starts_worker(root: Root, control_plane: Con
     assert TOKEN not in booted.stdout + booted.stderr
 
 
-def test_repeated_boot_is_harmless_and_starts_ray_first(
-    root: Root, control_plane: ControlPlane, tmp_path: Path
-) -> None:
+def test_repeated_boot_is_harmless_and_starts_ray_first(root: Root, control_plane: WheelServer, tmp_path: Path) -> None:
     (tmp_path / "ray-2.49.0-py3-none-any.whl").write_bytes(tiny_wheel("ray", "2.49.0"))
     settings = BootstrapSettings(ray_address="10.0.0.2:6379", requirements=(f"--find-links {tmp_path}", "ray==2.49.0"))
     for _ in range(2):
@@ -409,7 +320,7 @@ def test_repeated_boot_is_harmless_and_starts_ray_first(
     ],
 )
 def test_failed_boot_names_step_and_starts_no_worker(
-    root: Root, control_plane: ControlPlane, setup: tuple[str, ...], fault: str | None, sentence: str
+    root: Root, control_plane: WheelServer, setup: tuple[str, ...], fault: str | None, sentence: str
 ) -> None:
     for old in root.path("/usr/local/lib/windlass/setup").glob("*.sh"):
         old.unlink()
@@ -423,3 +334,18 @@ def test_failed_boot_names_step_and_starts_no_worker(
     assert sentence in booted.stdout
     assert ENABLE_WORKER not in root.called("systemctl")
     assert TOKEN not in booted.stdout + booted.stderr
+
+
+def test_failed_boot_posts_its_last_lines_with_the_join_token(root: Root, control_plane: WheelServer) -> None:
+    log = root.path("/var/log/cloud-init-output.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("".join(f"line {number}: ü\n" for number in range(5_000)))
+    booted = root.boot(BootstrapSettings(setup=("exit 3",)), control_plane.url)
+    assert booted.returncode != 0
+    assert control_plane.steps
+    for path, authorization, body in control_plane.steps:
+        assert (path, authorization) == ("/internal/workers/f-0-00/boot-step", f"Bearer {TOKEN}")
+        assert body["output"].endswith("line 4999: ü\n")
+        assert len(body["output"].encode()) <= 12_288 + 10
+    # Steps before it are posted in the background, and may arrive later.
+    assert any(body["step"].startswith("failed while") for _, _, body in control_plane.steps)

@@ -83,8 +83,9 @@ def test_every_command_with_a_result_has_json_output() -> None:
         if "--json" not in {option for parameter in command.params for option in parameter.opts}
     }
     run_until_stopped = {"up", "serve", "worker", "ray dispatch", "ray node", "emulate hetzner", "emulate runpod"}
-    print_a_document = {"db sql", "db roles", "bootstrap render", "cycle"}
-    assert without == run_until_stopped | print_a_document
+    print_a_document = {"db sql", "db roles", "db programs", "bootstrap render", "cycle"}
+    write_files = {"init"}
+    assert without == run_until_stopped | print_a_document | write_files
 
 
 def test_version_option_prints_the_version(windlass: CommandLine) -> None:
@@ -203,7 +204,9 @@ def test_worker_keeps_running_when_its_log_pipe_is_closed(windlass: CommandLine,
 @pytest.mark.parametrize("log_format", ["json", "human"])
 def test_log_of_a_failed_attempt_has_the_error_and_no_colors(windlass: CommandLine, dsn: str, log_format: str) -> None:
     windlass = windlass.with_env(DATABASE_URL=dsn)
-    (windlass.folder / "app.py").write_text("def handle(task): return 1 / task.payload\n")
+    (windlass.folder / "app.py").write_text(
+        "def handle(task): raise ValueError('no such file\\n-- end of message --')\n"
+    )
     windlass("enqueue", "q", "0", "--max-attempts", "1")
     arguments = ("worker", "-q", "q", "--handler", "app:handle", "--log-format", log_format)
     with windlass.start(*arguments, stderr=subprocess.PIPE) as process:
@@ -211,7 +214,8 @@ def test_log_of_a_failed_attempt_has_the_error_and_no_colors(windlass: CommandLi
         line = next(line for line in process.stderr if "attempt failed" in line)
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
-    assert "ZeroDivisionError: division by zero" in line
+    assert "ValueError: no such file" in line
+    assert "end of message" not in line
     assert "\x1b" not in line
 
 

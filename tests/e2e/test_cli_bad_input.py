@@ -343,7 +343,7 @@ def test_data_of_another_postgresql_version_is_refused(windlass: CommandLine) ->
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_data_directory_is_refused(windlass: CommandLine) -> None:
     windlass.folder.chmod(0o555)
-    assert_refused(windlass("status", "--data-dir", "data"), "as the data directory (Permission denied")
+    assert_refused(windlass("db", "migrate", "--data-dir", "data"), "as the data directory (Permission denied")
 
 
 # ------------------------------------------------------------------------------------------------- lines of payloads

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -216,7 +215,7 @@ def test_doctor_tries_an_embedded_database_and_removes_it(windlass: CommandLine,
     assert not data_dir.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only as root does the server run as another user")
+@pytest.mark.needs_root
 def test_doctor_finds_a_folder_that_postgres_cannot_enter(windlass: CommandLine, reachable_path: Path) -> None:
     (reachable_path / "closed").mkdir(mode=0o700)
     there = reachable_path / "closed" / "data"

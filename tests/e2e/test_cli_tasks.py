@@ -320,6 +320,22 @@ async def test_worker_is_shown_with_type_and_place_of_its_machine(windlass: Comm
     assert (worker["instance_type"], worker["place"]) == ("NVIDIA RTX A5000", "EU-RO-1")
 
 
+async def test_last_report_of_a_terminated_worker_stays_readable(windlass: CommandLine, dsn: str) -> None:
+    windlass("db", "migrate")
+    await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
+    report = json.dumps({"pid": 4711, "vram_total_mb": 24576, "vram_used_mb": 20000, "driver": "12.4"})
+    await ask(dsn, f"select status from windlass.heartbeat('w1', '[]', '{report}')")  # noqa: S608
+    await ask(dsn, "update windlass.workers set status = 'error', reason = 'GPU lost', failed_at = now()")
+    await ask(dsn, "update windlass.workers set status = 'terminated', terminated_at = now()")
+    worker = windlass("workers", "show", "w1", "--json").json["worker"]
+    assert (worker["status"], worker["reason"], worker["pid"]) == ("terminated", "GPU lost", 4711)
+    assert (worker["vram_total_mb"], worker["vram_used_mb"]) == (24576, 20000)
+    assert worker["metadata"]["driver"] == "12.4"
+    assert worker["metadata"]["diagnostics"]["gpu"]["vram_used_mb"] == 20000
+    (metadata,) = [line for line in windlass("workers", "show", "w1").out.splitlines() if line.startswith("metadata")]
+    assert "driver 12.4" in metadata
+
+
 async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: str) -> None:
     windlass("enqueue", "q", "-", stdin="1\n2\n")
     await set_status(dsn, "complete", 1)

@@ -83,7 +83,7 @@ async def test_killed_worker_is_replaced_and_its_task_is_requeued(host: FleetHos
     assert "TASK_REQUEUED" in task_explanation
     assert f"running task {task}" in host.windlass("workers", "logs", killed.id).out
     lines = host.windlass("workers", "logs", killed.id, "--json").out.splitlines()
-    assert {"line": f"running task {task}"} in [json.loads(line) for line in lines]
+    assert f"running task {task}" in [json.loads(line)["text"] for line in lines]
     await host.stop(up)
 
 

@@ -103,6 +103,37 @@ async def test_restart_loop_of_a_fleet_of_one_ends_as_failed(
     await host.stop(up)
 
 
+async def test_worker_of_a_fleet_of_one_killed_six_times_ends_as_failed(
+    host: FleetHost, health: Callable[[], Awaitable[Health]]
+) -> None:
+    """Default limits. Each worker becomes active and is killed; the first has completed a task."""
+    host.configure(min_workers=1, max_workers=1)
+    up = host.up("--port", "0")
+    (task,) = await host.enqueue(None)
+    await host.until_status(TaskStatus.COMPLETE, task)
+    for count in range(6):
+        (worker,) = await host.until_workers(1)
+        status, restarts, _ = (await health())["worker:work:0"]
+        assert (status, restarts) == ("healthy", count)
+        kill(worker)
+
+        async def is_counted(killed: str = worker.id) -> bool:
+            return killed not in {live.id for live in await host.store.workers()}
+
+        await until(is_counted, f"kill {count} noticed\n{host.log()}", LOOP_TIMEOUT_S)
+    status, restarts, why = (await health())["worker:work:0"]
+    assert (status, restarts) == ("failed", 6)
+    assert why is not None
+    assert "6 workers failed in 5 min" in why
+    assert await no_hold(host)
+
+    host.windlass("restart", "default")
+    await host.until_workers(1)
+    status, restarts, why = (await health())["worker:work:0"]
+    assert (status, restarts, why) == ("healthy", 0, None)
+    await host.stop(up)
+
+
 async def test_failed_slot_does_not_stop_the_replacement_of_others(
     host: FleetHost, health: Callable[[], Awaitable[Health]]
 ) -> None:

@@ -35,33 +35,78 @@ from windlass_emulators.serve import serving
 TIMEOUT_S = 100.0
 PAGES = ("/", "/workers", "/tasks", "/tasks?which=failed", "/cycles", "/cost", "/audit", "/access", "/metrics")
 APP = """
-import os
+import base64, html, json, os
+from urllib.parse import quote, quote_plus
+ENCODERS = (
+    str, repr, json.dumps, html.escape, quote, quote_plus,
+    lambda text: quote(text, safe=""), lambda text: json.dumps(json.dumps(text)), lambda text: quote(json.dumps(text)),
+    lambda text: text.encode().hex(), lambda text: base64.b64encode(text.encode()).decode(),
+    lambda text: base64.urlsafe_b64encode(b"user:" + text.encode()).decode(),
+)
+# Parts of payloads are hidden in each encoding, and not in mixtures of two.
+SINGLE = [encode for place, encode in enumerate(ENCODERS) if place not in (7, 8)]
+def encoded(text, encoders=ENCODERS):
+    return " ".join(encode(text) for encode in encoders)
 def work(task):
-    print("starting with", os.environ["NEAR_KEY"], flush=True)
-    print(os.environ["NEAR_KEY"].encode().hex(), flush=True)
+    print("starting with", encoded(os.environ["NEAR_KEY"]), flush=True)
+    if task.payload["way"] == "encoded":
+        texts = encoded(os.environ["NEAR_KEY"]), encoded(task.payload["prompt"], SINGLE)
+        raise ValueError("key and prompt: " + " ".join(texts))
     raise ValueError("401 for key " + os.environ["NEAR_KEY"] + " while drawing " + task.payload["prompt"])
 """
+# Characters that change in addresses, JSON, HTML, shells and TOML.
+SPECIAL = "+/=\"\\&<%41'"
 
 
 @dataclass
 class Markers:
-    """One value per place. Each begins like a word of its own, so that a finding says where it came from."""
+    """One value per place. Each begins with a word of its own, so that a finding says where it came from.
+
+    URLs, JSON, HTML and shells leave the word as it is, so it is found in each of these encodings and their mixtures.
+    """
 
     values: dict[str, str] = field(default_factory=dict)
 
-    def new(self, place: str) -> str:
-        return self.values.setdefault(place, f"{place}Marker0123456789abcdefXYZ")
+    def new(self, place: str, special: str = f"{SPECIAL} é") -> str:
+        return self.values.setdefault(place, f"{_word(place)}{special}")
+
+    def in_toml(self, place: str) -> str:
+        return json.dumps(self.new(place), ensure_ascii=False)
+
+    def in_url(self, place: str) -> str:
+        return quote(self.new(place, SPECIAL), safe="")
 
     def found_in(self, text: str) -> set[str]:
-        lower = text.lower()
+        lower, standard = text.lower(), text.replace("-", "+").replace("_", "/")
         return {
             place
-            for place, value in self.values.items()
-            if value in text
-            or quote(value, safe="") in text
-            or value.encode().hex() in lower
-            or base64.b64encode(value.encode()).decode()[:24] in text
+            for place in self.values
+            if (word := _word(place)) in text
+            or word.encode().hex() in lower
+            or any(part in standard for part in _base64_parts(word))
         }
+
+
+def _word(place: str) -> str:
+    return f"{place}Marker0123456789abcdefXYZ"
+
+
+def _base64_parts(word: str) -> Iterator[str]:
+    """What a text that contains the word has in base64, for each place of the word in groups of three."""
+    for before in range(3):
+        encoded = base64.b64encode(b"?" * before + word.encode()).decode()
+        yield encoded[4 : len(encoded) // 4 * 4 - 4]
+
+
+def test_markers_are_found_in_every_encoding() -> None:
+    marks = Markers()
+    value = marks.new("key")
+    names: dict[str, Any] = {}
+    exec(APP, names)  # noqa: S102 - the handler of this test
+    for encode in names["ENCODERS"]:
+        assert marks.found_in(f"an error with {encode(value)} in it") == {"key"}
+        assert marks.found_in(json.dumps(f"x{encode(value)}")) == {"key"}
+    assert marks.found_in("key ******** Marker0123") == set()
 
 
 @dataclass
@@ -80,9 +125,9 @@ def installation(tmp_path: Path, dsn: str) -> Iterator[Installation]:
     marks = Markers()
     now: Callable[[], datetime] = lambda: datetime.now(UTC)  # noqa: E731
     hetzner = HetznerEmulator(
-        now, HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, token=marks.new("hetznerKey"))
+        now, HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, token=marks.new("hetznerKey", SPECIAL))
     )
-    runpod = RunpodEmulator(now, RunpodEmulatorSettings(key=marks.new("runpodKey")))
+    runpod = RunpodEmulator(now, RunpodEmulatorSettings(key=marks.new("runpodKey", SPECIAL)))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (tmp_path / "app.py").write_text(APP)
@@ -93,16 +138,18 @@ def installation(tmp_path: Path, dsn: str) -> Iterator[Installation]:
 data_dir = "state"
 hetzner_endpoint = "{hetzner_url}/v1"
 runpod_endpoint = "{runpod_url}/v2"
-supabase_service_role_key = "{marks.new("supabaseKey")}"
+supabase_service_role_key = {marks.in_toml("supabaseKey")}
+[oidc]
+client_secret = {marks.in_toml("oidcSecret")}
 [api]
 port = {port}
 [logs]
 in_database = true
 [alerts]
-webhook_url = "http://127.0.0.1:1/hook/{marks.new("webhook")}"
-slack_url = "http://127.0.0.1:1/slack/{marks.new("slack")}"
+webhook_url = "http://127.0.0.1:1/hook/{marks.in_url("webhook")}"
+slack_url = "http://127.0.0.1:1/slack/{marks.in_url("slack")}"
 email_to = ["ops@example.com"]
-smtp_url = "smtp://user:{marks.new("mailPassword")}@127.0.0.1:1"
+smtp_url = "smtp://user:{marks.in_url("mailPassword")}@127.0.0.1:1"
 [fleets.near]
 queues = ["near"]
 handler = "app:work"
@@ -112,16 +159,17 @@ max_workers = 1
 poll_interval_s = 0.3
 heartbeat_interval_s = 0.5
 redact = ["$.prompt"]
-env = {{NEAR_KEY = "{marks.new("nearEnv")}", PLAIN_NAME = "{marks.new("plainlyNamedEnv")}"}}
+env = {{NEAR_KEY = {marks.in_toml("nearEnv")}, PLAIN_NAME = {marks.in_toml("plainlyNamedEnv")}}}
 [fleets.far]
 provider = "hetzner"
 queues = ["far"]
 handler = "app:work"
 max_workers = 1
 poll_interval_s = 0.5
-env = {{FAR_TOKEN = "{marks.new("farEnv")}"}}
+env = {{FAR_TOKEN = {marks.in_toml("farEnv")}}}
 [fleets.far.bootstrap]
 requirements = ["--extra-index-url https://user:not-a-setting@pypi.example/simple"]
+setup = ["git clone https://not-a-setting-either@git.example/app"]
 [fleets.pods]
 provider = "runpod"
 queues = ["pods"]
@@ -129,13 +177,13 @@ handler = "app:work"
 max_workers = 1
 poll_interval_s = 0.5
 auto_start_worker = false
-env = {{POD_SECRET = "{marks.new("podFleetEnv")}"}}
+env = {{POD_SECRET = {marks.in_toml("podFleetEnv")}}}
 [fleets.pods.runpod]
 image = "any"
 """
         )
         # The password is not asked for on this socket, but it is a secret of the settings.
-        secret_dsn = dsn.replace("postgresql://windlass@", f"postgresql://windlass:{marks.new('databasePassword')}@")
+        secret_dsn = dsn.replace("postgresql://windlass@", f"postgresql://windlass:{marks.in_url('databasePassword')}@")
         assert secret_dsn != dsn
         windlass = CommandLine(
             tmp_path,
@@ -167,16 +215,19 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
     prompt = marks.new("privatePrompt")
     async with connected(it.dsn, "reading tables") as connection:
         enqueue = "select windlass.enqueue($1, $2::text::jsonb, p_max_attempts => 1)"
-        for queue, payload in (("near", {"prompt": prompt}), ("far", None), ("pods", None)):
+        near = [("near", {"prompt": prompt, "way": way}) for way in ("plain", "encoded")]
+        for queue, payload in (*near, ("far", None), ("pods", None)):
             await connection.fetchval(enqueue, queue, json.dumps(payload))
 
         async def is_done() -> bool:
             failed = await connection.fetchval("select count(*) from windlass.tasks where error is not null")
-            return bool(failed and it.hetzner.project.servers and it.runpod.account.pods)
+            return bool(failed == len(near) and it.hetzner.project.servers and it.runpod.account.pods)
 
         await until(is_done)
         command_lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if _is_marked(process)]
-        error = await connection.fetchval("select error from windlass.tasks where error is not null")
+        error = await connection.fetchval(
+            "select error from windlass.tasks where error is not null order by id limit 1"
+        )
         assert "ValueError: 401 for key ******** while drawing ********" in error
         pages = await _read_pages(it)
         tables = {

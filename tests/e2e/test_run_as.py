@@ -17,7 +17,6 @@ from windlass.worker.executor import AttemptSuccess, Outcome
 from windlass.worker.handler_user import find_handler_user
 from windlass.worker.isolated import IsolatedExecutor
 
-is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
 HANDLER = """
 import os
 def who(task):
@@ -73,7 +72,7 @@ def readable_python(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     return other
 
 
-@is_root
+@pytest.mark.needs_root
 @pytest.mark.usefixtures("readable_python")
 async def test_handler_runs_as_the_chosen_user_without_its_workers_secrets() -> None:
     nobody = pwd.getpwnam("nobody")
@@ -85,7 +84,7 @@ async def test_handler_runs_as_the_chosen_user_without_its_workers_secrets() -> 
     assert result["reads_worker"] is False
 
 
-@is_root
+@pytest.mark.needs_root
 @pytest.mark.usefixtures("folder")
 async def test_command_runs_as_the_chosen_user() -> None:
     outcome = await run(CommandExecutor("sh -c 'id -u'", run_as=find_handler_user("nobody")))
@@ -93,7 +92,7 @@ async def test_command_runs_as_the_chosen_user() -> None:
     assert json.loads(outcome.result) == pwd.getpwnam("nobody").pw_uid
 
 
-@is_root
+@pytest.mark.needs_root
 @pytest.mark.usefixtures("readable_python")
 async def test_worker_completes_tasks_as_the_chosen_user(folder: Path, dsn: str) -> None:
     windlass = CommandLine(folder, {"DATABASE_URL": dsn})
@@ -119,7 +118,7 @@ def test_unknown_user_is_refused_in_one_sentence(tmp_path: Path, dsn: str) -> No
     assert "user no-such-user not found on this host. Check run_as of fleet default." in done.err
 
 
-@is_root
+@pytest.mark.needs_root
 @pytest.mark.parametrize(("user", "warns"), [("root", True), ("nobody", False)])
 async def test_up_as_root_warns_that_handlers_run_as_root(tmp_path: Path, dsn: str, user: str, warns: bool) -> None:
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})

@@ -4,12 +4,16 @@ A worker over HTTP runs tasks in most tests. The fleet of the configuration serv
 run and no other worker takes the tasks.
 """
 
+import asyncio
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +26,7 @@ from support.command_line import CommandLine
 from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, is_alive, until
 from windlass.model.process import ProcessKind, ProcessRecord
+from windlass.model.redaction import HIDDEN
 from windlass.model.task import TaskStatus, new_task
 
 # A stopped process is replaced after seconds of silence, and the machine may be busy.
@@ -41,6 +46,7 @@ queues = ["nothing-comes"]
 exec = "true"
 poll_interval_s = 0.5
 max_workers = {max_workers}
+redact = {redact}
 """
 
 
@@ -63,8 +69,8 @@ class ProcessHost:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def configure(self, *, processes: int = 1, max_workers: int = 1, api: str = "") -> None:
-        toml = TOML.format(processes=processes, max_workers=max_workers, lease_s=LEASE_S, api=api)
+    def configure(self, *, processes: int = 1, max_workers: int = 1, api: str = "", redact: str = "[]") -> None:
+        toml = TOML.format(processes=processes, max_workers=max_workers, lease_s=LEASE_S, api=api, redact=redact)
         (self.folder / "windlass.toml").write_text(toml)
 
     def start(self, *arguments: object, **env: str) -> "subprocess.Popen[str]":
@@ -82,10 +88,22 @@ class ProcessHost:
         # A worker that used a database would fail.
         return self.start(*command, DATABASE_URL="postgresql://127.0.0.1:1/x")
 
+    def run(self, *arguments: object) -> str:
+        done = self.windlass(*arguments)
+        assert done.code == 0, done
+        return done.out.strip()
+
     def create_token(self, role: str) -> str:
-        created = self.windlass("tokens", "create", f"{role}-token", "--role", role)
-        assert created.code == 0, created
-        return created.out.strip()
+        return self.run("tokens", "create", f"{role}-token", "--role", role)
+
+    def server_of(self, response: httpx.Response) -> int:
+        """The process that serves the connection of this response."""
+        address = response.extensions["network_stream"].get_extra_info("client_addr")
+        for pid in (process.pid for process in psutil.process_iter() if self._mark in _environment(process)):
+            connections = psutil.Process(pid).net_connections("tcp")
+            if any(each.laddr.port == self.port and each.raddr == address for each in connections):
+                return int(pid)
+        raise AssertionError(f"no server has the connection {address}\n{self.logs()}")
 
     async def processes(self, kind: ProcessKind) -> dict[int, ProcessRecord]:
         """Live ones by number."""
@@ -142,13 +160,32 @@ class ProcessHost:
 
     def kill_all(self) -> None:
         for process in psutil.process_iter():
-            try:
-                if self._mark in process.environ():
+            if self._mark in _environment(process):
+                with contextlib.suppress(psutil.Error):
                     process.kill()
-            except psutil.Error:
-                continue
         for program in self._programs:
             program.wait(PATIENCE_S)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
+
+
+class EndOfStream(Exception):
+    """The server closed an event stream."""
+
+
+async def event_id(lines: AsyncIterator[str], code: str) -> int:
+    """The id of the next event with this code in the lines of a stream."""
+    async with asyncio.timeout(LONG_S):
+        async for line in lines:
+            name, _, data = line.partition(": ")
+            if name == "data" and (event := json.loads(data)).get("code") == code:
+                return int(event["id"])
+    raise EndOfStream
 
 
 def _free_port() -> int:
@@ -258,22 +295,60 @@ async def test_reload_reaches_servers_and_their_successors(host: ProcessHost) ->
         settings = (await host.get("/api/v1/fleets/idle")).get("settings")
         return settings["max_workers"] if settings is not None else None
 
-    assert await max_workers() == 1
-    host.configure(max_workers=7)
+    async def payload() -> Any:
+        return (await host.get(f"/api/v1/tasks/{task_id}")).get("payload")
+
+    # Due much later, so that no worker is spawned.
+    task_id = await host.store.enqueue(
+        new_task("nothing-comes", {"prompt": "a lighthouse"}, run_after=timedelta(days=1))
+    )
+    assert (await max_workers(), await payload()) == (1, {"prompt": "a lighthouse"})
+    host.configure(max_workers=7, redact='["$.prompt"]', api="rate_limit = 77")
     up.send_signal(signal.SIGHUP)
 
     async def is_reloaded() -> bool:
         return await max_workers() == 7
 
     await until(is_reloaded, f"the new setting\n{host.logs()}", LONG_S)
+    # The same process, which hides what the new configuration says.
+    assert (await host.until_processes(ProcessKind.SERVER, 1))[0] == server
+    assert await payload() == {"prompt": HIDDEN}
+    assert "ignored changed settings" in host.logs()
+    assert "api.rate_limit" in host.logs()
     # A successor has the configuration that was applied, not a file that someone edits.
     (host.folder / "windlass.toml").write_text("not a configuration")
     os.kill(server, signal.SIGKILL)
     await host.until_processes(ProcessKind.SERVER, 1, without=server)
     await until(is_reloaded, f"the new setting in the successor\n{host.logs()}", LONG_S)
+    assert await payload() == {"prompt": HIDDEN}
     up.send_signal(signal.SIGHUP)
     await until(lambda: "reload configuration failed" in host.logs(), "a refused reload", LONG_S)
     assert await max_workers() == 7
+    await host.stop(up)
+
+
+async def test_session_and_stream_continue_on_another_server(host: ProcessHost) -> None:
+    host.configure(processes=2)
+    up = host.start("up", "--port", host.port)
+    await host.until_processes(ProcessKind.SERVER, 2)
+    await host.until_controlled()
+    link = host.run("tokens", "link", "--url", host.url)
+    async with httpx.AsyncClient(base_url=host.url, trust_env=False, timeout=LONG_S) as browser:
+        assert (await browser.get(link)).status_code == 200
+        async with browser.stream("GET", "/api/v1/stream") as stream:
+            lines = stream.aiter_lines()
+            host.run("pause", "idle")
+            last_id = await event_id(lines, "FLEET_PAUSED")
+            serving = host.server_of(stream)
+            os.kill(serving, signal.SIGKILL)
+            with pytest.raises((httpx.TransportError, EndOfStream)):
+                await event_id(lines, "FLEET_RESUMED")
+        # The other server knows the session, and continues after the last event.
+        host.run("resume", "idle")
+        async with browser.stream("GET", "/api/v1/stream", headers={"Last-Event-ID": str(last_id)}) as stream:
+            assert stream.status_code == 200
+            assert await event_id(stream.aiter_lines(), "FLEET_RESUMED") > last_id
+    await host.until_processes(ProcessKind.SERVER, 2, without=serving)
     await host.stop(up)
 
 

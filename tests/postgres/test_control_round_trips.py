@@ -130,15 +130,17 @@ async def round_trips_per_cycle(dsn: str, workers: int) -> list[int]:
 
 
 @pytest.mark.timeout(180)
-async def test_cycle_makes_equal_round_trips_for_one_and_thousand_workers(embedded_server: Any) -> None:
+async def test_round_trips_of_a_cycle_do_not_grow_with_its_workers(embedded_server: Any) -> None:
     runs = []
     for workers in (1, 20, 1000):
         with embedded_server.migrated_database() as dsn:
             runs.append(await round_trips_per_cycle(dsn, workers))
     one, some, many = runs
-    assert one == some == many
+    assert one == some
+    # A large snapshot is sent when the database asks for it, which takes one round trip more.
+    assert all(0 <= large - small <= 1 for large, small in zip(many, one, strict=True))
     # Acquire the lease, observe, commit the plan, record the outcomes.
-    assert max(one) <= 4
+    assert max(many) <= 4
 
 
 async def test_settlement_needs_two_round_trips_when_due_and_none_otherwise(embedded_server: Any) -> None:

@@ -12,13 +12,14 @@ import pytest
 from support.queue_sql import eventually, is_blocked
 from support.stores import PostgresStores
 from windlass.cost.ledger import settle
-from windlass.model.action import Adopt, Drain, Plan, Spawn
+from windlass.model.action import Adopt, Drain, Plan, RaiseAlert, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState, Snapshot
 from windlass.model.worker import Registration, WorkerStatus
+from windlass.store import control
 
 FLEET = FleetConfig(max_workers=4)
 MACHINE = Machine(
@@ -113,6 +114,37 @@ async def test_long_statement_is_not_taken_for_a_clock_set_back(connection: Any)
         """
     )
     assert not await connection.fetchval("select exists (select from windlass.events where code = 'CLOCK_SET_BACK')")
+
+
+async def test_large_snapshot_is_stored_twice_a_minute_while_numbers_change(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "LARGE_SNAPSHOT_WORKERS", -1)
+    ann, now = Candidate("ann", 3600.0), datetime(2030, 1, 1, tzinfo=UTC)
+    async with PostgresStores(dsn, virtual_now=lambda: now) as store:
+        term, _ = await observed(store, ann)
+
+        async def decide(after_s: float, decision: str, *actions: RaiseAlert) -> int:
+            nonlocal now
+            now += timedelta(seconds=after_s)
+            _, snapshot = await observed(store, ann)
+            plan = Plan(actions, PlannerState(), decision)
+            return (await store.commit_plan(ann, term, snapshot, plan, [])).cycle_id
+
+        first = await decide(1, "at max_workers (4): 7 queued")
+        assert await decide(10, "at max_workers (4): 9 queued") == first
+        (cycle,) = await store.cycles("f")
+        # Lists show the last decision. The snapshot belongs to the first.
+        assert (cycle.decision, cycle.repeats) == ("at max_workers (4): 9 queued", 1)
+        (overview,) = (await store.overview()).fleets
+        assert overview.decision == cycle.decision
+        stored = await store.cycle(first)
+        assert stored is not None
+        assert stored.cycle.decision == "at max_workers (4): 7 queued"
+        second = await decide(20, "at max_workers (4): 9 queued")
+        third = await decide(1, "steady: 0 queued")
+        fourth = await decide(1, "steady: 1 queued", RaiseAlert("X", "x"))
+        assert len({first, second, third, fourth}) == 4
 
 
 @pytest.mark.parametrize("way", ["created", "adopted"])

@@ -3,6 +3,7 @@
 Not run here: an image build, a cluster, a Terraform apply and Supabase itself.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -128,6 +129,10 @@ def test_nginx_configuration_is_valid(tmp_path: Path) -> None:
     site = (DEPLOY / "nginx" / "windlass.conf").read_text()
     site = re.sub(r"/etc/letsencrypt\S+privkey.pem", str(key), site)
     site = re.sub(r"/etc/letsencrypt\S+fullchain.pem", str(certificate), site)
+    # `nginx -t` binds what it listens on, and an ordinary user may not bind the ports below 1024.
+    sockets = itertools.count()
+    site = re.sub(r"(?<=listen )\S*\b(?:80|443)\b", lambda _: f"unix:{tmp_path}/{next(sockets)}", site)
+    assert next(sockets) == 4
     (tmp_path / "nginx.conf").write_text(
         f"pid {tmp_path}/pid;\nerror_log {tmp_path}/error.log;\nevents {{}}\n"
         f"http {{ access_log off; client_body_temp_path {tmp_path}; proxy_temp_path {tmp_path}; "

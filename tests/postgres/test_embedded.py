@@ -568,13 +568,13 @@ def test_user_without_home_must_name_data_directory(monkeypatch: pytest.MonkeyPa
         default_data_dir()
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as another user")
+@pytest.mark.needs_root
 def test_root_runs_server_as_dedicated_user(shared: EmbeddedPostgres) -> None:
     assert psutil.Process(postmaster_pid(shared.data_dir)).username() == "windlass-postgres"
     assert psutil.Process(postmaster_pid(shared.data_dir)).uids().saved != 0
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as another user")
+@pytest.mark.needs_root
 def test_root_copies_binaries_that_other_users_cannot_reach(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = postgres_programs.package_dir()
     hidden = data_dir.parent / "hidden"
@@ -589,7 +589,7 @@ def test_root_copies_binaries_that_other_users_cannot_reach(data_dir: Path, monk
     assert hidden.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only root runs the server as another user")
+@pytest.mark.needs_root
 def test_root_gets_error_if_server_user_cannot_enter_data_directory(data_dir: Path) -> None:
     data_dir.parent.chmod(0o700)
     with pytest.raises(ConfigError, match=r"cannot enter.*name a data directory every user may enter"):
@@ -597,7 +597,7 @@ def test_root_gets_error_if_server_user_cannot_enter_data_directory(data_dir: Pa
     assert data_dir.parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.needs_root
 @pytest.mark.parametrize(
     ("uid", "mode", "sentence"),
     [

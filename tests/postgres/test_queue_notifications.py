@@ -41,14 +41,42 @@ async def lose_worker(connection: Any) -> None:
     await connection.execute("select windlass.recover_lost_workers('survivor')")
 
 
-@pytest.mark.parametrize("arrive", [plain_insert, copy, enqueue_in_sql, retry, lose_worker])
+async def retry_all_failed(connection: Any) -> None:
+    await connection.execute(
+        "insert into windlass.tasks (queue, status, finished_at) values ('other', 'failed', now())"
+    )
+    await connection.execute("update windlass.tasks set queue = 'q'")
+    assert await connection.fetchval("select count(*) from windlass.retry_failed('q')") == 1
+
+
+async def release(connection: Any) -> None:
+    await connection.execute("select windlass.register_worker('giver')")
+    await connection.execute(
+        "insert into windlass.tasks (queue, status, worker_id, claim_token, started_at, attempts)"
+        " values ('other', 'running', 'giver', gen_random_uuid(), now(), 1)"
+    )
+    await connection.execute("update windlass.tasks set queue = 'q'")
+    released = "select windlass.release_task('giver', t.id, t.claim_token, 'busy') from windlass.tasks t"
+    assert await connection.fetchval(released)
+
+
+@pytest.mark.parametrize("arrive", [plain_insert, copy, enqueue_in_sql, retry, retry_all_failed, lose_worker, release])
 async def test_every_way_to_queue_a_task_wakes_waiting_workers(
     connection: Any, store: PostgresStores, arrive: Callable[[Any], Awaitable[None]]
 ) -> None:
     # The first wait opens the listener and returns at once: tasks may have arrived before it listened.
     await asyncio.wait_for(store.wait_for_work(("q",), 3600), LIMIT_S)
-    waiting = asyncio.create_task(store.wait_for_work(("q", "unused"), 3600))
+    waiting = asyncio.create_task(store.wait_for_work(("q",), 3600))
+    announced: asyncio.Queue[str] = asyncio.Queue()
+    await connection.add_listener("windlass_tasks", lambda *notified: announced.put_nowait(notified[-1]))
     await arrive(connection)
+    # Notifications arrive in the order of their commits.
+    await connection.execute("notify windlass_tasks, 'end'")
+    queues = set()
+    while (queue := await asyncio.wait_for(announced.get(), LIMIT_S)) != "end":
+        queues.add(queue)
+    # The empty name means any queue.
+    assert queues & {"q", ""}
     await asyncio.wait_for(waiting, LIMIT_S)
     await register(store, "w1")
     assert await store.claim("w1", ("q",)) != []
@@ -69,3 +97,15 @@ async def test_listener_polls_after_its_connection_is_lost(
         return time.monotonic() - began < 0.5
 
     await eventually(is_polling, "the listener polls")
+
+
+async def test_revoked_token_is_announced_to_servers(connection: Any) -> None:
+    """Servers keep callers in memory for a while, and forget one when its hash is announced."""
+    announced: asyncio.Queue[str] = asyncio.Queue()
+    create = "select count(*) from windlass_internal.create_token('ci', 'viewer', '\\xabcd', '{}', '{}', null)"
+    assert await connection.fetchval(create) == 1
+    await connection.add_listener("windlass_identities", lambda *notified: announced.put_nowait(notified[-1]))
+    assert await connection.fetchval("select windlass_internal.revoke_token('ci')")
+    # Notifications arrive in the order of their commits.
+    await connection.execute("notify windlass_identities, 'end'")
+    assert await asyncio.wait_for(announced.get(), LIMIT_S) == "abcd"

@@ -89,6 +89,11 @@ async def test_orchestrator_writes_through_functions_only(role_dsn: RoleDsn, sto
             "insert into windlass.tasks (queue) values ('q')",
             "select secret_hash from windlass.workers",
             "select token_hash from windlass.workers",
+            "select id from windlass.workers",
+            "insert into windlass.tokens (name, role, hash) values ('mine', 'admin', sha256('wlt_'))",
+            "update windlass.tokens set role = 'admin'",
+            "delete from windlass_internal.events",
+            "update windlass_internal.tasks set status = 'complete'",
             "drop table windlass.tasks",
             "select windlass_internal.apply_roles()",
         ):
@@ -226,7 +231,14 @@ async def test_worker_needs_its_secret(role_dsn: RoleDsn, hand: PostgresStores, 
         for refused in (
             "select windlass.register_worker('w2')",
             "select * from windlass.claim_task('w1', '{q}')",
+            "select * from windlass.claim_tasks('w1', '{q}')",
+            "select * from windlass.finish_and_claim('w1', null, null, null, '{q}')",
+            "select windlass.complete_task('w1', 1, gen_random_uuid())",
+            "select windlass.fail_task('w1', 1, gen_random_uuid(), 'forged')",
+            "select windlass.release_task('w1', 1, gen_random_uuid(), 'forged')",
             "select * from windlass.heartbeat('w1')",
+            "select windlass.activate_worker('w1')",
+            "select * from windlass.recover_lost_workers('w1')",
             "select windlass.deregister_worker('w1')",
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError, match="secret"):

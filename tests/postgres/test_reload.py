@@ -11,10 +11,12 @@ from pydantic import SecretStr
 from structlog.testing import capture_logs
 
 from windlass.config_loader import Loaded
-from windlass.model.config import AlertsConfig, Config, WorkerConfig
+from windlass.model.config import AlertsConfig, ApiConfig, Config, ControlConfig, WorkerConfig
+from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.wiring import up as wiring_up
 from windlass.wiring.process_link import ProcessLink, StartOrder
+from windlass.wiring.reload import merge_for_servers
 from windlass.wiring.up import ControlOptions, prepare_schema, run_control
 
 LIMIT_S = 30.0
@@ -136,7 +138,22 @@ async def test_reload_with_another_database_is_refused(up: RunningUp, name: str,
     fleets = {"b": FLEET}
     line = await up.reload("reload configuration failed", **{name: value, "fleets": fleets})
     assert line["error"] == (
-        f"{name} changed, and a running orchestrator cannot move to another database. "
+        f"{name} changed, and a running `windlass up` cannot move to another database. "
         "Restore it, or restart `windlass up`."
     )
     assert not up.logged("reloaded configuration")
+
+
+def test_servers_keep_settings_of_their_start_until_a_restart() -> None:
+    active = Config(api=ApiConfig(port=8080))
+    loaded = Config(
+        api=ApiConfig(port=8080, rate_limit=7), control=ControlConfig(lease_s=77), fleets={"a": FLEET}, data_dir=None
+    )
+    with capture_logs() as lines:
+        merged = merge_for_servers(active, loaded)
+    assert (merged.api, merged.fleets) == (active.api, loaded.fleets)
+    # Servers do not use the settings of the control loop, so no restart is needed for them.
+    (line,) = lines
+    assert (line["event"], line["settings"]) == ("ignored changed settings", ["api.rate_limit"])
+    with pytest.raises(ConfigError, match="data_dir changed, and a running `windlass serve` cannot move"):
+        merge_for_servers(active, loaded.model_copy(update={"data_dir": Path("/elsewhere")}))

@@ -15,6 +15,7 @@ BASELINE = Path(__file__).parent / "schema_baseline.sql.gz"
 # The public functions of contract version 1: docs/sql.md explains them.
 PUBLIC_FUNCTIONS = """
 activate_worker(p_worker_id text, p_secret text DEFAULT NULL::text) -> text
+append_logs(p_worker_id text, p_batch_id uuid, p_chunks jsonb, p_secret text DEFAULT NULL::text) -> integer
 cancel_task(p_task_id bigint, p_reason text DEFAULT 'cancelled by hand'::text) -> boolean
 claim_task(p_worker_id text, p_queues text[], p_secret text DEFAULT NULL::text) -> SETOF windlass.claim
 claim_tasks(p_worker_id text, p_queues text[], p_limit integer DEFAULT 1,
@@ -56,6 +57,7 @@ retry_failed(p_queue text, p_limit integer DEFAULT 1000,
   p_failed_from timestamp with time zone DEFAULT NULL::timestamp with time zone) ->
   TABLE(task_id bigint, failed_at timestamp with time zone)
 retry_task(p_task_id bigint) -> boolean
+settle_rows(p_worker_id text, p_secret text DEFAULT NULL::text) -> integer
 sweep(p_complete_s double precision, p_failed_s double precision, p_events_s double precision,
   p_cycles_s double precision, p_logs_s double precision, p_charges_s double precision,
   p_limit integer DEFAULT 1000) -> integer
@@ -107,7 +109,7 @@ async def test_baseline_and_migrations_give_the_same_catalog_as_schema(each_serv
     [
         "alter table windlass.tasks add column extra integer",
         "alter table windlass.tasks alter column priority set default 1",
-        "alter table windlass.leases alter column ttl_s type real",
+        "alter table windlass.leases alter column ttl_s set default 7",
         "alter table windlass.tasks disable row level security",
         "alter function windlass.enqueue security invoker",
         "alter function windlass.enqueue reset search_path",

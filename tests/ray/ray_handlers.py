@@ -38,6 +38,10 @@ def _fail(_task: Any) -> None:
     raise RuntimeError("on purpose")
 
 
+def _quote(task: Any) -> None:
+    raise RuntimeError(f"cannot render {task.payload['prompt']}")
+
+
 def _never(_task: Any) -> None:
     raise DoNotRetry("never")
 

@@ -43,7 +43,8 @@ async def ray(head: HeadAddress, dsn: str, tmp_path: Path) -> AsyncIterator[RayF
 
 
 async def test_tasks_behave_as_on_other_workers(ray: RayFixture, tmp_path: Path) -> None:
-    """Attribution, progress, results, failures, time limits, cancelling, and handlers that use Ray."""
+    """Attribution, progress, results, failures, privacy, time limits, cancelling, and handlers that use Ray."""
+    ray.settings["redact"] = ["$.prompt"]
     await ray.spawn_nodes("n1", "n2")
     ray.start_dispatcher()
     await ray.wait_for_nodes("n1", "n2")
@@ -55,6 +56,7 @@ async def test_tasks_behave_as_on_other_workers(ray: RayFixture, tmp_path: Path)
         "async": new_task("q", {"do": "async"}),
         "nested": new_task("q", {"do": "nested"}),
         "fails": new_task("q", {"do": "fail"}, max_attempts=1),
+        "quotes": new_task("q", {"do": "quote", "prompt": "a lighthouse"}, max_attempts=1),
         "never": new_task("q", {"do": "never"}),
         "dies": new_task("q", {"do": "die"}, max_attempts=1),
         "late": new_task("q", {"s": 60}, timeout_s=0.5, max_attempts=1),
@@ -83,6 +85,7 @@ async def test_tasks_behave_as_on_other_workers(ray: RayFixture, tmp_path: Path)
     codes = {name: task.error_code for name, task in found.items() if task.status is TaskStatus.FAILED}
     assert codes == {
         "fails": "HANDLER_ERROR",
+        "quotes": "HANDLER_ERROR",
         "never": "DO_NOT_RETRY",
         "dies": "CHILD_DIED",
         "late": "TIMEOUT",
@@ -90,6 +93,7 @@ async def test_tasks_behave_as_on_other_workers(ray: RayFixture, tmp_path: Path)
         "too large": "BAD_RESOURCES",
     }
     assert "on purpose" in found["fails"].error
+    assert "cannot render" in found["quotes"].error and "lighthouse" not in found["quotes"].error
     assert found["never"].attempts == 1
     # Tasks that could run nowhere stayed with the dispatcher.
     ran = {task.worker_id for name, task in found.items() if name not in ("misfit", "too large")}

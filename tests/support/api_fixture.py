@@ -1,6 +1,6 @@
 """The whole HTTP application over a real PostgreSQL, with one fleet `gpus` on a provider without delays."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from random import Random, SystemRandom
@@ -11,15 +11,18 @@ import httpx
 from support.fake_control_plane import FakeControlPlane
 from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
+from windlass.control.deployment import Deployment
 from windlass.control.explain import explain
-from windlass.model.auth import API_PREFIX, JOIN_PREFIX, WORKER_PREFIX, Role, hash_of, new_token
+from windlass.model.auth import API_PREFIX, EVERYTHING, JOIN_PREFIX, WORKER_PREFIX, Role, TokenScope, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
 from windlass.model.counters import CounterBuffer
 from windlass.model.cycle import Explanation
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
+from windlass.model.payload_privacy import PayloadPrivacy
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
 from windlass.server.app import make_app
@@ -81,7 +84,20 @@ class CyclingControlPlane(FakeControlPlane):
         self._feed = feed
         self.counters = CounterBuffer()
         provider = InstantProvider(ProviderTraits())
-        self._cycle = FleetCycle("gpus", FLEET, store, provider, Candidate("leader", 3600.0), Random(4))  # noqa: S311
+        # Fingerprint of the fleet's code and settings.
+        self.version: str | None = None
+        self._cycle = FleetCycle(
+            "gpus",
+            FLEET,
+            store,
+            provider,
+            Candidate("leader", 3600.0),
+            Random(4),  # noqa: S311
+            deployment=Deployment(read_fingerprint=self._read_version),
+        )
+
+    async def _read_version(self, _config: FleetConfig) -> str | None:
+        return self.version
 
     async def run_cycle(self) -> list[dict[str, Any]]:
         summary = await self._cycle.run()
@@ -91,15 +107,16 @@ class CyclingControlPlane(FakeControlPlane):
         self._feed.mark_changed()
         return [summary.to_plain()]
 
-    async def explain(self, subject: str) -> Explanation:
-        return await explain(self._store, subject)
+    async def explain(self, subject: str, redact_event: Callable[[Event], Event] | None = None) -> Explanation:
+        return await explain(self._store, subject, redact_event)
 
 
 class ApiFixture:
     def __init__(self, dsn: str, worker_store: PostgresStores, store: PostgresStores, **settings: Any) -> None:
         self.dsn = dsn
         self.store = store
-        self.feed = OverviewFeed(store, lambda: frozenset({"gpus"}))
+        privacy = settings.get("payload_privacy", PayloadPrivacy)()
+        self.feed = OverviewFeed(store, lambda: frozenset({"gpus"}), redact_event=privacy.redact_event)
         self.control = CyclingControlPlane(store, self.feed)
         self.long_poll_hub = LongPollHub(worker_store.wait_for_work)
         self.app = make_app(
@@ -128,9 +145,9 @@ class ApiFixture:
         self._clients.append(client)
         return client
 
-    async def client_as(self, role: Role) -> httpx.AsyncClient:
+    async def client_as(self, role: Role, scope: TokenScope = EVERYTHING) -> httpx.AsyncClient:
         """A client on another host with a token of this role."""
-        return self.client("192.0.2.7", **await self.auth_headers(role))
+        return self.client("192.0.2.7", **await self.auth_headers(role, scope))
 
     async def browser(self, address: str = "192.0.2.7", role: Role = Role.OPERATOR) -> httpx.AsyncClient:
         """A client with a dashboard session."""
@@ -138,9 +155,9 @@ class ApiFixture:
         (await browser.get(await create_login_link(self.store, "", role))).raise_for_status()
         return browser
 
-    async def auth_headers(self, role: Role) -> dict[str, str]:
+    async def auth_headers(self, role: Role, scope: TokenScope = EVERYTHING) -> dict[str, str]:
         token = new_token(API_PREFIX, RNG)
-        await self.store.create_token(f"a-{role}-{token[-6:]}", role, hash_of(token))
+        await self.store.create_token(f"a-{role}-{token[-6:]}", role, hash_of(token), scope=scope)
         return {"Authorization": f"Bearer {token}"}
 
     async def run_cycle(self) -> None:

@@ -11,7 +11,7 @@ import asyncpg
 # Object to definition. One row per object; names are qualified and stable.
 _OBJECTS = """
 with schemas as (
-  select oid, nspname, nspacl from pg_namespace where nspname in ('windlass', 'windlass_internal')
+  select oid, nspname, nspacl from pg_namespace where nspname in ('windlass', 'windlass_internal', 'windlass_adopt')
 ),
 relations as (
   select c.*, c.oid::regclass::text as name from pg_class c join schemas s on s.oid = c.relnamespace

@@ -1,10 +1,11 @@
 """A ControlPlane for tests of the server: answers that a test sets, instead of a running control loop."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput
+from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.work_order import RayHead
 from windlass.server.context import ControlHealth, LoopHealth
@@ -41,7 +42,7 @@ class FakeControlPlane:
         self.cycles_requested += 1
         return self.cycle_summaries
 
-    async def explain(self, subject: str) -> Explanation:
+    async def explain(self, subject: str, redact_event: Callable[[Event], Event] | None = None) -> Explanation:
         raise BadInput(f"{subject} not found.")
 
     async def worker_log(self, fleet: str, worker_id: str, lines: int) -> AsyncIterator[str]:

@@ -36,7 +36,9 @@ class Contract(vendor_contract.Contract):
     def as_documented(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Hetzner's own clients send ids as numbers where the document requires strings."""
         if (method, path) == ("POST", "/v1/servers"):
-            named = {name: str(body[name]) for name in ("image", "server_type", "location") if name in body}
+            named: dict[str, Any] = {
+                name: str(body[name]) for name in ("image", "server_type", "location") if name in body
+            }
             return {**body, **named, "ssh_keys": [str(key) for key in body.get("ssh_keys") or []]}
         return body
 
@@ -67,7 +69,7 @@ class InProcessTransport(BaseAdapter):
         super().__init__()
         self._emulator = emulator
 
-    def send(self, request: requests.PreparedRequest, **_: Any) -> requests.Response:
+    def send(self, request: requests.PreparedRequest, *_: Any, **__: Any) -> requests.Response:
         parts = urlsplit(request.url or "")
         body = request.body or b""
         try:

@@ -18,6 +18,7 @@ from windlass.model.auth import WORKER_PREFIX, Activation, ApiToken, Caller, Rol
 from windlass.model.config import WorkerConfig
 from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus
 from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.model.worker_log import LogChunk
 from windlass.server.app import make_app
 from windlass.server.context import WorkerApiContext
 from windlass.server.long_poll import LongPollHub
@@ -134,6 +135,9 @@ class OverHttp:
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
         return await self.as_worker(worker_id).run_maintenance(worker_id)
+
+    async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
+        await self.as_worker(worker_id).append_logs(worker_id, batch_id, chunks)
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         return await self.as_worker("any").next_run_after(queues)

@@ -13,7 +13,7 @@ from support.memory_store.workers import MemoryWorker
 from windlass.model.config import Retention
 from windlass.model.worker import WorkerKind, WorkerStatus
 
-RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800)
+RETENTION = Retention(complete_s=3600, failed_s=7200, events_s=10_800, worker_logs_mb=2, worker_log_mb=1)
 EMPTY_TABLES = """
 delete from windlass.tasks;
 delete from windlass.events;

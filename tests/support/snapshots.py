@@ -22,6 +22,7 @@ from windlass.model.action import (
     Prepare,
     Promote,
     RaiseAlert,
+    RecordEvent,
     RecordMachine,
     RecordPrice,
     Requeue,
@@ -256,7 +257,7 @@ class _Effects:
                 self.refusal = None
             case GrowVolume(volume_id, size_gb):
                 self.volume = Volume(volume_id, size_gb)
-            case RaiseAlert():
+            case RaiseAlert() | RecordEvent():
                 pass
 
     def _bill(self, machine_id: str) -> Bill:
@@ -306,6 +307,7 @@ class _Effects:
             machine_at=now,
             creation="created",
             running_at=None if self.seen.traits.has_prepare_step else now,
+            fingerprint=self.seen.fingerprint,
         )
         if self.machines is not None:
             # A machine with a prepare step is prepared when it runs, not yet.

@@ -10,16 +10,18 @@ from windlass.store.costs import PostgresCostStore
 from windlass.store.dashboard_queries import PostgresQueryStore
 from windlass.store.database import Database
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
+from windlass.store.history import PostgresControlMaintenance, PostgresHistoryStore
 from windlass.store.log_sink import PostgresLogStore
 from windlass.store.processes import PostgresProcessStore
 from windlass.store.ray import PostgresRayStore
 from windlass.store.tasks import PostgresTaskStore
-from windlass.store.transport import PostgresMaintenance, PostgresTransport
+from windlass.store.transport import PostgresTransport
+from windlass.store.worker_logs import PostgresWorkerLogs
 
 
 class PostgresStores(
     PostgresTransport,
-    PostgresMaintenance,
+    PostgresControlMaintenance,
     PostgresTaskStore,
     PostgresFleetQueries,
     PostgresOperations,
@@ -31,6 +33,8 @@ class PostgresStores(
     PostgresRayStore,
     PostgresLogStore,
     PostgresProcessStore,
+    PostgresHistoryStore,
+    PostgresWorkerLogs,
 ):
     def __init__(self, dsn: str, *, secret: str | None = None, **options: Any) -> None:
         """`secret`: of the workers that act here. `options` are those of Database."""

@@ -28,7 +28,7 @@ HERE = Path(__file__).parents[1] / "e2e"
 PROGRAM = Path(sys.executable).with_name("windlass")
 POLL_S = 0.02
 # Generous, because the machine may be busy with other tests.
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 QUEUE = "work"
 # Warnings of Python about unclosed resources. No worker may print one, not even at its exit.
 LEAK_WARNINGS = ("ResourceWarning", "RuntimeWarning", "never retrieved", "Task was destroyed", "Exception ignored")

@@ -181,6 +181,6 @@ def _codes_of(name: str) -> Iterator[str]:
                     yield getattr(module, constant)
 
 
-def test_every_advice_code_is_in_operations_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+def test_every_advice_code_is_in_runbooks() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "runbooks.md").read_text()
     assert [code for code in ADVICE if f"`{code}`" not in text] == []

@@ -4,18 +4,25 @@ import os
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
+from support.snapshots import of_kind, snapshot, worker
 from windlass import config_sources
 from windlass.cli.config import log_settings
 from windlass.config_loader import Loaded, load_config, secrets_of
-from windlass.config_sources import ENVIRONMENT_ALIASES, secret_variables
+from windlass.config_sources import ENVIRONMENT_ALIASES, fields, secret_variables, variable_of
+from windlass.model.action import Spawn
+from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.redaction import mask_of
+from windlass.model.snapshot import WorkerView
+from windlass.policy.plan import plan
 
 SECRET = "s3cret/of+the key&more"
+SECRET_KEYS = [key for key, info in fields(Config) if "SecretStr" in str(info.annotation)]
 RUNPOD = "[fleets.{name}]\nprovider = 'runpod'\nhandler = 'app:run'\nrunpod.image = 'a/b:1'\n"
 
 
@@ -68,6 +75,36 @@ def test_secret_is_read_from_the_named_file(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(name.removesuffix("_FILE"), "other")
     with pytest.raises(ConfigError, match=f"both {name.removesuffix('_FILE')} and {name} are set"):
         load_config()
+
+
+@pytest.mark.parametrize("source", ["environment", "named file", "systemd credential", "mounted", "command", ".env"])
+@pytest.mark.parametrize("key", SECRET_KEYS, ids=".".join)
+def test_every_secret_setting_has_every_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[str, ...], source: str
+) -> None:
+    variable = variable_of(key)
+    value = {"database_url": "postgresql://u:pw@h/db", "smtp_url": "smtp://u:pw@h"}.get(key[-1], "https://h/a-secret")
+    folder = tmp_path / "secrets"
+    folder.mkdir()
+    file = folder / variable
+    file.write_text(f"{value}\n")
+    match source:
+        case "environment":
+            monkeypatch.setenv(variable, value)
+        case "named file":
+            monkeypatch.setenv(f"{variable}_FILE", str(file))
+        case "systemd credential":
+            monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(folder))
+        case "mounted":  # by Docker or Kubernetes
+            monkeypatch.setattr(config_sources, "SECRETS_DIR", folder)
+        case "command":
+            monkeypatch.setenv(variable, f"cmd:cat {file}")
+        case ".env":
+            (tmp_path / ".env").write_text(f"{variable}={value}\n")
+    section: Any = load_config().config
+    for name in key:
+        section = getattr(section, name)
+    assert section.get_secret_value() == value
 
 
 def test_unreadable_secret_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +230,125 @@ def test_original_names_choose_the_policy(
     assert len(loaded.warnings) == len(warned)
     for name, warning in zip(warned, loaded.warnings, strict=True):
         assert f"fleets.gpus.{name} (from TASKS_PER_GPU_THRESHOLD) has no effect with policy {policy}" in warning
+
+
+# The .env of the first original orchestrator, and its scaling parameters alone.
+FIRST_ENV = """\
+RUNPOD_API_KEY=rp_key
+MIN_ACTIVE_GPUS=2
+MAX_ACTIVE_GPUS=10
+TASKS_PER_GPU_THRESHOLD=3
+GPU_IDLE_TIMEOUT_SEC=300
+TASK_STUCK_TIMEOUT_SEC=300
+SPAWNING_TIMEOUT_SEC=300
+GPU_HEALTH_CHECK_TIMEOUT_SEC=120
+GRACEFUL_SHUTDOWN_TIMEOUT_SEC=600
+ORCHESTRATOR_POLL_SEC=30
+"""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(FIRST_ENV, id="all of its variables"),
+        pytest.param("MIN_ACTIVE_GPUS=2\nMAX_ACTIVE_GPUS=10\n", id="its limits alone"),
+        pytest.param("MAX_ACTIVE_GPUS=10\n", id="one limit alone"),
+    ],
+)
+def test_first_original_env_gives_four_gpus_for_ten_tasks(tmp_path: Path, variables: str) -> None:
+    image = "WINDLASS_FLEETS__DEFAULT__PROVIDER=runpod\nWINDLASS_FLEETS__DEFAULT__RUNPOD__IMAGE=a/b:1\n"
+    (tmp_path / ".env").write_text(variables + image)
+    loaded = load_config()
+    fleet = loaded.config.fleets["default"]
+    assert (fleet.policy, fleet.min_workers, fleet.max_workers) == ("threshold", 2, 10)
+    assert loaded.warnings == ()
+    workers: list[WorkerView] = []
+    while found := of_kind(plan(snapshot(*workers, queued=10), fleet).actions, Spawn):
+        workers += [worker(f"w{len(workers) + n}", len(workers) + n, "spawning") for n in range(len(found))]
+        assert len(workers) <= 4
+    assert len(workers) == 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy"),
+    [
+        pytest.param({"MAX_ACTIVE_GPUS": "9", "SPAWNING_GRACE_PERIOD_SEC": "180"}, "buffered", id="later names"),
+        pytest.param({"MAX_ACTIVE_GPUS": "9", "SCALE_UP_MULTIPLIER": "1.5"}, "buffered", id="a multiplier"),
+        pytest.param({"RGRID_MAX_WORKERS": "9"}, "adaptive", id="a name of the Hetzner cluster"),
+        pytest.param(
+            {"MAX_ACTIVE_GPUS": "9", "WINDLASS_FLEETS__DEFAULT__WAIT_GOAL_S": "60"}, "adaptive", id="a setting of ours"
+        ),
+    ],
+)
+def test_limits_beside_other_names_do_not_choose_threshold(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], policy: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    loaded = load_config()
+    assert loaded.config.fleets["default"].policy == policy
+    assert loaded.warnings == ()
+
+
+LOCAL = "[fleets.a]\nhandler = 'app:run'\n"
+RAY = "[fleets.a]\nprovider = 'ray'\nhandler = 'app:run'\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "reason"),
+    [
+        (LOCAL, "AUTO_START_WORKER_PROCESS", "fleets.a.auto_start_worker {} has no effect with provider local: remove it"),  # noqa: E501
+        (LOCAL, "STORAGE_MIN_FREE_GB", "fleets.a.storage_min_free_gb {} has no effect with provider local: remove it"),
+        (
+            LOCAL,
+            "GPU_NOT_DETECTED_TIMEOUT_SEC",
+            "fleets.a.gpu_not_detected_timeout_s {} has no effect without a GPU: remove it, or set has_gpu = true",
+        ),
+        (
+            RAY,
+            "MAX_ACTIVE_GPUS",
+            "fleets.a.max_workers {} has no effect with provider ray, which spawns no workers: remove it",
+        ),
+        (LOCAL, "SUPABASE_URL", "supabase_url {} has no effect: windlass connects with database_url"),
+        (
+            LOCAL,
+            "SUPABASE_SERVICE_ROLE_KEY",
+            "supabase_service_role_key {} has no effect: windlass connects with database_url: "
+            "remove it from this environment",
+        ),
+        (LOCAL, "HETZNER_NETWORK_ID", "hetzner_network_id {} has no effect: no fleet has provider hetzner"),
+        (LOCAL, "RGRID_CONTROL_PLANE_IP", "control_plane_ip {} has no effect: no fleet has remote workers"),
+    ],
+)  # fmt: skip
+def test_ignored_variable_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, name: str, reason: str
+) -> None:
+    (tmp_path / "windlass.toml").write_text("database_url = 'postgresql://h/d'\n" + file)
+    monkeypatch.setenv(name, "1")
+    assert load_config().warnings == (reason.format(f"(from {name})"),)
+
+
+def test_every_original_name_acts_or_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each provider, every name is the source of a value, and each value that nothing reads has a warning."""
+    values = {"AUTO_START_WORKER_PROCESS": "false", "MAX_WORKER_FAILURE_RATE": "0.5", "SCALE_DOWN_MULTIPLIER": "0.5"}
+    values["STORAGE_MAX_PERCENT_USED"] = "90"
+    names = [name for name, key in ENVIRONMENT_ALIASES.items() if key[0] == "fleets"]
+    for name in names:
+        monkeypatch.setenv(name, values.get(name, "300"))
+    monkeypatch.setenv("MIN_ACTIVE_GPUS", "2")
+    ignored = {}
+    for provider, section in (("local", LOCAL), ("ray", RAY), ("runpod", RUNPOD.format(name="a"))):
+        (tmp_path / "windlass.toml").write_text(section)
+        loaded = load_config()
+        sources = {setting.source for setting in loaded.settings()}
+        ignored[provider] = {name for name in names if any(f"(from {name})" in line for line in loaded.warnings)}
+        assert set(names) - sources == {"RGRID_MAX_WORKERS"}
+        assert loaded.warnings[0].startswith("RGRID_MAX_WORKERS in the environment has no effect")
+    storage = {name for name in names if name.startswith("STORAGE_")} | {"AUTO_START_WORKER_PROCESS"}
+    gpu = {"STARTUP_GRACE_PERIOD_SEC", "GPU_NOT_DETECTED_TIMEOUT_SEC", "GPU_HEALTH_CHECK_TIMEOUT_SEC"}
+    assert ignored["runpod"] == {"TASKS_PER_GPU_THRESHOLD"}
+    assert ignored["local"] == {"TASKS_PER_GPU_THRESHOLD"} | storage | gpu
+    assert ignored["ray"] > storage | gpu | {"MIN_ACTIVE_GPUS", "MAX_ACTIVE_GPUS", "MACHINES_TO_KEEP_IDLE"}
 
 
 def test_policy_in_the_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from windlass.model.overview import Burn, FleetOverview, Leader, OpenAlert, Over
 from windlass.model.snapshot import Hold, QueueView, Snapshot
 from windlass.model.task import Task, TaskStatus, TaskSummary
 from windlass.model.worker import WorkerKind, WorkerStatus
+from windlass.model.worker_log import WorkerLogLine
 from windlass.policy.alerts import EVALUATION_INTERVAL_S, RESOLVE_AFTER_S
 from windlass.policy.plan import plan
 
@@ -408,8 +409,8 @@ def test_user_content_is_escaped() -> None:
         is_first=True,
     )
     worker_html = worker_page(
-        PAGE, worker(1, reason=script), answer=[script], history=[(NOW, script)], tasks=[], log=[script],
-        log_problem=None, ray_dashboard=None,
+        PAGE, worker(1, reason=script), answer=[script], history=[(NOW, script)], tasks=[],
+        log=[WorkerLogLine(NOW, script, "w1")], diagnostics={"last_lines": [script]}, ray_dashboard=None,
     )  # fmt: skip
     assert script not in listed + worker_html
     assert "&lt;script&gt;" in listed
@@ -448,9 +449,7 @@ NODE = NodeView(NodeState.ALIVE, NOW, NOW, "n1", {"memory": 4 * 2**30, "disk": 2
 def test_ray_node_shows_membership_and_resource_use(node: NodeView, state: str) -> None:
     row = worker(0, kind=WorkerKind.NODE, node=node)
     url = "http://127.0.0.1:8265"
-    worker_html = worker_page(
-        PAGE, row, answer=["x"], history=[], tasks=[], log=None, log_problem="none", ray_dashboard=url
-    )
+    worker_html = worker_page(PAGE, row, answer=["x"], history=[], tasks=[], log=(), ray_dashboard=url)
     listed = workers_page(
         PAGE, Page((row,), None), fleets=["renders"], maps=[], counts={},
         ray_dashboards={"renders": url, "other": "x"}, fleet="renders", is_terminated=False, is_first=True,

@@ -251,6 +251,13 @@ def test_reason_is_not_repeated_and_sentences_end_in_one_period() -> None:
     ]
 
 
+def test_history_of_a_worker_names_the_tasks_of_its_events() -> None:
+    failed = event("TASK_FAILED", "attempt 1 of 1: OSError: no disk")
+    spawned = replace(event("WORKER_SPAWNED", "1 queued", 20), task_id=None)
+    history = [line for _, line in explain_worker(WORKER, [failed, spawned], cycle=None).history]
+    assert history == ["WORKER_SPAWNED: 1 queued", "TASK_FAILED: task 7, attempt 1 of 1: OSError: no disk"]
+
+
 def test_worker_without_heartbeat_is_not_called_idle() -> None:
     view = WorkerView(WORKER.id, 0, WorkerStatus.SPAWNING, False, 1, ago(3), machine_id="m", creation="created")
     beating = replace(view, status=WorkerStatus.ACTIVE, last_heartbeat=ago(1), activated_at=ago(2))

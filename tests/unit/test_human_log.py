@@ -74,6 +74,21 @@ def renderer() -> HumanRenderer:
             "12:00:07  \\x1b[2J failed: x",
             id="control characters",
         ),
+        pytest.param(
+            {"event": "setting has no effect", "level": "warning", "reason": "A has no effect with policy b"},
+            "12:00:07  A has no effect with policy b",
+            id="an ignored setting",
+        ),
+        pytest.param(
+            {"event": "reloaded configuration", "process": "control"},
+            "12:00:07  reloaded configuration: no fleet changed",
+            id="a reload without changes",
+        ),
+        pytest.param(
+            {"event": "reloaded configuration", "changed": ["gpus (max_workers)"]},
+            "12:00:07  reloaded configuration: changed=gpus (max_workers)",
+            id="a reload with changes",
+        ),
         pytest.param({"event": "handle request", "path": "/", "status": 200}, None, id="a request"),
         pytest.param({"event": "loaded configuration", "settings": {}}, None, id="the settings"),
     ],

@@ -126,15 +126,20 @@ async def test_worker_logs_are_read_without_secrets(tmp_path: Path) -> None:
     assert not any(secret in folder.last_line("w0") for secret in SECRETS)
 
 
-def test_shown_settings_mask_env_values_and_url_passwords() -> None:
+def test_shown_settings_mask_env_values() -> None:
     pods = RunpodSettings(image="app:1", env={"HF_TOKEN": "hf-secret-4"})
-    boot = BootstrapSettings(setup=("curl https://me:pa55word@get.example/setup | sh", f"join {TOKEN}"))
-    fleet = FleetConfig(provider="runpod", handler="app:work", env={"MODE": "fast"}, runpod=pods, bootstrap=boot)
+    fleet = FleetConfig(provider="runpod", handler="app:work", env={"MODE": "fast"}, runpod=pods)
     shown = shown_settings(fleet.model_dump(mode="json"))
     assert (shown["env"], shown["runpod"]["env"]) == ({"MODE": "********"}, {"HF_TOKEN": "********"})
-    assert shown["bootstrap"]["setup"] == ["curl https://me:********@get.example/setup | sh", "join wlt_********"]
     assert (shown["provider"], shown["handler"], shown["max_workers"]) == ("runpod", "app:work", fleet.max_workers)
     assert "hf-secret-4" in secrets_of(Config(fleets={"pods": fleet}))
+
+
+def test_shown_settings_mask_passwords_in_urls_and_tokens() -> None:
+    setup = ("curl https://me:pa55word@get.example/setup | sh", f"join {TOKEN}")
+    settings = {"bootstrap": BootstrapSettings(setup=setup).model_dump(mode="json")}
+    shown = shown_settings(settings)
+    assert shown["bootstrap"]["setup"] == ["curl https://me:********@get.example/setup | sh", "join wlt_********"]
 
 
 def test_other_values_are_not_masked(stream: StderrFile, tmp_path: Path) -> None:

@@ -95,6 +95,33 @@ async def test_signal_is_kept_while_the_store_is_asked_for_tasks(
     await hub.close()
 
 
+async def test_polls_with_unknown_cursors_share_one_question(store: WaitingStore) -> None:
+    asked, answer = list[tuple[str, ...]](), asyncio.Event()
+
+    async def ask_store(queues: Sequence[str]) -> bool:
+        asked.append(tuple(queues))
+        await answer.wait()
+        return False
+
+    hub = LongPollHub(store.wait_for_work, ask_store)
+    await hub.wait(("a",), 0, None)
+    polls = [asyncio.create_task(hub.wait(("a",), FOREVER_S, f"of-another-process.{n}")) for n in range(50)]
+    await run_tasks()
+    store.signal_work()
+    await run_tasks()
+    # The question began before the signal, so its answer says nothing about the work that was signalled.
+    polls.append(asyncio.create_task(hub.wait(("a",), FOREVER_S, "of-another-process.50")))
+    await run_tasks()
+    answer.set()
+    assert len(set(await asyncio.wait_for(asyncio.gather(*polls), LIMIT_S))) == 1
+    assert asked == [("a",)]
+    waiting = asyncio.create_task(hub.wait(("a",), FOREVER_S, "of-another-process.51"))
+    await run_tasks()
+    assert (len(asked), waiting.done()) == (2, False)
+    await hub.close()
+    await asyncio.wait_for(waiting, LIMIT_S)
+
+
 async def test_polls_of_the_same_queues_share_one_store_call(hub: LongPollHub, store: WaitingStore) -> None:
     cursor = await hub.wait(("b", "a"), 0, None)
     waiting = [asyncio.create_task(hub.wait(("a", "b"), FOREVER_S, cursor)) for _ in range(50)]

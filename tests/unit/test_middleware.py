@@ -1,10 +1,11 @@
-"""Limits of request bodies: time, in virtual time, the total of all requests, and decompression."""
+"""Limits of request bodies and of refused requests, in virtual time, and decompression."""
 
 import asyncio
 import gzip
 import os
 import resource
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +13,9 @@ from support.simulator.loop import run
 from windlass.ports import http
 from windlass.server.connections import MIN_BODY_BYTES_PER_S
 from windlass.server.errors import ApiError
+from windlass.server.middleware import LATE_REFUSAL_S, MAX_LATE_REFUSALS, AdmissionMiddleware
 from windlass.server.request_body import BODY_TIMEOUT_S, BodyReader, BufferedBytes, inflate
+from windlass.server.route_table import RouteTable
 
 CHUNKED = {b"transfer-encoding": b"chunked"}
 
@@ -133,3 +136,61 @@ async def test_compressed_body_is_refused_on_other_routes() -> None:
         body_of([], {b"content-encoding": b"gzip"}).set_limit(64 * 1024)
     with pytest.raises(ApiError, match="Content-Encoding"):
         body_of([], {b"content-encoding": b"br"}).set_limit(6 << 20)
+
+
+async def send_unknown_path(middleware: AdmissionMiddleware, address: str) -> tuple[int, float, bool]:
+    """Announce a large body for a path that does not exist: status, when it was sent, and whether the body was read."""
+    loop, statuses, is_read = asyncio.get_running_loop(), list[tuple[int, float]](), False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal is_read
+        is_read = True
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append((message["status"], loop.time()))
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/nothing", "query_string": b"", "client": (address, 4711)},
+        "headers": [(b"content-length", b"6000000")],
+    }
+    await middleware(scope, receive, send)
+    return *statuses[0], is_read
+
+
+def outcomes(replies: list[tuple[int, float, bool]], began: float) -> Counter[tuple[int, str, bool]]:
+    return Counter((status, "at once" if sent_at == began else "late", is_read) for status, sent_at, is_read in replies)
+
+
+def test_caller_that_is_refused_all_the_time_is_answered_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Exact in binary, so that exactly as many fit.
+    allowed = 64
+    monkeypatch.setattr("windlass.server.middleware.MAX_REFUSALS_PER_S", float(allowed))
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        middleware = AdmissionMiddleware(
+            cast(Any, None), RouteTable([]), cast(Any, None), rate_limit=1.0, worker_rate_limit=1.0, clock=loop.time
+        )
+        began = loop.time()
+        replies = await asyncio.gather(*(send_unknown_path(middleware, "192.0.2.7") for _ in range(allowed + 100)))
+        late = {sent_at for status, sent_at, _ in replies if status == 429}
+        assert len(late) > 1
+        assert all(0.5 * LATE_REFUSAL_S <= sent_at - began <= 1.5 * LATE_REFUSAL_S for sent_at in late)
+        # The rest of a body is dropped only for those within the limit.
+        assert outcomes(replies, began) == {(404, "at once", True): allowed, (429, "late", False): 100}
+        assert await send_unknown_path(middleware, "192.0.2.8") == (404, loop.time(), True)
+        # Those that wait are limited too.
+        began = loop.time()
+        replies = await asyncio.gather(
+            *(send_unknown_path(middleware, "192.0.2.9") for _ in range(allowed + MAX_LATE_REFUSALS + 7))
+        )
+        assert outcomes(replies, began) == {
+            (404, "at once", True): allowed,
+            (429, "late", False): MAX_LATE_REFUSALS,
+            (429, "at once", False): 7,
+        }
+        assert middleware.late_refusals == 0
+
+    run(check())

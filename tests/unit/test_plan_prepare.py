@@ -61,7 +61,8 @@ def test_preparation_of_another_orchestrator_is_restarted() -> None:
     "code",
     [
         "SSH_UNREACHABLE", "SSH_HOST_KEY_CHANGED", "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL",
-        "DEPENDENCY_MISSING", "START_SCRIPT_FAILED",
+        "JOIN_DATA_MISSING", "PYTHON_MISSING", "VENV_FAILED", "WHEEL_UNAVAILABLE", "INSTALL_FAILED",
+        "REQUIREMENTS_FAILED", "DEPENDENCY_MISSING", "START_SCRIPT_FAILED",
     ],
 )  # fmt: skip
 def test_failed_preparation_fails_worker_with_its_code(code: str) -> None:

@@ -1,6 +1,7 @@
 """Seats and attempts: assignment, release, failure and replacement. Ray and the database are scripted."""
 
 import asyncio
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,10 @@ class FakeRay:
 
     async def kill(self, reference: Any) -> None:
         self.killed.append(reference)
-        await self.may_kill.wait()
+        # Bounded: cancelled attempts wait for this call, so a failing test would never end.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                await self.may_kill.wait()
         self.exit_seat(reference, AttemptFailure("ENGINE_ERROR", "cancelled"))
 
     async def cancel(self, references: Collection[Any]) -> None:

@@ -7,7 +7,7 @@ from windlass.model.alert import ADVICE
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "windlass"
-DOCS = [ROOT / "docs" / "runbooks.md", ROOT / "docs" / "operations.md"]
+DOCS = [ROOT / "docs" / "runbooks.md"]
 # Packages whose constants are codes of tasks, workers, machines and events.
 CODE_PACKAGES = ("policy", "control", "worker", "ray", "providers", "store/schema", "server/routes", "model/errors.py")
 LITERAL = re.compile(r"""["']([A-Z]{4,}(?:_[A-Z]+)*)["']""")

@@ -240,7 +240,7 @@ def test_minimum_is_kept_with_empty_queue(policy: str) -> None:
     assert drained_ids(plan(idle_fleet(4), config)) == ["w0"]
 
 
-@pytest.mark.parametrize("policy", ["threshold", "buffered", "clear-time"])
+@pytest.mark.parametrize("policy", ["adaptive", "threshold", "buffered", "clear-time"])
 def test_full_fleet_reports_max_workers(policy: str) -> None:
     config = fleet(policy=policy, max_workers=4)
     busy = [worker(f"w{n}", n, running=(task(n),)) for n in range(4)]

@@ -3,8 +3,10 @@
 import base64
 import html
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Any
 from urllib.parse import quote, quote_plus
 from uuid import uuid4
 
@@ -12,7 +14,7 @@ import pytest
 
 from windlass.model import redaction
 from windlass.model.fleet import FleetConfig
-from windlass.model.payload_privacy import privacy_of
+from windlass.model.payload_privacy import MAX_TEXTS, privacy_of
 from windlass.model.redaction import (
     HIDDEN,
     Mask,
@@ -28,9 +30,10 @@ from windlass.model.task import Claim
 from windlass.server.errors import ApiError
 from windlass.server.json_api import json_response
 from windlass.worker.executor import AttemptFailure, Outcome
+from windlass.worker.handler import ReportProgress
 from windlass.worker.private_errors import PrivateErrors
 
-SECRET = 'pa/ss+w"o<r>d&1234'
+SECRET = "pa/ss+w\"o<r>d&12'3\\4 ü-~\n5"
 
 
 @pytest.fixture
@@ -46,10 +49,26 @@ def encodings() -> dict[str, str]:
     return {
         "plain": SECRET,
         "url": quote(SECRET, safe=""),
+        "path": quote(SECRET),
+        "path of a browser": quote(SECRET, safe="/!'()*+,;:@&=$"),
+        "lower-case url": re.sub("%..", lambda found: found[0].lower(), quote(SECRET, safe="")),
+        "url in a url": quote(quote(SECRET, safe=""), safe=""),
         "form": quote_plus(SECRET),
         "json": json.dumps(SECRET)[1:-1],
         "json with escaped slashes": json.dumps(SECRET)[1:-1].replace("/", "\\/"),
+        "json in json": json.dumps(json.dumps(SECRET))[3:-3],
+        "json without escaped letters": json.dumps(SECRET, ensure_ascii=False)[1:-1],
+        "json with escaped signs": json.dumps(SECRET)[1:-1].replace("<", "\\u003C").replace("&", "\\u0026"),
         "html": html.escape(SECRET),
+        "html without quotes": html.escape(SECRET, quote=False),
+        "html with numbers": "".join(
+            f"&#{ord(character)};" if character in "\"'<" else character for character in SECRET
+        ),
+        "json in html": html.escape(json.dumps(SECRET)[1:-1]),
+        "url in json": json.dumps(quote(SECRET))[1:-1],
+        "json in url": quote(json.dumps(SECRET)[1:-1]),
+        "json in url in url": quote(quote(json.dumps(SECRET)[1:-1])),
+        "repr": repr(SECRET)[1:-1],
         "hex": content.hex(),
         "upper-case hex": content.hex().upper(),
         "base64": base64.b64encode(content).decode(),
@@ -65,10 +84,19 @@ def test_known_secret_is_hidden_in_every_encoding(form: str) -> None:
     text = f"before {encodings()[form]} after"
     for shown in (mask_of([SECRET])(text), mask_known(text), without_known_secrets(text)):
         assert HIDDEN in shown
-        # The characters at the ends of base64 may encode neighbouring bytes too.
-        middle = encodings()[form][4:-4]
-        assert middle not in shown
         assert shown.startswith("before ")
+        if "base64" in form:
+            # The characters at the ends of base64 may encode neighbouring bytes too.
+            assert encodings()[form][4:-4] not in shown
+        else:
+            assert shown == f"before {HIDDEN} after"
+
+
+def test_masking_takes_linear_time_whatever_the_text() -> None:
+    mask = mask_of([r"""\\\"%25&amp;""" * 5, " " * 20, "aaaaaaaa/aaaaaaaa"])
+    for part in ("\\", "%5C", "%25", "&amp;", "a", "aaaaaaaa/", " ", '\\"'):
+        hostile = part * 100_000
+        assert len(mask(hostile)) <= len(hostile) + 100
 
 
 @pytest.mark.usefixtures("known")
@@ -149,7 +177,9 @@ class QuotingExecutor:
 
     async def start(self) -> None: ...
 
-    async def run(self, claim: Claim, _report: object) -> Outcome:
+    async def run(self, claim: Claim, report: ReportProgress) -> Outcome:
+        report(0.5, f"drawing {claim.payload}")
+        report(0.6, None)
         return AttemptFailure("HANDLER_ERROR", f"ValueError: {claim.payload}")
 
     async def close(self) -> None: ...
@@ -158,10 +188,39 @@ class QuotingExecutor:
 async def test_worker_does_not_send_hidden_parts_in_errors() -> None:
     executor = PrivateErrors(QuotingExecutor(), ("letters",), ("$.prompt",))
     claim = Claim(1, uuid4(), "letters", PAYLOAD, 1, 3, None, 0, datetime.now(UTC))
-    outcome = await executor.run(claim, lambda *_: None)
+    notes: list[str | None] = []
+    outcome = await executor.run(claim, lambda _, note: notes.append(note))
     assert isinstance(outcome, AttemptFailure)
     assert "a private prompt" not in outcome.error
     assert "private text" in outcome.error
+    drawing, none = notes
+    assert drawing is not None and "a private prompt" not in drawing and "private text" in drawing
+    assert none is None
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        pytest.param({"prompt": 4711}, "no account 4711", id="a number"),
+        pytest.param({"prompt": "abc"}, "KeyError: 'abc'", id="a short text"),
+        pytest.param({"prompt": {"Ann": True}}, "KeyError: 'Ann'", id="the name of a member"),
+        pytest.param({"prompt": ["x1", {"y": 2.5}]}, "neither x1 nor 2.5", id="parts of parts"),
+        pytest.param({"prompt": "grüße/ä b"}, "GET /gr%C3%BC%C3%9Fe%2F%C3%A4%20b", id="in an address"),
+    ],
+)
+def test_everything_at_a_hidden_path_is_removed_from_errors(payload: Any, error: str) -> None:
+    redacted = PRIVATE.redact_text("letters", error, json.dumps(payload))
+    assert redacted is not None and HIDDEN in redacted
+    assert not any(part in redacted for part in ("4711", "abc", "Ann", "x1", "2.5", "gr%C3"))
+
+
+def test_short_hidden_text_is_not_removed_from_other_words() -> None:
+    assert PRIVATE.redact_text("letters", "cannot open a cat", '{"prompt": "a"}') == f"cannot open {HIDDEN} cat"
+
+
+def test_message_is_hidden_as_a_whole_if_too_many_texts_are_private() -> None:
+    payload = json.dumps({"prompt": [f"line {number}" for number in range(MAX_TEXTS + 1)]})
+    assert PRIVATE.redact_text("letters", "attempt 1 of 3: no line", payload) == f"attempt 1 of 3: {HIDDEN}"
 
 
 @pytest.mark.parametrize("path", ["prompt", "$prompt", "$..prompt", "$.a b", "$.a[", "$.a[-1]", ""])

@@ -16,6 +16,9 @@ from windlass.simulator.report import html_report
 from windlass.simulator.runs import RunRequest, peak_concurrency, run_policy
 from windlass.simulator.trace import GENERATORS, GeneratorSettings, Trace, generate, read_trace
 
+# Days of simulated time.
+pytestmark = pytest.mark.slow
+
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 NAMES = ("genai_image_a", "llm_code", "gpu_jobs_a", "grid_spikes_a", "hpc_mixed")
 WORLDS = {"R": World(), "H": World(slots=2, boot_s=90.0, billing_unit_s=3600)}

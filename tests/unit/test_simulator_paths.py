@@ -9,10 +9,14 @@ from windlass.simulator.engine import World
 from windlass.simulator.runs import RunRequest, run_policy
 from windlass.simulator.trace import GENERATORS, GeneratorSettings, Trace, generate, read_trace
 
+# Days of simulated time.
+pytestmark = pytest.mark.slow
+
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 WORLDS = {
     "second": World(),
     "random boots": World(boot_sigma=0.5),
+    "processes of this host": World(boot_s=1.0, is_free=True),
     "hour": World(slots=2, boot_s=90.0, billing_unit_s=3600),
 }
 
@@ -40,8 +44,19 @@ def test_fast_path_equals_full_plan_within_limits() -> None:
 
 
 @pytest.mark.skipif(not TRACES.is_dir(), reason=f"no traces in {TRACES}")
+@pytest.mark.parametrize("price", [None, 1.0])
+@pytest.mark.parametrize("sigma", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["genai_image_a", "llm_code", "gpu_jobs_a", "grid_spikes_a", "hpc_mixed"])
-def test_fast_path_equals_full_plan_on_samples_of_traces(name: str) -> None:
+def test_fast_path_equals_full_plan_on_samples_of_traces(name: str, sigma: float, price: float | None) -> None:
+    """Long enough that a fleet starts from no workers when it knows boots and durations."""
     trace = read_trace(TRACES / f"{name}.csv.gz")
-    check(trace.between(0.0, trace.arrivals[200]), WORLDS["second"])
-    check(trace.between(trace.arrivals[500], trace.arrivals[560]), WORLDS["hour"])
+    for world in (World(boot_sigma=sigma), World(slots=2, boot_s=90.0, billing_unit_s=3600, boot_sigma=sigma)):
+        check(trace.between(0.0, trace.arrivals[250]), world, price_of_waiting=price)
+
+
+@pytest.mark.parametrize("price", [None, 1.0])
+@pytest.mark.parametrize("sigma", [0.0, 0.5])
+def test_fast_path_equals_full_plan_after_silence(sigma: float, price: float | None) -> None:
+    """Cycles without workers and tasks are skipped, and the first spawn after them costs a billing hour."""
+    trace = generate("bursts", GeneratorSettings(tasks=200, days=4.0, duration_s=400.0))
+    check(trace, World(slots=2, boot_s=90.0, billing_unit_s=3600, boot_sigma=sigma), price_of_waiting=price)

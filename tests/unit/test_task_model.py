@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.model.errors import BadInput
-from windlass.model.task import check_queue_name, new_task, to_json
+from windlass.model.task import check_queue_name, new_task, parse_json, to_json
 
 
 def test_a_task_keeps_what_it_was_given() -> None:
@@ -87,3 +87,17 @@ def test_the_limit_counts_bytes_not_characters() -> None:
 @pytest.mark.parametrize("text", ["\\u0000", "\\\\u0000", 'say "\\u0000"'])
 def test_text_that_only_looks_like_an_escaped_nul_is_accepted(text: str) -> None:
     assert json.loads(to_json(text, "it", 100)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 900 + "]" * 900, json.dumps(["[" * 5_000, '\\"[[[' * 500]), "[" + ",".join(["{}"] * 5_000) + "]"],
+    ids=["900 levels", "brackets in strings", "many short lists"],
+)
+def test_json_up_to_900_levels_is_parsed(text: str) -> None:
+    assert parse_json(text) == json.loads(text)
+
+
+def test_json_of_901_levels_is_rejected_on_every_python() -> None:
+    with pytest.raises(ValueError, match="nested more than 900 levels deep"):
+        parse_json('{"a":' * 901 + "1" + "}" * 901)

@@ -8,6 +8,9 @@ from windlass.simulator.engine import World
 from windlass.simulator.trace import GeneratorSettings, Trace, generate
 from windlass.simulator.tuning import candidates, fleet_section, tune
 
+# Days of simulated time.
+pytestmark = pytest.mark.slow
+
 BASE = FleetConfig(max_workers=100, spawn_timeout_s=3600.0)
 
 

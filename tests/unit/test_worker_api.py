@@ -67,6 +67,9 @@ async def test_activation_returns_the_work_order(plane: InMemoryControlPlane) ->
         "timeout_s": 99,
         "memory_limit_mb": 512,
         "redact": [],
+        "sends_output": True,
+        "output_bytes_per_s": 32_768,
+        "output_bytes_per_attempt": 1 << 20,
         "env": {"API_KEY": SECRET},
         "ray": None,
     }
@@ -309,7 +312,7 @@ async def test_h4_requests_of_one_worker_are_limited(clock: Any) -> None:
 
 @pytest.mark.parametrize("form", ["announced", "chunked", "compressed"])
 async def test_h4_large_requests_of_a_worker_count_more(clock: Any, form: str) -> None:
-    async with open_control_plane(clock, worker_rate_limit=8.0) as plane:
+    async with open_control_plane(clock, worker_rate_limit=32.0) as plane:
         headers = bearer(await plane.join())
         results = [{"task_id": n, "token": str(uuid4()), "result": '"' + "x" * 5_000 + '"'} for n in range(100)]
         body = json.dumps({"finished": results}).encode()
@@ -324,7 +327,7 @@ async def test_h4_large_requests_of_a_worker_count_more(clock: Any, form: str) -
 
         calls = [await post() for _ in range(20)]
         assert calls[0].status_code == 200
-        # Half a megabyte counts as five calls.
+        # Half a megabyte counts as 17 calls.
         assert sum(call.status_code == 200 for call in calls) < 10
 
 

@@ -114,7 +114,7 @@ async def test_child_that_died_or_flooded_while_idle_fails_no_attempt(
 
 UNPARSABLE_PAYLOADS = pytest.mark.parametrize(
     ("payload", "message"),
-    [("1" * 5_001, "Exceeds the limit"), ("[" * 6_000 + "]" * 6_000, "recursion depth")],
+    [("1" * 5_001, "Exceeds the limit"), ("[" * 6_000 + "]" * 6_000, "nested more than 900 levels deep")],
     ids=["a number of 5,001 digits", "6,000 nested arrays"],
 )
 

@@ -12,12 +12,14 @@ from windlass.model.action import (
     Drain,
     Fail,
     FailSlot,
+    RecordEvent,
 )
 from windlass.model.errors import BadInput
 from windlass.model.outcome import (
     CreationRefused,
     Deleted,
 )
+from windlass.model.rollout import DeployRequest, Rollout
 from windlass.model.snapshot import (
     Cadence,
     PlannerState,
@@ -287,3 +289,46 @@ async def test_operation_on_unknown_fleet_is_bad_input(store: ControlStores) -> 
         with pytest.raises(BadInput, match="fleet no not found"):
             await asked
     assert await store.fleets() == []
+
+
+async def test_deploy_requests_are_numbered_and_aborted_once(store: ControlStores, ann: Leader) -> None:
+    assert (await ann.observe()).deploy is None
+    assert not await store.abort_deploy("f"), "nothing was requested"
+    assert await store.request_deploy("f", 2, 0, is_immediate=True) == 1
+    assert (await ann.observe()).deploy == DeployRequest(1, surge=2, is_immediate=True)
+    assert await store.abort_deploy("f")
+    assert not await store.abort_deploy("f")
+    assert await store.request_deploy("f", 0, 1, is_immediate=False) == 2
+    assert (await ann.observe()).deploy == DeployRequest(2, max_unavailable=1)
+    with pytest.raises(BadInput):
+        await store.request_deploy("unknown", 0, 0, is_immediate=False)
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+async def test_rollout_that_began_without_a_request_is_aborted(
+    store: ControlStores, clock: VirtualClock, ann: Leader, requests: int
+) -> None:
+    """As `windlass up --watch` begins it: without any request, or after one that was aborted."""
+    for _ in range(requests):
+        await store.request_deploy("f", 0, 0, is_immediate=False)
+    assert await store.abort_deploy("f") is bool(requests)
+    state = PlannerState(rollout=Rollout(requests, "b2", 1, 0, True, clock()), aborted_deploy=requests)
+    await ann.commit(planner_state=state)
+    assert await store.abort_deploy("f")
+    assert (await ann.observe()).deploy == DeployRequest(requests + 1, is_aborted=True)
+    assert not await store.abort_deploy("f"), "no cycle has seen the first abort yet"
+
+
+async def test_worker_keeps_its_fingerprint_and_the_fleet_its_rollout(store: ControlStores, ann: Leader) -> None:
+    await ann.commit(intents=(replace(intent("w0", 0), fingerprint="a1"), intent("w1", 1)))
+    assert [view.fingerprint for view in (await ann.observe()).workers] == ["a1", None]
+    assert [worker.fingerprint for worker in await store.workers()] == ["a1", None]
+    (at,) = [worker.created_at for worker in await store.workers() if worker.id == "w0"]
+    rollout = Rollout(3, "b2", 1, 0, False, at, surged=(2,), failed=("w9",), changed_at=at)
+    await ann.commit(
+        RecordEvent("DEPLOY_STARTED", "version b2"), planner_state=PlannerState(fingerprint="b2", rollout=rollout)
+    )
+    (fleet,) = await store.fleets()
+    assert (fleet.fingerprint, fleet.rollout) == ("b2", rollout)
+    assert (await ann.observe()).planner_state.rollout == rollout
+    assert (await store.events(limit=1))[0].code == "DEPLOY_STARTED"

@@ -367,6 +367,19 @@ async def test_settlement_of_changed_account_is_skipped(store: ControlStores, cl
     assert await reported(store, "worker") == {"w0": (0, 3_700_000, 0, 3_500_000)}
 
 
+async def test_repeated_settlement_of_a_live_worker_charges_once(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await hire_priced(ann, clock)
+    clock.advance(3700)
+    (account,) = await store.accounts_to_settle("f", 10)
+    closed = settle(account, clock())
+    assert await store.settle([closed, closed]) == 1
+    charged = await reported(store, "worker")
+    assert await store.settle([closed]) == 0
+    assert await reported(store, "worker") == charged
+
+
 async def test_accounts_to_settle_are_bounded_longest_due_first(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:

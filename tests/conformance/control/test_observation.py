@@ -34,6 +34,7 @@ from windlass.model.snapshot import (
     MachineListState,
     OrphanState,
     PlannerState,
+    QueueDurations,
     ScalingState,
     Snapshot,
 )
@@ -224,6 +225,31 @@ async def test_snapshot_has_a_sample_of_durations_and_new_tasks(
     assert (await ann.observe()).queue.arrived == 0
     await store.enqueue(NewTask("a"))
     assert (await ann.observe()).queue.arrived == 1
+
+
+async def test_snapshot_has_durations_of_each_queue_with_tasks(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    await store.register(Registration("hand", ("a", "b"), fleet="f"))
+    for queue, duration_s in (("a", 1.0), ("b", 90.0), ("a", 3.0)):
+        await store.enqueue(NewTask(queue))
+        (claim,) = await store.claim("hand", (queue,), 1)
+        clock.advance(duration_s)
+        await store.finish_and_claim("hand", [Finished(claim.task_id, claim.token, None)], (), 0)
+    assert (await ann.observe()).queue.each == ()
+    await store.enqueue(NewTask("a"))
+    await store.enqueue(NewTask("a"))
+    await store.enqueue(NewTask("b"))
+    await store.claim("hand", ("b",), 1)
+    snapshot = await ann.observe()
+    assert snapshot.queue.each == (
+        QueueDurations("a", 2, (1.0, 3.0), 2.0), QueueDurations("b", 0, (90.0,), 90.0),
+    )  # fmt: skip
+    assert [task.queue for worker in snapshot.workers for task in worker.running] == ["b"]
+    # A fleet of one queue has neither.
+    snapshot = await ann.observe(FleetConfig(queues=("b",)))
+    assert snapshot.queue.each == ()
+    assert [task.queue for worker in snapshot.workers for task in worker.running] == [None]
 
 
 async def test_busy_queue_does_not_hide_durations_of_another(

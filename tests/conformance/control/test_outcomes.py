@@ -121,6 +121,14 @@ async def test_deleted_machine_terminates_worker_and_requeues_tasks(
     assert await events(store) == before
 
 
+async def test_text_that_cannot_be_stored_does_not_lose_a_deletion(store: ControlStores, ann: Leader) -> None:
+    await ann.spawn_worker(0)
+    await ann.report(Deleted("w0", None, "X", "said \0 or \ud800", boot_log="before\0after \udfff"))
+    assert (await store.worker("w0")).status is WorkerStatus.TERMINATED
+    (entry,) = (await store.worker_log("w0", 10)).lines
+    assert entry.text == "before\\0after \\udfff"
+
+
 @pytest.mark.parametrize(
     ("known", "deleted", "is_over"),
     [

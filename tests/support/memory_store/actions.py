@@ -16,6 +16,7 @@ from windlass.model.action import (
     Prepare,
     Promote,
     RaiseAlert,
+    RecordEvent,
     RecordMachine,
     RecordPrice,
     Requeue,
@@ -56,6 +57,8 @@ def apply_action(tables: Tables, action: Action, snapshot: Snapshot) -> int:  # 
         case RaiseAlert(code, reason, worker_id, about):
             detail = {"code": code} | ({"about": about} if about else {})
             tables.event_log.add("ALERT", reason, fleet=fleet, worker_id=worker_id, detail=detail)
+        case RecordEvent(code, reason):
+            tables.event_log.add(code, reason, fleet=fleet)
         case Delete() | DeleteOrphan() | Spawn() | GrowVolume():
             pass  # recorded with its outcome, after the provider call
         case _:

@@ -57,7 +57,8 @@ class MemoryAuthStore(TableStore):
             return None
         if token.last_used_at is None or token.last_used_at < now - LAST_USE_INTERVAL:
             self._tables.api_tokens[token_hash] = replace(token, last_used_at=now)
-        return TokenCaller(token.name, token.role, token.scope, valid_for_s=self._valid_for_s(token))
+        valid_for_s = self._valid_for_s(token)
+        return TokenCaller(token.name, token.role, token.scope, token_id=token.id, valid_for_s=valid_for_s)
 
     def _is_valid(self, token: ApiToken) -> bool:
         return token.status(self._clock()) == "active"
@@ -103,7 +104,7 @@ class MemoryAuthStore(TableStore):
         self._add_event("WORKER_JOINED", "machine exchanged its join token", fleet=worker.fleet, worker_id=worker_id)
         return Activation.ACTIVATED
 
-    async def report_boot_step(self, worker_id: str, step: str) -> None:
+    async def report_boot_step(self, worker_id: str, step: str, output: str = "") -> None:
         worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)
         if worker is None or worker.slot is None or worker.last_heartbeat is not None:
             return
@@ -112,6 +113,7 @@ class MemoryAuthStore(TableStore):
             spawned.boot_steps.append((step, now))
         spawned.boot_step, spawned.boot_step_at = step, now
         spawned.reachable_at = spawned.reachable_at or now
+        self._tables.worker_logs.set_boot(worker, output, now)
 
     async def cannot_start(self, worker_id: str, code: str, reason: str) -> None:
         worker = self._workers.among((WorkerStatus.SPAWNING,), worker_id)

@@ -74,6 +74,9 @@ class MemoryControlStore(MemoryLeaseStore):
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         return sum(self._tables.ledger.settle(self._workers.get(s.account.worker_id), s) for s in settlements)
 
+    async def settle_rows(self) -> int:
+        return 0  # it has no adopted tables
+
 
 class MemoryCostStore(TableStore):
     async def costs(self, by: str, since: datetime, *, fleet: str | None = None, limit: int = 1000) -> list[Cost]:

@@ -1,6 +1,7 @@
 """Fleets, workers, events and cycles for people, in memory. Implements ports/fleets.py."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 from support.memory_store.constraints import check_limit
@@ -12,6 +13,7 @@ from windlass.model.cycle import Cycle, CycleDetail, Fleet
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.listing import HostRecord, Page
+from windlass.model.rollout import DeployRequest
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import MAX_AHEAD
 from windlass.store.cursors import ID, read_cursor, write_cursor
@@ -59,14 +61,20 @@ class MemoryFleetQueries(TableStore):
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
     ) -> list[Event]:
         check_limit("reading events", limit)
-        return self._tables.event_log.latest(task_id, worker_id, limit)
+        return [self._with_queue(event) for event in self._tables.event_log.latest(task_id, worker_id, limit)]
+
+    def _with_queue(self, event: Event) -> Event:
+        task = self._tables.tasks.rows.get(event.task_id) if event.task_id is not None else None
+        return replace(event, queue=task.queue) if task is not None else event
 
     async def audit_page(self, *, actor: str | None = None, limit: int = 50, cursor: str | None = None) -> Page[Event]:
         (before,) = read_cursor(cursor, ID) or (None,)
         events = (
             event
             for event in reversed(self._tables.event_log.events)
-            if event.actor is not None and actor in (None, event.actor) and (before is None or event.id < before)
+            if event.actor is not None
+            and (actor is None or _is_by(actor, event.actor))
+            and (before is None or event.id < before)
         )
         found = tuple(islice(events, limit))
         return Page(found, write_cursor(found[-1].id) if len(found) == limit else None)
@@ -122,6 +130,25 @@ class MemoryOperations(TableStore):
         self._add_event("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
         return row.requested_workers
 
+    async def request_deploy(self, fleet: str, surge: int, max_unavailable: int, *, is_immediate: bool) -> int:
+        row = self._tables.known_fleet("requesting a deploy", fleet)
+        id_ = 1 if row.deploy is None else row.deploy.id + 1
+        row.deploy = DeployRequest(id_, surge, max_unavailable, is_immediate)
+        self._add_event("DEPLOY_REQUESTED", "by hand", fleet=fleet, detail={"id": id_})
+        return id_
+
+    async def abort_deploy(self, fleet: str) -> bool:
+        row = self._tables.known_fleet("aborting a deploy", fleet)
+        last = row.deploy or DeployRequest(0, is_aborted=True)
+        if last.is_aborted:
+            rollout = row.planner_state.rollout
+            if rollout is None or not rollout.is_running or row.planner_state.aborted_deploy < last.id:
+                return False
+            last = replace(last, id=last.id + 1)
+        row.deploy = replace(last, is_aborted=True)
+        self._add_event("DEPLOY_ABORT_REQUESTED", "by hand", fleet=fleet)
+        return True
+
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         self._tables.known_fleet("pausing or resuming a fleet", fleet).is_paused = is_paused
         own = (worker for worker in self._workers.not_terminated.values() if worker.fleet == fleet)
@@ -157,3 +184,8 @@ class MemoryOperations(TableStore):
         if worker.slot is None:
             self._tables.terminate(worker)
         return True
+
+
+def _is_by(wanted: str, actor: str) -> bool:
+    """`token:NAME` selects all tokens that had the name."""
+    return actor == wanted or (actor.startswith("token:") and actor.partition("#")[0] == wanted)

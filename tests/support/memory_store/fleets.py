@@ -8,6 +8,7 @@ from support.memory_store.interval import interval
 from windlass.model.cycle import Fleet
 from windlass.model.fleet import MAX_RESTARTS
 from windlass.model.lease import Candidate, LeaseLost, Standby
+from windlass.model.rollout import DeployRequest
 from windlass.model.snapshot import PlannerState
 
 
@@ -35,6 +36,7 @@ class FleetRow:
     requested_workers: int = 0
     reset_at: datetime | None = None
     restarted_at: datetime | None = None
+    deploy: DeployRequest | None = None
     planner_state: PlannerState = field(default_factory=PlannerState)
     slots: dict[int, SlotRow] = field(default_factory=dict)
 
@@ -53,6 +55,8 @@ class FleetRow:
             planned_at=self.planner_state.cadence.planned_at,
             next_plan_in_s=self.planner_state.cadence.next_plan_in_s,
             is_led=is_led,
+            fingerprint=self.planner_state.fingerprint,
+            rollout=self.planner_state.rollout,
         )
 
 

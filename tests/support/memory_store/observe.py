@@ -23,6 +23,7 @@ from windlass.model.snapshot import (
     FailureStreak,
     LaunchRecord,
     ProviderRefusal,
+    QueueDurations,
     QueueView,
     RecentFailure,
     RunningView,
@@ -37,8 +38,12 @@ from windlass.model.worker import LIVE, WorkerKind, WorkerStatus
 # The bounds of the SQL function observe().
 MAX_LAUNCHES = 1000
 MAX_BOOTS = 50
+MAX_BOOT_ROWS = 200
 MAX_DURATIONS = 500
 MAX_SAMPLE = 200
+MAX_QUEUES = 32
+MAX_QUEUE_SAMPLE = 100
+MAX_QUEUE_ROWS_SCANNED = 5_000
 MAX_ANSWERS = 50
 MAX_STREAKS = 50
 MAX_COMPLETED_COMPARED = 500
@@ -69,12 +74,16 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
             boots_s=tuple(
                 sorted(
                     round((w.activated_at - w.created_at).total_seconds(), 3)
-                    for w in spawned[-MAX_BOOTS:]
+                    for w in [w for w in spawned[-MAX_BOOT_ROWS:] if w.activated_at][-MAX_BOOTS:]
                     if w.activated_at
                 )
             ),
         ),
-        workers=tuple(_view(w, tasks.run_by(w.id)) for w in workers if w.status is not WorkerStatus.TERMINATED),
+        workers=tuple(
+            _view(w, tasks.run_by(w.id), has_queues=len(config.queues) > 1)
+            for w in workers
+            if w.status is not WorkerStatus.TERMINATED
+        ),
         slots=_slots(fleet, now - interval(config.restart_window_s)),
         launches=_launches(spawned, now - interval(config.failure_window_s), now),
         refusal=_last_refusal(spawned[-MAX_ANSWERS:]),
@@ -88,6 +97,7 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         requested=fleet.requested_workers,
         reset_at=fleet.reset_at,
         restarted_at=fleet.restarted_at,
+        deploy=fleet.deploy,
         spending=tables.ledger.spent_by(fleet.name, now),
         ended_bills=tuple(islice(_ended_bills(workers), MAX_ENDED_BILLS)),
         is_settlement_due=bool(to_settle(workers, fleet.name, now)),
@@ -114,7 +124,24 @@ def _queues(tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: d
         duration_p50_s=_median(durations),
         durations_s=tuple(sorted(round(duration, 3) for duration in sample)),
         duration_mean_s=sum(sample) / len(sample) if sample else None,
+        each=_each_queue(tasks, workers, names, now) if len(names) > 1 else (),
     )
+
+
+def _each_queue(
+    tasks: TaskTable, workers: WorkerTable, names: Sequence[str], now: datetime
+) -> tuple[QueueDurations, ...]:
+    views = {name: _queues(tasks, workers, [name], now) for name in names}
+    counts = {name: view.queued + view.running for name, view in views.items()}
+    busiest = sorted((name for name in views if counts[name]), key=lambda name: (-counts[name], name))[:MAX_QUEUES]
+    newest = list(islice(reversed(tasks.finished[TaskStatus.COMPLETE].values()), MAX_QUEUE_ROWS_SCANNED))
+    found = []
+    for name in sorted(busiest):
+        recent = islice((row for row in newest if row.queue == name), MAX_QUEUE_SAMPLE)
+        sample = [(r.finished_at - r.started_at).total_seconds() for r in recent if r.finished_at and r.started_at]
+        mean_s = sum(sample) / len(sample) if sample else None
+        found.append(QueueDurations(name, views[name].queued, tuple(sorted(round(s, 3) for s in sample)), mean_s))
+    return tuple(found)
 
 
 def _arrived(tasks: TaskTable, names: Sequence[str], newest_id: int | None) -> int:
@@ -139,7 +166,7 @@ def _reported_seconds(value: Any) -> float | None:
     return float(value) if is_number and 0 <= value <= 1e9 else None
 
 
-def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
+def _view(worker: MemoryWorker, running: Sequence[MemoryTask], *, has_queues: bool) -> WorkerView:
     spawned = worker.spawned
     return WorkerView(
         id=worker.id,
@@ -162,7 +189,9 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
         vram_at=spawned.vram_at,
         vram_lost_at=spawned.vram_lost_at,
         running=tuple(
-            RunningView(row.id, row.started_at, row.timeout_s) for row in running if row.started_at is not None
+            RunningView(row.id, row.started_at, row.timeout_s, row.queue if has_queues else None)
+            for row in running
+            if row.started_at is not None
         ),
         code=worker.code,
         reason=worker.reason,
@@ -174,6 +203,7 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask]) -> WorkerView:
         host_key=spawned.host_key,
         node=worker.node,
         failing_since=worker.failing_since,
+        fingerprint=spawned.fingerprint,
         provider=spawned.provider,
         running_at=spawned.running_at,
         progress_at=max(

@@ -95,7 +95,12 @@ def _deleted(tables: Tables, fleet: str, outcome: Deleted) -> None:
             open_bill(worker, outcome.priced, outcome.billing_unit_s, now)
         close_bill(worker, outcome.ended_at or now, now)
         worker.set_end_reason(outcome.code, outcome.reason)
+        tables.worker_logs.set_boot(worker, outcome.boot_log, now)
         tables.terminate(worker)
+        if outcome.machine_state is not None:
+            machine = {"state": str(outcome.machine_state), "note": outcome.machine_note}
+            found = {name: value for name, value in machine.items() if value is not None}
+            tables.diagnostics[worker.id]["machine"] = found
         tables.requeue_tasks_of(worker.id, outcome.code, outcome.reason)
         tables.event_log.add("WORKER_TERMINATED", outcome.reason, fleet=fleet, worker_id=worker.id)
 
@@ -129,6 +134,7 @@ def _preparation_ended(tables: Tables, fleet: str, outcome: Prepared | Preparati
         add_event("MACHINE_PREPARED", "worker program started", fleet=fleet, worker_id=worker.id)
     elif worker.status is WorkerStatus.SPAWNING and spawned.prepare_code is None and worker.last_heartbeat is None:
         spawned.prepare_code, spawned.prepare_reason = outcome.code, outcome.reason
+        tables.worker_logs.set_boot(worker, outcome.output, tables.now())
         detail = {"code": outcome.code, "output": outcome.output}
         add_event("PREPARATION_FAILED", outcome.reason, fleet=fleet, worker_id=worker.id, detail=detail)
     else:

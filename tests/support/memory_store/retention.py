@@ -18,6 +18,9 @@ def sweep(tables: Tables, kept: Retention) -> int:
     while (count := _sweep_once(tables, kept)) >= MAX_SWEPT_PER_KIND:
         deleted += count
     cycles = tables.cycles.forget(tables.now() - interval(kept.cycles_s), MAX_SWEPT_PER_KIND)
+    logs_before, max_bytes = tables.now() - interval(kept.worker_logs_s), kept.worker_logs_mb << 20
+    while (logs := tables.worker_logs.delete_old(logs_before, max_bytes, MAX_SWEPT_PER_KIND)) > 0:
+        deleted += logs
     return deleted + count + cycles
 
 
@@ -50,5 +53,7 @@ def _forget_workers(tables: Tables, kept: Retention) -> int:
     old = list(islice((worker for worker in ended if worker.spawned.settle_at is None), MAX_SWEPT_PER_KIND))
     for worker in old:
         tables.workers.forget(worker)
+        tables.worker_logs.forget_worker(worker.id)
+        tables.diagnostics.pop(worker.id, None)
         tables.tasks.running.pop(worker.id, None)
     return len(old)

@@ -12,6 +12,7 @@ from support.memory_store.ray import MemoryRayStore
 from support.memory_store.tables import Tables
 from support.memory_store.task_store import MemoryTaskStore
 from support.memory_store.transport import MemoryMaintenance, MemoryTransport
+from support.memory_store.worker_logs import MemoryWorkerLogs
 from windlass.model.config import Retention
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from windlass.ports.ray import RayStore
     from windlass.ports.tasks import MaintenanceStore, TaskStore
     from windlass.ports.transport import WorkerTransport
+    from windlass.ports.worker_logs import WorkerLogQueries
 
 
 class MemoryStores(
@@ -34,6 +36,7 @@ class MemoryStores(
     MemoryCostStore,
     MemoryAuthStore,
     MemoryRayStore,
+    MemoryWorkerLogs,
 ):
     def __init__(
         self, clock: Callable[[], datetime], retention: Retention | None = None, chance: Random | None = None
@@ -53,3 +56,4 @@ if TYPE_CHECKING:
     _COSTS: type[CostStore] = MemoryCostStore
     _AUTH: type[AuthStore] = MemoryAuthStore
     _RAY: type[RayStore] = MemoryRayStore
+    _WORKER_LOGS: type[WorkerLogQueries] = MemoryWorkerLogs

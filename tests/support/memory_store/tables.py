@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import islice, takewhile
 from random import Random
+from typing import Any
 from uuid import UUID, uuid4
 
 from pydantic import TypeAdapter
@@ -20,6 +21,7 @@ from support.memory_store.interval import interval
 from support.memory_store.ledger import ChargeLedger, record_span
 from support.memory_store.notifications import NotificationHub
 from support.memory_store.tasks import MemoryTask, TaskTable
+from support.memory_store.worker_logs import WorkerLogTable, diagnostics_of
 from support.memory_store.workers import Credentials, MemoryWorker, WorkerTable
 from windlass.model.action import AttemptRefund
 from windlass.model.auth import ApiToken, Session
@@ -55,6 +57,9 @@ class Tables:
         self.event_log = EventLog(clock)
         self.notifications = NotificationHub()
         self.ledger = ChargeLedger()
+        self.worker_logs = WorkerLogTable()
+        # By worker that failed or terminated.
+        self.diagnostics: dict[str, dict[str, Any]] = {}
         self.cycles = Cycles()
         self.api_tokens: dict[bytes, ApiToken] = {}
         # Sessions and links by hash.
@@ -142,7 +147,14 @@ class Tables:
             self.event_log.add("WORKER_ACTIVATED", reason, fleet=worker.fleet, worker_id=worker.id)
 
     def terminate(self, worker: MemoryWorker) -> None:
+        before = worker.status
         self.workers.terminate(worker, self.now())
+        self._record_diagnostics(worker, before)
+
+    def _record_diagnostics(self, worker: MemoryWorker, before: WorkerStatus) -> None:
+        running = len(self.tasks.running.get(worker.id, ()))
+        found = diagnostics_of(worker, before, running, self.worker_logs)
+        self.diagnostics[worker.id] = self.diagnostics.get(worker.id, {}) | found
 
     def fail_worker(
         self,
@@ -159,8 +171,10 @@ class Tables:
         worker, now = self.workers.among(LIVE, worker_id), self.now()
         if worker is None:
             return 0
+        before = worker.status
         worker.move(WorkerStatus.ERROR)
         worker.code, worker.reason = code, reason
+        self._record_diagnostics(worker, before)
         worker.spawned.failed_at = now if counts else None
         worker.spawned.is_proven = is_proven
         values = {} if evidence is None else {"evidence": _FAILURE_STREAK.dump_python(evidence, mode="json")}
@@ -262,6 +276,7 @@ class Tables:
             kind=intent.kind,
         )  # fmt: skip
         row.spawned.provider = fleet.provider
+        row.spawned.fingerprint = intent.fingerprint
         if intent.join_token_hash is not None and intent.join_ttl_s is not None:
             row.credentials = Credentials(intent.join_token_hash, self.now() + interval(intent.join_ttl_s))
         self.workers.add(row)

@@ -11,6 +11,7 @@ from support.memory_store.interval import whole_seconds
 from support.memory_store.retention import sweep
 from support.memory_store.tables import Tables, TableStore
 from support.memory_store.tasks import MemoryTask
+from support.memory_store.worker_logs import append
 from support.memory_store.workers import MemoryWorker, lost, parse_vitals
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import (
@@ -34,6 +35,7 @@ from windlass.model.worker import (
     WorkerKind,
     WorkerStatus,
 )
+from windlass.model.worker_log import LogChunk
 from windlass.policy.backoff import retry_delay_s
 
 # The bound of the SQL function recover_lost_workers.
@@ -302,6 +304,13 @@ class MemoryTransport(MemoryWorkSignal):
         recovered = await self._maintenance.recover_lost_workers(worker_id)
         await self._maintenance.sweep()
         return recovered
+
+    async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
+        if worker_id not in self._workers.not_terminated:
+            raise UnknownWorker(
+                f"storing output: worker {worker_id} has ended or is not registered: register it first."
+            )
+        append(self._tables, worker_id, batch_id, chunks)
 
     async def next_run_after(self, queues: Sequence[str]) -> datetime | None:
         waiting = (self._tasks.queues[name].next_waiting() for name in queues)

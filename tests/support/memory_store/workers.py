@@ -62,6 +62,7 @@ class SpawnedWorker:
     joined_at: datetime | None = None
     boot_step: str | None = None
     boot_step_at: datetime | None = None
+    fingerprint: str | None = None
     boot_steps: list[tuple[str, datetime]] = field(default_factory=list)
     spans: dict[tuple[datetime, int], Span] = field(default_factory=dict)
 

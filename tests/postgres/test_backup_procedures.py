@@ -1,0 +1,238 @@
+"""Every command of docs/backup.md, executed in the order of the page on real servers, with tasks under way."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from support.postgres_servers import PORT, SystemPostgres, reachable_temp_dir, unprivileged_user
+from support.stores import PostgresStores
+from support.worker_harness import until
+from windlass.model.task import TaskStatus, new_task
+from windlass.store.migrate import migrate
+from windlass.wiring.stores import postgres_programs
+
+PAGE = (Path(__file__).parents[2] / "docs" / "backup.md").read_text()
+TIMEOUT_S = 120.0
+HANDLER = """
+import time
+from pathlib import Path
+
+def work(task):
+    while task.payload and not Path(task.payload["go"]).exists():
+        time.sleep(0.01)
+    return task.attempt
+"""
+
+
+def blocks(heading: str, language: str = "sh( server)?") -> list[str]:
+    """The command blocks of a section."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [block[1] for block in re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)]
+
+
+def test_page_has_the_commands_of_every_section() -> None:
+    headings = ("Back up", "Restore", "Move from the embedded database to a server", "Failover to a standby")
+    assert [len(blocks(heading)) for heading in headings] == [1, 2, 1, 3]
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Path]:
+    """The programs of the embedded PostgreSQL, in a folder that the server's user can enter."""
+    with reachable_temp_dir() as folder:
+        installation = postgres_programs().parent
+        copy = folder / installation.parent.name / installation.name
+        shutil.copytree(installation, copy, symlinks=True)
+        # The programs find their libraries by a path relative to themselves.
+        libraries = installation.parent.with_name(f"{installation.parent.name}.libs")
+        if libraries.exists():
+            shutil.copytree(libraries, folder / libraries.name)
+        yield copy / "bin"
+
+
+@pytest.fixture
+def server(programs: Path) -> Iterator[SystemPostgres]:
+    with reachable_temp_dir() as folder:
+        postgres = SystemPostgres(programs, folder)
+        postgres.start()
+        try:
+            yield postgres
+        finally:
+            postgres.stop(signal.SIGQUIT)
+
+
+async def create_database(server: SystemPostgres, name: str) -> str:
+    connection = await asyncpg.connect(server.dsn)
+    try:
+        await connection.execute(f"create database {name} template template0")
+    finally:
+        await connection.close()
+    return server.dsn.replace("/postgres?", f"/{name}?")
+
+
+async def run_block(commands: str, folder: Path, programs: Path, *, user: str | None = None, **variables: str) -> str:
+    environment = {
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.defpath}",
+        "HOME": str(folder),
+        "LC_ALL": "C.UTF-8",
+        **variables,
+    }
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-euo", "pipefail", "-c", commands,
+        cwd=folder, env=environment, user=user, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    async with asyncio.timeout(TIMEOUT_S):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, f"{commands}\n{output.decode()}"
+    return output.decode()
+
+
+@asynccontextmanager
+async def worker(dsn: str, folder: Path, **variables: str) -> AsyncIterator[None]:
+    (folder / "app.py").write_text(HANDLER)
+    with (folder / "worker.log").open("ab") as log:
+        process = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-m", "windlass", "worker", "--queue", "q", "--handler", "app:work"],
+            cwd=folder, env={**os.environ, "DATABASE_URL": dsn, **variables}, stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+
+
+async def counts(dsn: str) -> dict[str, int]:
+    connection = await asyncpg.connect(dsn)
+    try:
+        rows = await connection.fetch("select status::text, count(*) from windlass.tasks group by 1")
+        return {row[0]: row[1] for row in rows}
+    finally:
+        await connection.close()
+
+
+async def test_backup_is_taken_while_tasks_run_and_restored(
+    server: SystemPostgres, programs: Path, tmp_path: Path
+) -> None:
+    dsn = await create_database(server, "app")
+    await migrate(dsn)
+    async with PostgresStores(dsn) as store, worker(dsn, tmp_path):
+        slow = await store.enqueue(new_task("q", {"go": str(tmp_path / "go")}))
+        ids = [await store.enqueue(new_task("q")) for _ in range(20)]
+
+        async def is_running() -> bool:
+            task = await store.task(slow)
+            return task is not None and task.status is TaskStatus.RUNNING
+
+        await until(is_running, "a running task", TIMEOUT_S)
+        (backup,) = blocks("Back up")
+        await run_block(backup, tmp_path, programs, DATABASE_URL=dsn)
+        (tmp_path / "go").touch()
+    restored = await create_database(server, "restored")
+    for commands in blocks("Restore"):
+        printed = await run_block(commands, tmp_path, programs, RESTORED_URL=restored)
+    assert "q" in printed
+    assert sum((await counts(restored)).values()) == len(ids) + 1
+    # The running task lost its worker with the old database; every task completes in the restored one.
+    async with PostgresStores(restored) as store, worker(restored, tmp_path):
+        await store.enqueue(new_task("q"))
+
+        async def are_complete() -> bool:
+            return (await counts(restored)).get("complete", 0) >= len(ids) + 1
+
+        await until(are_complete, "all tasks of the backup", TIMEOUT_S)
+
+
+async def test_embedded_database_moves_to_a_server(
+    server: SystemPostgres, programs: Path, tmp_path: Path, reachable_path: Path
+) -> None:
+    variables = {"WINDLASS_DATA_DIR": str(reachable_path / "state")}
+    await run_block(
+        "windlass db migrate; for n in 1 2 3; do windlass enqueue q null; done", tmp_path, programs, **variables
+    )
+    target = await create_database(server, "moved")
+    (commands,) = blocks("Move from the embedded database to a server")
+    await run_block(commands, tmp_path, programs, SERVER_URL=target, **variables)
+    assert await counts(target) == {"queued": 3}
+    async with worker(target, tmp_path):
+
+        async def are_complete() -> bool:
+            return await counts(target) == {"complete": 3}
+
+        await until(are_complete, "the moved tasks", TIMEOUT_S)
+
+
+async def test_workers_follow_a_failover_with_tasks_under_way(
+    server: SystemPostgres, programs: Path, tmp_path: Path
+) -> None:
+    dsn = await create_database(server, "app")
+    await migrate(dsn)
+    user = unprivileged_user()
+    with reachable_temp_dir() as folder:
+        if user is not None:
+            shutil.chown(folder, user)
+        variables = {
+            "PRIMARY_URL": server.dsn,
+            "STANDBY_DATA": str(folder / "data"),
+            "STANDBY_OPTIONS": f"-c unix_socket_directories={folder} -c listen_addresses= -c port={PORT}",
+            "STANDBY_URL": f"postgresql://postgres@/app?host={folder}&port={PORT}",
+        }
+        create, start, promote = blocks("Failover to a standby")
+        await run_block(create, folder, programs, user=user, **variables)
+        await run_block(start, folder, programs, user=user, **variables)
+        try:
+            primary_dir = re.search(r"host=([^&]+)", dsn)
+            assert primary_dir is not None
+            both = f"postgresql://postgres@/app?host={primary_dir[1]},{folder}&port={PORT},{PORT}&target_session_attrs=read-write"
+            async with worker(both, tmp_path):
+                async with PostgresStores(dsn) as store:
+                    slow = await store.enqueue(new_task("q", {"go": str(tmp_path / "go")}))
+                    for _ in range(10):
+                        await store.enqueue(new_task("q"))
+
+                    async def is_running() -> bool:
+                        task = await store.task(slow)
+                        return task is not None and task.status is TaskStatus.RUNNING
+
+                    await until(is_running, "a running task", TIMEOUT_S)
+
+                    async def is_replicated() -> bool:
+                        return sum((await counts(variables["STANDBY_URL"])).values()) == 11
+
+                    await until(is_replicated, "replication", TIMEOUT_S)
+                server.stop(signal.SIGQUIT)
+                await run_block(promote, folder, programs, user=user, **variables)
+                (tmp_path / "go").touch()
+
+                async def are_complete() -> bool:
+                    return await counts(variables["STANDBY_URL"]) == {"complete": 11}
+
+                await until(are_complete, f"all tasks\n{(tmp_path / 'worker.log').read_text()[-3000:]}", TIMEOUT_S)
+            attempts: Any = await _attempts(variables["STANDBY_URL"], slow)
+            assert attempts == 1, "the running task finished on the worker that had it"
+        finally:
+            stop = 'pg_ctl --pgdata="$STANDBY_DATA" --mode=immediate stop'
+            await run_block(stop, folder, programs, user=user, **variables)
+            server.start()
+
+
+async def _attempts(dsn: str, task_id: int) -> Any:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return await connection.fetchval("select attempts from windlass.tasks where id = $1", task_id)
+    finally:
+        await connection.close()
