@@ -15,7 +15,7 @@ demo: runtime
 # Tests spend half of their time waiting for processes and limits, so three at once keep two cores busy.
 test: check
 	@sh tools/system-packages.sh
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal --durations=40 --durations-min=3
 
 # For everyday work: everything but slow tests, and no end-to-end tests.
 test-quick: check
