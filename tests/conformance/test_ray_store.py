@@ -16,6 +16,7 @@ from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.node import AliveNode, DeadNode, NodeState, NodeVerdict, Placement, dispatcher_lease
 from windlass.model.task import Claim, Finished, TaskStatus, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerKind, WorkerStatus
+from windlass.model.worker_log import LogChunk
 
 FLEET = "many"
 LEASE_S = 30.0
@@ -169,6 +170,41 @@ async def test_heartbeat_of_node_releases_no_placed_task(world: World) -> None:
     world.clock.advance(LEASE_S * 2)
     await world.store.heartbeat("n1")
     assert (await world.store.task(claim.task_id)).worker_id == "n1"
+
+
+async def test_output_from_a_dispatcher_is_stored_as_that_of_the_node(world: World) -> None:
+    placed, waiting = await world.claim(2)
+    await world.place(placed, "n1")
+    batch = uuid4()
+    chunks = [
+        LogChunk(("on n1",), (0,), placed.task_id, placed.attempt),
+        LogChunk(("of the dispatcher",)),
+        LogChunk(("not placed",), (0,), waiting.task_id, waiting.attempt),
+    ]
+    for _ in range(2):  # a repeated call changes nothing
+        await world.store.append_logs("d", batch, chunks)
+    stored = {
+        worker_id: [(line.text, line.task_id) for line in (await world.store.worker_log(worker_id, 10)).lines]
+        for worker_id in ("n1", "n2", "d")
+    }
+    assert stored == {
+        "n1": [("on n1", placed.task_id)],
+        "n2": [],
+        "d": [("of the dispatcher", None), ("not placed", waiting.task_id)],
+    }
+    await world.store.finish_and_claim("d", [Finished(placed.task_id, placed.token, "1")], ["q"], 0)
+    # What arrives after the end of the attempt is still its own.
+    await world.store.append_logs("d", uuid4(), [LogChunk(("late",), (0,), placed.task_id, placed.attempt)])
+    assert [line.text for line in (await world.store.task_log(placed.task_id, 10)).lines] == ["on n1", "late"]
+    # The bound of a worker counts for each node.
+    await world.store.sweep()  # applies the settings
+    big = LogChunk(("x" * 1_000,) * 100, (0,) * 100, placed.task_id, placed.attempt)
+    for _ in range(2 * (RETENTION.worker_log_mb << 20) // 100_000):
+        await world.store.append_logs("d", uuid4(), [big])
+        world.clock.advance(5)
+    kept = (await world.store.worker_log("n1", 10_000)).lines
+    assert 0 < 1_000 * len(kept) <= RETENTION.worker_log_mb << 20
+    assert len((await world.store.worker_log("d", 10)).lines) == 2
 
 
 async def test_dispatcher_reports_progress_of_placed_task(world: World) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,18 @@ def _seat(_task: Any) -> str:
     import ray
 
     return str(ray.get_runtime_context().get_task_id())
+
+
+def _print(task: Any) -> None:
+    print("to standard output:", task.payload["prompt"])
+    sys.stderr.write("to standard error\n")
+    os.write(1, b"past Python's streams\n")
+    subprocess.run(["sh", "-c", 'echo "from a process: $RENDER_API_KEY"'], check=True)
+    for number in range(task.payload.get("lines", 0)):
+        print(f"line {number:06} {'x' * 80}")
+    if task.attempt < task.payload.get("succeeds_at", 1):
+        raise RuntimeError("again")
+    print("without a line feed", end="")
 
 
 def _large(task: Any) -> str:

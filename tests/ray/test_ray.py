@@ -112,6 +112,48 @@ async def test_tasks_behave_as_on_other_workers(ray: RayFixture, tmp_path: Path)
     assert all(task.status is TaskStatus.COMPLETE for task in more)
 
 
+async def test_output_of_tasks_on_nodes_is_stored_by_attempt(ray: RayFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a handler, its libraries and its processes print: under its node, masked and bounded."""
+    monkeypatch.setenv("RENDER_API_KEY", "s3cret-of-the-node")
+    ray.settings["redact"] = ["$.prompt"]
+    await ray.spawn_nodes("n1")
+    ray.start_dispatcher(WINDLASS_LOGS__OUTPUT_BYTES_PER_ATTEMPT="20000")
+    retried = await ray.add(new_task("q", {"do": "print", "prompt": "a lighthouse", "succeeds_at": 2}))
+    chatty = await ray.add(new_task("q", {"do": "print", "prompt": "a harbour", "lines": 5_000}))
+    silent = await ray.add(new_task("q", {}))
+    tasks = await ray.wait_for_tasks([retried, chatty, silent])
+    assert [(task.status, task.attempts) for task in tasks] == [(TaskStatus.COMPLETE, n) for n in (2, 1, 1)]
+
+    async def lines(task_id: int, attempt: int) -> list[str]:
+        return [line.text for line in (await ray.store.task_log(task_id, 10_000, attempt=attempt)).lines]
+
+    async def is_stored() -> bool:
+        return "without a line feed" in await lines(retried, 2) and "without a line feed" in await lines(chatty, 1)
+
+    await until(is_stored, "the output of all attempts")
+    printed = {
+        "to standard output: ********",
+        "to standard error",
+        "past Python's streams",
+        "from a process: ********",
+    }
+    assert set(await lines(retried, 1)) == printed
+    assert set(await lines(retried, 2)) == printed | {"without a line feed"}
+    assert await lines(silent, 1) == []
+    page = await ray.store.task_log(chatty, 10_000)
+    kept = [line.text for line in page.lines if line.text.startswith("line ")]
+    assert (kept[0][:11], kept[-1][:11]) == ("line 000000", "line 004999"), "the beginning and the end"
+    assert len("\n".join(kept)) < 2 * 20_000
+    assert sum(line.dropped or 1 for line in page.lines) == 5_000 + len(printed) + 1
+    # As output of the worker of the node.
+    on_node = (await ray.store.worker_log("n1", 10_000)).lines
+    assert {line.task_id for line in on_node} >= {retried, chatty}
+    assert any("node registered" in line.text for line in on_node if line.task_id is None)
+    dispatchers = [worker.id for worker in await ray.store.workers() if worker.kind is WorkerKind.DISPATCHER]
+    of_dispatcher = [line.text for each in dispatchers for line in (await ray.store.worker_log(each, 100)).lines]
+    assert any("worker registered" in text for text in of_dispatcher)
+
+
 async def _has_begun(ray: RayFixture, task_id: int) -> bool:
     task = await ray.store.task(task_id)
     return task is not None and task.worker_id in ("n1", "n2")

@@ -16,6 +16,7 @@ import pytest
 
 from support.ray_builders import make_claim
 from windlass.model.task import Claim
+from windlass.model.worker_log import LogChunk
 from windlass.ray import seat_process, wire_protocol
 from windlass.ray.seat_process import DispatcherConnection, SeatJob, make_attempt_runner, run_seat
 from windlass.ray.seat_server import SeatServer
@@ -90,6 +91,9 @@ class RecordingPool:
     def on_progress(self, *progress: Any) -> None:
         self.received.append(progress)
 
+    def on_output(self, *output: Any) -> None:
+        self.received.append(output)
+
 
 @asynccontextmanager
 async def running_server(pool: RecordingPool, max_result_bytes: int) -> AsyncIterator[tuple[str, int]]:
@@ -121,6 +125,7 @@ async def test_server_passes_claims_and_outcomes_and_drops_bad_connections() -> 
         writer.write(wire_protocol.encode_loading("s", "n") + wire_protocol.encode_started("s", "n"))
         assert await read_run(reader) == first
         writer.write(wire_protocol.encode_progress("s", first.token, 0.5, "half"))
+        writer.write(wire_protocol.encode_output("s", first.token, LogChunk(("a", "b"), dropped=3)))
         writer.write(wire_protocol.encode_finished("s", first.token, AttemptSuccess(result)))
         assert await read_run(reader) == second
         # An invalid message, or one with too large a body, closes its own connection only.
@@ -135,6 +140,7 @@ async def test_server_passes_claims_and_outcomes_and_drops_bad_connections() -> 
         assert pool.received == [
             ("s", "n"),
             ("s", first.token, 0.5, "half"),
+            ("s", first.token, b"a\nb\n", 3),
             ("s", first.token, AttemptSuccess(result)),
             ("s", second.token, AttemptFailure("X", "why")),
         ]

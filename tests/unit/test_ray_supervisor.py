@@ -71,6 +71,7 @@ def write(toml: str) -> None:
         ('["q"]', '["q", "r"]', False),
         ("max_workers = 2", "max_workers = 2\n[fleets.a.ray]\nnum_cpus = 2", False),
         ("max_workers = 2", "max_workers = 2\nconcurrency = 3", False),
+        ("max_workers = 2", "max_workers = 2\nredact = ['$.prompt']", False),
         ("[fleets.a]", "[worker]\ntimeout_s = 5\n[fleets.a]", False),
     ],
     ids=[
@@ -79,6 +80,7 @@ def write(toml: str) -> None:
         "queues",
         "needs of tasks",
         "resources of nodes",
+        "hidden parts of payloads",
         "time limit of tasks",
     ],
 )

@@ -7,14 +7,16 @@ It claims nothing while its lease is not valid or the head does not respond, and
 lease or the head is lost.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import structlog
 
 from windlass.model.fleet import FleetConfig
+from windlass.model.payload_privacy import privacy_of
 from windlass.model.task import Claim
 from windlass.model.worker import WorkerKind
 from windlass.ports.ray import RayStore
@@ -35,8 +37,12 @@ from windlass.worker.executor import Executor, Outcome
 from windlass.worker.handler import ReportProgress
 from windlass.worker.heartbeat import OpenTransport
 from windlass.worker.lifecycle import WorkerRuntime, WorkerSettings
+from windlass.worker.output_buffer import OutputBuffer, OutputLimits, captured_output
 from windlass.worker.private_errors import PrivateErrors
 
+# A dispatcher sends the output of all its nodes, at this multiple of a worker's rate: by default half of what the
+# database accepts from one worker.
+OUTPUT_RATE_FACTOR = 4.0
 # Tasks in flight at the same time, however large the cluster is.
 MAX_IN_FLIGHT = 5_000
 log = structlog.get_logger(__name__)
@@ -50,6 +56,8 @@ class DispatcherSettings:
     address: str
     max_result_bytes: int
     timeout_s: float | None
+    # Of what each of Ray's processes prints in attempts. None: it is not sent.
+    output: OutputLimits | None = None
     version: str | None = None
 
 
@@ -77,6 +85,7 @@ class Dispatcher:
         self._runtimes = RuntimeGroup(self._name)
         self._watch = NodeWatch(config, self._nodes, self._lease, store, self._cluster, self._runtimes.recheck_capacity)
         self._kinds: list[_KindSlots] = []
+        self._outputs: list[OutputBuffer] = []
 
     def stop(self) -> None:
         """Finish running tasks, release those that have not begun, and exit. A second call releases all of them."""
@@ -113,12 +122,16 @@ class Dispatcher:
         pool = SeatPool(driver, self._nodes, settings.config.ray, placements.place)
         server = SeatServer(pool, settings.max_result_bytes)
         address = await server.open(driver.host)
-        driver.set_job(SeatJob(address, settings.config.handler, settings.config.exec, settings.max_result_bytes))
+        driver.set_job(
+            SeatJob(address, settings.config.handler, settings.config.exec, settings.max_result_bytes, settings.output)
+        )
         try:
             await self._watch.observe(pool)
             self._add_runtimes(pool)
             renewing = self._lease.renew_until_lost(self._runtimes.recheck_capacity)
-            await self._runtimes.run(renewing, self._watch.run(pool))
+            # What the dispatcher itself prints is sent with the output of its first kind of tasks.
+            with captured_output(self._outputs[0]) if self._outputs else contextlib.nullcontext():
+                await self._runtimes.run(renewing, self._watch.run(pool))
         finally:
             await server.close()
             await pool.close()
@@ -126,11 +139,12 @@ class Dispatcher:
 
     def _add_runtimes(self, pool: SeatPool) -> None:
         settings, config = self._settings, self._settings.config
-        executor: Executor = RayExecutor(pool, config.ray)
-        if config.redact:
-            executor = PrivateErrors(executor, config.queues, config.redact)
-        executor = self._wrap_executor(executor)
         for number, (needs, queues) in enumerate(config.ray.classes(config.queues).items()):
+            output = self._new_output()
+            executor: Executor = RayExecutor(pool, config.ray, output)
+            if config.redact:
+                executor = PrivateErrors(executor, config.queues, config.redact)
+            executor = self._wrap_executor(executor)
             slots = _KindSlots(
                 needs, executor, lambda kind: self._count_free(kind, pool), self._runtimes.recheck_capacity
             )
@@ -148,7 +162,15 @@ class Dispatcher:
                 kind=WorkerKind.DISPATCHER,
                 remarks={"ray_address": settings.address, "ray_dashboard": self._driver.dashboard_url},
             )
-            self._runtimes.add(WorkerRuntime(worker_settings, self._open_transport, slots, slots))
+            self._runtimes.add(WorkerRuntime(worker_settings, self._open_transport, slots, slots, output))
+
+    def _new_output(self) -> OutputBuffer | None:
+        limits, config = self._settings.output, self._settings.config
+        if limits is None:
+            return None
+        limits = replace(limits, bytes_per_s=OUTPUT_RATE_FACTOR * limits.bytes_per_s)
+        self._outputs.append(OutputBuffer(limits, privacy_of([(config.queues, config.redact)])))
+        return self._outputs[-1]
 
     def _count_free(self, needs: Needs, pool: SeatPool) -> int:
         if not self._lease.is_valid or self._watch.is_head_silent:

@@ -5,21 +5,26 @@ time limit counts from then. At the time limit, or when the claim or the node is
 """
 
 import asyncio
+from functools import partial
 
 from windlass.model.errors import BadInput
 from windlass.model.ray import RaySettings, frozen
 from windlass.model.task import Claim
+from windlass.model.worker_log import AttemptKey
 from windlass.ray.resources import resolve_needs
 from windlass.ray.seat_pool import SeatPool
 from windlass.ray.seat_state import SeatAttempt
 from windlass.worker.executor import AttemptFailure, Outcome, timeout_failure
 from windlass.worker.handler import ReportProgress
+from windlass.worker.output_buffer import OutputBuffer
 
 
 class RayExecutor:
-    def __init__(self, pool: SeatPool, settings: RaySettings) -> None:
+    def __init__(self, pool: SeatPool, settings: RaySettings, output: OutputBuffer | None = None) -> None:
+        """`output` gets the lines that attempts print, which the worker of this executor begins and ends there."""
         self._pool = pool
         self._settings = settings
+        self._output = output
 
     async def start(self) -> None:
         """Nothing to load here: the first seat finds out whether there is a handler."""
@@ -34,7 +39,7 @@ class RayExecutor:
             return AttemptFailure("BAD_RESOURCES", str(error), retry=False)
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         timeout = asyncio.timeout(None)
-        attempt = SeatAttempt(claim, needs, report, outcome, timeout)
+        attempt = SeatAttempt(claim, needs, report, partial(self._add_output, claim), outcome, timeout)
         try:
             self._pool.add(attempt)
             async with timeout:
@@ -47,3 +52,7 @@ class RayExecutor:
             raise
         finally:
             self._pool.remove(attempt)
+
+    def _add_output(self, claim: Claim, lines: bytes, dropped: int) -> None:
+        if self._output is not None:
+            self._output.add(lines, AttemptKey(claim.task_id, claim.attempt), dropped)

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
@@ -31,6 +32,8 @@ from windlass.ray.versions import MATCH_MINOR_ENV, Versions, check_versions, our
 from windlass.retry import retrying
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
 from windlass.worker.lifecycle import ExitReason
+from windlass.worker.output_buffer import OutputBuffer
+from windlass.worker.output_shipper import OutputShipper
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
 
 RAYLET_CHECK_INTERVAL_S = 0.5
@@ -61,7 +64,11 @@ class NodeLost(WindlassError):
 
 
 class NodeProgram:
-    def __init__(self, settings: NodeSettings, open_transport: OpenTransport) -> None:
+    def __init__(
+        self, settings: NodeSettings, open_transport: OpenTransport, output: OutputBuffer | None = None
+    ) -> None:
+        """`output`: what this program and Ray's programs print, to send. The dispatcher sends that of tasks."""
+        self._output = output
         self._settings = settings
         self._open_transport = open_transport
         self._status: WorkerStatus | None = WorkerStatus.SPAWNING
@@ -81,11 +88,30 @@ class NodeProgram:
             if not await self._register(transport):
                 return ExitReason.DRAINED
             heartbeat = self._start_heartbeat()
-            try:
-                with ray_temp_dir() as temp_dir:
-                    return await self._run_ray(transport, temp_dir)
-            finally:
-                await heartbeat.stop()
+            async with self._sending_output():
+                try:
+                    with ray_temp_dir() as temp_dir:
+                        exit_reason = await self._run_ray(transport, temp_dir)
+                finally:
+                    await heartbeat.stop()
+            if exit_reason is ExitReason.DRAINED:
+                with contextlib.suppress(DatabaseUnavailable):
+                    await transport.deregister(settings.worker_id, "node drained")
+            return exit_reason
+
+    @contextlib.asynccontextmanager
+    async def _sending_output(self) -> AsyncIterator[None]:
+        """Ends before the worker deregisters: then the control plane deletes the machine."""
+        if self._output is None:
+            yield
+            return
+        shipper = OutputShipper(self._open_transport, self._settings.worker_id, self._output)
+        shipper.start()
+        try:
+            yield
+        finally:
+            self._output.close()
+            await shipper.stop()
 
     async def _register(self, transport: WorkerTransport) -> bool:
         """Returns False if the program was stopped meanwhile, or its worker is not live any longer."""
@@ -184,8 +210,6 @@ class NodeProgram:
             if status is not WorkerStatus.TERMINATING:
                 raise NodeLost(_describe_ray_exit(group))
         await group.end()
-        with contextlib.suppress(DatabaseUnavailable):
-            await transport.deregister(worker_id, "node drained")
         return ExitReason.DRAINED
 
 

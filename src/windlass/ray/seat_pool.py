@@ -201,6 +201,11 @@ class SeatPool:
         if seat is not None and seat.attempt is not None and seat.attempt.claim.token == token:
             seat.attempt.report(fraction, note)
 
+    def on_output(self, seat_id: str, token: UUID, lines: bytes, dropped: int) -> None:
+        seat = self._seats.get(seat_id)
+        if seat is not None and seat.attempt is not None and seat.attempt.claim.token == token:
+            seat.attempt.add_output(lines, dropped)
+
     async def _begin_next(self, seat: Seat, node_id: str) -> Claim | None:
         """Assign the next attempt to the seat's node and return its claim. None: the seat should exit."""
         worker_id = self._nodes.open_worker_id(node_id)

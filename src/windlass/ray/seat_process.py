@@ -25,11 +25,14 @@ from uuid import UUID
 
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import Claim, parse_json
+from windlass.model.worker_log import LogChunk
 from windlass.ray import wire_protocol
+from windlass.ray.seat_output import SeatOutput
 from windlass.worker.attempt import run_handler
 from windlass.worker.command import CommandExecutor
 from windlass.worker.executor import AttemptFailure, Outcome, bad_payload_failure
 from windlass.worker.handler import Handler, ReportProgress, RunningTask, load_handler
+from windlass.worker.output_buffer import OutputLimits
 
 CONNECT_TIMEOUT_S = 10.0
 # Longer than a dispatcher's lease and several of its pings.
@@ -49,6 +52,8 @@ class SeatJob:
     handler: str | None
     command: str | None
     max_result_bytes: int
+    # None: what attempts print is not sent.
+    output: OutputLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class DispatcherConnection:
 # State of this process, which runs one seat after another.
 _connections: dict[Address, DispatcherConnection] = {}
 _handlers: dict[str, Handler] = {}
+_outputs: dict[OutputLimits, SeatOutput] = {}
 _runner: asyncio.Runner | None = None
 
 
@@ -156,11 +162,17 @@ def run_seat(seat_id: str, job: SeatJob, node_id: str) -> SeatExit:
         return NodeUnusable(str(error), node_id)
     except OSError as error:
         return _disconnect_after(error, job.server)
+    output = _output_of(job)
     while claim is not None:
+        if output is not None:
+            output.begin(claim, _make_output_sender(connection, seat_id, claim.token))
         try:
             outcome = run(claim, _make_reporter(connection, seat_id, claim.token))
         except HandlerNotFound as error:
             return NodeUnusable(str(error), node_id)
+        finally:
+            if output is not None:
+                output.end()
         # If this raises, the outcome is lost and Ray reports a failed seat.
         connection.send(wire_protocol.encode_finished(seat_id, claim.token, outcome))
         try:
@@ -230,6 +242,18 @@ def _event_loop() -> asyncio.Runner:
     if _runner is None:
         _runner = asyncio.Runner()
     return _runner
+
+
+def _output_of(job: SeatJob) -> SeatOutput | None:
+    if job.output is None:
+        return None
+    if job.output not in _outputs:
+        _outputs[job.output] = SeatOutput(job.output)
+    return _outputs[job.output]
+
+
+def _make_output_sender(connection: DispatcherConnection, seat_id: str, token: UUID) -> Callable[[LogChunk], None]:
+    return lambda chunk: connection.send(wire_protocol.encode_output(seat_id, token, chunk))
 
 
 def _make_reporter(connection: DispatcherConnection, seat_id: str, token: UUID) -> ReportProgress:

@@ -14,7 +14,15 @@ from uuid import UUID
 import structlog
 
 from windlass.ray.seat_pool import SeatPool
-from windlass.ray.wire_protocol import MAX_ERROR_BYTES, MAX_HEADER_BYTES, PING, body_size, decode_outcome, encode_run
+from windlass.ray.wire_protocol import (
+    MAX_ERROR_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_OUTPUT_BYTES,
+    PING,
+    body_size,
+    decode_outcome,
+    encode_run,
+)
 
 PING_INTERVAL_S = 2.5
 # A connection is unidentified until it names a seat of this dispatcher, which seats do at once.
@@ -93,7 +101,8 @@ class SeatServer:
                 self._unidentified.discard(writer)
                 timeout.reschedule(None)
             body = None
-            if (size := body_size(header, self._max_body_bytes)) is not None:
+            max_bytes = MAX_OUTPUT_BYTES if "output" in header else self._max_body_bytes
+            if (size := body_size(header, max_bytes)) is not None:
                 if writer in self._unidentified:
                     await _skip(reader, size)
                 else:
@@ -104,6 +113,9 @@ class SeatServer:
             if "progress" in header:
                 token = UUID(header["progress"])
                 self._pool.on_progress(seat_id, token, float(header["fraction"]), header["note"])
+                continue
+            if "output" in header:
+                self._pool.on_output(seat_id, UUID(header["output"]), body or b"", int(header["dropped"]))
                 continue
             if "finished" in header:
                 token = UUID(header["finished"])

@@ -19,6 +19,8 @@ class SeatAttempt:
     claim: Claim
     needs: Needs
     report: ReportProgress
+    # Printed lines, and how many before them were dropped.
+    add_output: Callable[[bytes, int], None]
     outcome: "asyncio.Future[Outcome]"
     # Expires at the attempt's time limit, or early if the attempt is aborted; then `failure` is the reason.
     timeout: asyncio.Timeout

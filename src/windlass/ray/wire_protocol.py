@@ -1,12 +1,13 @@
 """The messages between a seat and its dispatcher. Pure.
 
 A message is a line of JSON, the header. A header with a `size` is followed by a body of that many bytes: a payload, a
-result, or the text of an error.
+result, the text of an error, or printed lines.
 
     seat -> dispatcher
       {"seat": id, "loading": node id}                           loads the handler, which may take minutes
       {"seat": id, "started": node id}                           is ready for a task
       {"seat": id, "progress": token, "fraction": 0.5, "note": null}
+      {"seat": id, "output": token, "dropped": 0, "size": 9}     body: lines that the attempt printed
       {"seat": id, "finished": token, "is_ok": true, "size": 9}  body: the result; is ready for another task
     dispatcher -> seat
       {"run": {...}, "size": 42}                                 run this task; body: its payload
@@ -22,12 +23,15 @@ from typing import Any
 from uuid import UUID
 
 from windlass.model.task import Claim
+from windlass.model.worker_log import LogChunk
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome
 
 # A progress note has at most 500 characters, each escaped to at most twelve bytes.
 MAX_HEADER_BYTES = 1 << 14
 # Error texts are cut to this size.
 MAX_ERROR_BYTES = 1 << 16
+# Of the lines in one message: more than a batch of output has, of which each byte may become three.
+MAX_OUTPUT_BYTES = 1 << 20
 
 PING = b'{"ping":true}\n'
 
@@ -56,6 +60,11 @@ def encode_started(seat_id: str, node_id: str) -> bytes:
 
 def encode_progress(seat_id: str, token: UUID, fraction: float, note: str | None) -> bytes:
     return encode({"seat": seat_id, "progress": str(token), "fraction": fraction, "note": note})
+
+
+def encode_output(seat_id: str, token: UUID, chunk: LogChunk) -> bytes:
+    header = {"seat": seat_id, "output": str(token), "dropped": chunk.dropped}
+    return encode(header, "".join(f"{line}\n" for line in chunk.lines).encode(errors="replace")[-MAX_OUTPUT_BYTES:])
 
 
 def encode_finished(seat_id: str, token: UUID, outcome: Outcome) -> bytes:

@@ -13,7 +13,7 @@ from windlass.config_loader import environment_of, secrets_of
 from windlass.config_sources import secret_variables
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import Config
-from windlass.model.errors import ConfigError, WindlassError
+from windlass.model.errors import BadInput, ConfigError, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
@@ -100,13 +100,21 @@ def withheld_from(fleet: FleetConfig) -> list[str]:
 
 def has_worker_log(config: Config, fleet: str, worker_id: str) -> bool:
     """Whether this host has the log file of a local worker."""
-    return log_folder(data_dir(config), fleet, Mask()).path_of(worker_id).exists()
+    return not _is_ray(config, fleet) and log_folder(data_dir(config), fleet, Mask()).path_of(worker_id).exists()
+
+
+def _is_ray(config: Config, fleet: str) -> bool:
+    """Whether tasks of the fleet run in Ray's processes: then log files of its nodes have no line of a handler."""
+    found = config.fleets.get(fleet)
+    return found is not None and found.engine == "ray" and config.logs.send_output
 
 
 async def worker_log(
     config: Config, fleet: str, worker_id: str, lines: int, *, is_following: bool
 ) -> AsyncIterator[str]:
     """Log lines of a local worker on this host, with secrets masked. BadInput if there is no log here."""
+    if _is_ray(config, fleet):
+        raise BadInput(f"the output of worker {worker_id} is in the database.")
     mask = mask_of(secrets_of(config))
     async for line in log_folder(data_dir(config), fleet, mask).read(worker_id, lines, follow=is_following):
         yield line

@@ -20,6 +20,7 @@ from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import LeaseLost
 from windlass.model.process import RayHeadAddress
+from windlass.model.redaction import add_known_secrets
 from windlass.ray.dispatcher import Dispatcher, DispatcherSettings
 from windlass.ray.head import head_credentials, run_head
 from windlass.ray.head_lease import hold_head_lease
@@ -37,6 +38,7 @@ from windlass.store.transport import open_postgres_transport
 from windlass.wiring.signals import on_stop_signals
 from windlass.wiring.stores import data_dir, database_as
 from windlass.wiring.tracing import trace_attempts
+from windlass.wiring.worker import output_limits, worker_output
 from windlass.worker.lifecycle import ExitReason
 
 # A running head responds at once.
@@ -47,7 +49,7 @@ EXIT_RESTART = 3
 _RAY_CREDENTIALS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
 # The fleet settings that a dispatcher uses. The others, such as max_workers, may change without restarting it.
 _DISPATCHER_SETTINGS = {
-    *("provider", "engine", "queues", "handler", "exec", "chdir", "ray", "concurrency"),
+    *("provider", "engine", "queues", "handler", "exec", "chdir", "ray", "concurrency", "redact"),
     *("heartbeat_interval_s", "heartbeat_timeout_s", "stop_timeout_s"),
 }
 log = structlog.get_logger(__name__)
@@ -55,11 +57,15 @@ log = structlog.get_logger(__name__)
 
 async def run_node(config: Config, settings: NodeSettings, *, secret: str | None) -> ExitReason:
     """Run a node of the Ray cluster that connects to the database, until it is drained or stopped."""
+    if secret is not None:
+        add_known_secrets([secret])
     async with database_as(WORKER, config) as dsn:
-        return await NodeProgram(
-            settings,
-            lambda: open_postgres_transport(dsn, secret=secret, retention=config.retention, max_connections=2),
-        ).run()
+        with worker_output(config.logs, settings.queues, redact=()) as output:
+            return await NodeProgram(
+                settings,
+                lambda: open_postgres_transport(dsn, secret=secret, retention=config.retention, max_connections=2),
+                output,
+            ).run()
 
 
 async def run_dispatcher(config: Config, fleet: str, fleet_config: FleetConfig, version: str) -> int:
@@ -81,6 +87,7 @@ async def run_dispatcher(config: Config, fleet: str, fleet_config: FleetConfig, 
                 config.ray_address,
                 max_result_bytes=config.max_payload_bytes,
                 timeout_s=config.worker.timeout_s,
+                output=output_limits(config.logs),
                 version=version,
             ),
             PostgresRayStore(opened),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from windlass.worker.executor import Executor
     from windlass.worker.heartbeat import OpenTransport
     from windlass.worker.lifecycle import ExitReason, WorkerSettings
-    from windlass.worker.output_buffer import OutputBuffer
+    from windlass.worker.output_buffer import OutputBuffer, OutputLimits
 
 # Default share of the machine's memory for all handlers of a worker together.
 MEMORY_SHARE = 0.9
@@ -78,15 +78,22 @@ async def run_worker(
 @contextlib.contextmanager
 def worker_output(logs: "LogsConfig", queues: Sequence[str], redact: Sequence[str]) -> "Iterator[OutputBuffer | None]":
     """Collect what this process and its handlers print, to be sent; None if that is switched off."""
-    from windlass.worker.output_buffer import OutputBuffer, OutputLimits, captured_output
+    from windlass.worker.output_buffer import OutputBuffer, captured_output
 
-    if not logs.send_output:
+    limits = output_limits(logs)
+    if limits is None:
         yield None
         return
-    limits = OutputLimits(logs.output_bytes_per_s, logs.output_bytes_per_attempt)
     buffer = OutputBuffer(limits, privacy_of([(queues, redact)]))
     with captured_output(buffer):
         yield buffer
+
+
+def output_limits(logs: "LogsConfig") -> "OutputLimits | None":
+    """None: output is not sent."""
+    from windlass.worker.output_buffer import OutputLimits
+
+    return OutputLimits(logs.output_bytes_per_s, logs.output_bytes_per_attempt) if logs.send_output else None
 
 
 async def run_self_registered_worker(
@@ -164,8 +171,6 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
         needs_gpu=order.needs_gpu,
         storage_path=order.storage_path,
     )
-    if order.ray is not None:
-        return await _run_joined_node(order, order.ray, open_transport, version)
     config = Config(
         max_payload_bytes=order.max_payload_bytes,
         worker=WorkerConfig(memory_limit_mb=order.memory_limit_mb),
@@ -177,6 +182,9 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
             output_bytes_per_attempt=order.output_bytes_per_attempt,
         ),
     )
+    if order.ray is not None:
+        with worker_output(config.logs, settings.queues, order.redact) as output:
+            return await _run_joined_node(order, order.ray, open_transport, version, output)
     executor = _executor(
         config,
         settings,
@@ -191,7 +199,11 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
 
 
 async def _run_joined_node(
-    order: "WorkOrder", ray: "RayOrder", open_transport: "OpenTransport", version: str
+    order: "WorkOrder",
+    ray: "RayOrder",
+    open_transport: "OpenTransport",
+    version: str,
+    output: "OutputBuffer | None",
 ) -> "ExitReason":
     from windlass.ray.node import NodeProgram, NodeSettings
     from windlass.ray.versions import Versions
@@ -209,7 +221,7 @@ async def _run_joined_node(
         version=version,
         head_versions=Versions(ray.ray_version, ray.python_version),
     )
-    return await NodeProgram(settings, open_transport).run()
+    return await NodeProgram(settings, open_transport, output).run()
 
 
 def _executor(

@@ -192,13 +192,18 @@ class OutputBuffer:
                 self._close(stream)
             self._streams.clear()
 
-    def add(self, data: bytes, key: AttemptKey | None = None) -> None:
-        """Output of an attempt; of the worker itself without a key, or if the attempt has ended."""
+    def add(self, data: bytes, key: AttemptKey | None = None, dropped: int = 0) -> None:
+        """Output of an attempt; of the worker itself without a key, or if the attempt has ended.
+
+        `dropped`: lines before it that the sender dropped.
+        """
         with self._lock:
             if self._is_held:
                 self._reentered.append((data, key))
                 return
             with self._exclusive():
+                if dropped > 0:
+                    self._stream(key).dropped += dropped
                 self._add(data, key)
 
     @contextlib.contextmanager
@@ -238,8 +243,11 @@ class OutputBuffer:
 
     # All below: the caller holds the lock.
 
+    def _stream(self, key: AttemptKey | None) -> _OutputStream:
+        return self._streams.get(key, self._own) if key is not None else self._own
+
     def _add(self, data: bytes, key: AttemptKey | None) -> None:
-        stream = self._streams.get(key, self._own) if key is not None else self._own
+        stream = self._stream(key)
         if stream.is_line_cut:
             _, newline, data = data.partition(b"\n")
             stream.is_line_cut = not newline

@@ -135,13 +135,13 @@ def append(tables: "Tables", worker_id: str, batch_id: UUID, chunks: Sequence[Lo
         lines = tuple(storable(line).replace("\n", " ") for line in chunk.lines)
         ages_ms = tuple(max(0, age) for age in (*chunk.ages_ms, *[0] * len(lines))[: len(lines)])
         row = MemoryLogChunk(
-            0, worker_id, chunk.task_id if holder else None, chunk.attempt if holder else None,
+            0, holder or worker_id, chunk.task_id if holder else None, chunk.attempt if holder else None,
             LogSource.WORKER, now, replace(chunk, lines=lines, ages_ms=ages_ms),
         )  # fmt: skip
         logs.add(row)
         totals.minute_bytes += row.size_bytes
-        totals.dropped_lines += chunk.dropped
-    logs.trim(worker_id, tables.retention.worker_log_mb << 20)
+        logs.totals.setdefault(row.worker_id, LogTotals(now)).dropped_lines += chunk.dropped
+        logs.trim(row.worker_id, tables.retention.worker_log_mb << 20)
 
 
 def _holder(tables: "Tables", worker_id: str, task_id: int | None) -> str | None:

@@ -54,7 +54,8 @@ create table windlass.diagnostics (
 
 -- A worker has sent output: an array of at most 200 chunks {"lines", "ages_ms", "task_id", "attempt", "dropped"} and one
 -- megabyte. p_batch_id is new for every batch and the same for a repeated call, which changes nothing. Lines of an
--- attempt that the worker never had are stored as the worker's own. Returns the number of stored lines.
+-- attempt that the worker never had are stored as the worker's own. A dispatcher sends the output of attempts on its
+-- nodes, which is stored as that of their nodes. Returns the number of stored lines.
 create function windlass.append_logs(
   p_worker_id text, p_batch_id uuid, p_chunks jsonb, p_secret text default null
 ) returns integer
@@ -64,9 +65,10 @@ declare
   v_now timestamptz := windlass.now();
   v_totals windlass.worker_log_totals;
   v_max_worker_bytes bigint;
-  v_bytes bigint;
-  v_lines integer;
+  v_stored_bytes bigint;
+  v_lines integer := 0;
   v_dropped bigint;
+  v_part record;
 begin
   perform windlass_internal.check_worker(p_worker_id, p_secret);
   if not exists (select from windlass.workers w where w.id = p_worker_id and w.status <> 'terminated') then
@@ -81,8 +83,11 @@ begin
       using errcode = 'program_limit_exceeded';
   end if;
 
+  -- Calls of one worker run one after the other. Not by its row of totals: rows of several workers are locked below, in
+  -- the order of their ids, as retention does.
+  perform pg_advisory_xact_lock(hashtext('windlass.append_logs'), hashtext(p_worker_id));
   insert into windlass.worker_log_totals (worker_id, minute_at) values (p_worker_id, v_now) on conflict do nothing;
-  select t.* into v_totals from windlass.worker_log_totals t where t.worker_id = p_worker_id for update;
+  select t.* into v_totals from windlass.worker_log_totals t where t.worker_id = p_worker_id;
   if v_totals.last_batch = p_batch_id then
     return 0;
   end if;
@@ -93,11 +98,15 @@ begin
 
   -- A worker that keeps to its own limits sends far less than 16 MiB per minute.
   if v_totals.minute_bytes + octet_length(p_chunks::text) > 16777216 then
-    v_bytes := 0;
-    v_lines := 0;
     select coalesce(sum(jsonb_array_length(c -> 'lines') + coalesce((c ->> 'dropped')::bigint, 0)), 0) into v_dropped
     from jsonb_array_elements(p_chunks) as c;
+    update windlass.worker_log_totals t
+    set dropped_lines = t.dropped_lines + v_dropped, last_batch = p_batch_id, minute_at = v_totals.minute_at,
+        minute_bytes = v_totals.minute_bytes
+    where t.worker_id = p_worker_id;
   else
+    select r.worker_log_bytes into v_max_worker_bytes from windlass.retention r;
+    for v_part in
     with sent as (
       select
         c.place, (c.chunk ->> 'task_id')::bigint as task_id, (c.chunk ->> 'attempt')::integer as attempt,
@@ -120,8 +129,7 @@ begin
     stored as (
       insert into windlass.worker_logs (worker_id, task_id, attempt, at, ages_ms, body, lines, dropped_lines, size_bytes)
       select
-        -- Under the sender, whose totals count it: a dispatcher sends output of attempts on its nodes.
-        p_worker_id, case when h.worker_id is not null then s.task_id end,
+        coalesce(h.worker_id, p_worker_id), case when h.worker_id is not null then s.task_id end,
         case when h.worker_id is not null then s.attempt end, v_now, s.ages_ms, s.body, s.lines, s.dropped,
         octet_length(s.body) + 4 * s.lines + 64
       from sent s
@@ -141,20 +149,32 @@ begin
         limit 1
       ) as h on true
       order by s.place
-      returning lines, dropped_lines, size_bytes
+      returning worker_id, lines, dropped_lines, size_bytes
     )
-    select coalesce(sum(s.size_bytes), 0), coalesce(sum(s.lines), 0), coalesce(sum(s.dropped_lines), 0)
-    into v_bytes, v_lines, v_dropped
-    from stored s;
-  end if;
-
-  update windlass.worker_log_totals t
-  set stored_bytes = t.stored_bytes + v_bytes, dropped_lines = t.dropped_lines + v_dropped, last_batch = p_batch_id,
-      minute_at = v_totals.minute_at, minute_bytes = v_totals.minute_bytes + v_bytes
-  where t.worker_id = p_worker_id;
-  select r.worker_log_bytes into v_max_worker_bytes from windlass.retention r;
-  if v_totals.stored_bytes + v_bytes > v_max_worker_bytes then
-    perform windlass_internal.trim_worker_logs(p_worker_id, (v_max_worker_bytes * 0.9)::bigint);
+    select
+      w.id as worker_id, coalesce(sum(s.size_bytes), 0) as bytes, coalesce(sum(s.lines), 0) as lines,
+      coalesce(sum(s.dropped_lines), 0) as dropped, sum(sum(s.size_bytes)) over () as batch_bytes
+    from (select p_worker_id as id union select o.worker_id from stored o) as w
+    left join stored s on s.worker_id = w.id
+    group by w.id order by w.id
+    loop
+      v_lines := v_lines + v_part.lines;
+      insert into windlass.worker_log_totals (worker_id, minute_at) values (v_part.worker_id, v_now)
+      on conflict do nothing;
+      update windlass.worker_log_totals t
+      set stored_bytes = t.stored_bytes + v_part.bytes, dropped_lines = t.dropped_lines + v_part.dropped
+      where t.worker_id = v_part.worker_id
+      returning t.stored_bytes into v_stored_bytes;
+      if v_part.worker_id = p_worker_id then
+        update windlass.worker_log_totals t
+        set last_batch = p_batch_id, minute_at = v_totals.minute_at,
+            minute_bytes = v_totals.minute_bytes + coalesce(v_part.batch_bytes, 0)
+        where t.worker_id = p_worker_id;
+      end if;
+      if v_stored_bytes > v_max_worker_bytes then
+        perform windlass_internal.trim_worker_logs(v_part.worker_id, (v_max_worker_bytes * 0.9)::bigint);
+      end if;
+    end loop;
   end if;
   return v_lines;
 end
