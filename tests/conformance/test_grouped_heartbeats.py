@@ -83,6 +83,19 @@ async def test_group_releases_unreceived_claims_by_lease(store: AnyStore, clock:
 
 
 @directly
+async def test_report_about_some_tasks_releases_no_others(store: AnyStore, clock: Any) -> None:
+    await register(store, "w1")
+    for _ in range(4):
+        await add(store)
+    claims = await store.claim("w1", ("q",), 4)
+    clock.advance(31)
+    first, last = claims[1].task_id, claims[2].task_id
+    await store.heartbeat_many([HeartbeatReport("w1", [held(claims[2])], {}, first, last)])
+    statuses = [await status_of(store, claim) for claim in claims]
+    assert statuses == [TaskStatus.RUNNING, TaskStatus.QUEUED, TaskStatus.RUNNING, TaskStatus.RUNNING]
+
+
+@directly
 async def test_empty_group_is_answered(store: AnyStore) -> None:
     assert await store.heartbeat_many([]) == []
 

@@ -8,7 +8,7 @@ import pytest
 from support.queue_actions import add, claim_one, claimed, codes, complete, fail, held, register, status_of, task_of
 from support.stores import AnyStore
 from windlass.model.errors import BadInput
-from windlass.model.task import Claim, Finished, TaskStatus
+from windlass.model.task import Claim, Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, WorkerStatus
 from windlass.policy.backoff import RETRY_FIRST_S
 
@@ -156,3 +156,21 @@ async def test_unreceived_claim_is_released_after_a_lease(store: AnyStore, clock
     task = await task_of(store, ids[1])
     assert (task.status, task.attempts) == (TaskStatus.QUEUED, 0)
     assert await codes(store, task_id=ids[1]) == ["TASK_RELEASED"]
+
+
+async def test_heartbeat_of_many_claims_releases_only_the_unnamed_one(store: AnyStore, clock: Any) -> None:
+    """Over HTTP such a heartbeat takes several calls. Claims of one task, and all tasks between two calls, count."""
+    await register(store, "w1", concurrency=1_500)
+    await store.enqueue_many([NewTask("q")] * 1_000)
+    claims = await store.claim("w1", ("q",), 1_000)
+    unnamed = {claims[0].task_id, claims[382].task_id, claims[500].task_id, claims[-1].task_id}
+    named = [claim for claim in claims if claim.task_id not in unnamed]
+    clock.advance(31)
+    made_up = [HeldClaim(claim.task_id, uuid4()) for claim in named[:500]]
+    notes = [held(claim, 0.5, "\x01" * 500) for claim in named[:30]]
+    reply = await store.heartbeat("w1", [*notes, *map(held, named[30:]), *made_up], {"load": 1})
+    assert (reply.status, reply.lost) == (WorkerStatus.ACTIVE, {claim.token for claim in made_up})
+    assert {task.id for task in await store.tasks(status=TaskStatus.QUEUED)} == unnamed
+    worker = await store.worker("w1")
+    assert worker is not None
+    assert worker.metadata == {"load": 1}

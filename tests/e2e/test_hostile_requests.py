@@ -178,8 +178,9 @@ async def test_h4_made_up_claims_write_one_event_per_call(plane: ControlPlane) -
 
 async def test_h4_heartbeat_names_a_bounded_number_of_claims(plane: ControlPlane) -> None:
     claims = [{"task_id": n, "token": str(uuid4())} for n in range(30_000)]
-    status, problem = await plane.call("/internal/worker/heartbeat", TOKENS["w1"], {"claims": claims})
-    assert (status, problem["code"]) == (400, "BAD_INPUT")
+    for count, refusal in ((30_000, (413, "TOO_LARGE")), (600, (400, "BAD_INPUT"))):
+        status, problem = await plane.call("/internal/worker/heartbeat", TOKENS["w1"], {"claims": claims[:count]})
+        assert (status, problem["code"]) == refusal
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,11 @@ async def test_group_of_heartbeats_does_not_wait_for_locked_worker(connection: A
         beats = [HeartbeatReport("w1", (), {"load": 1}), HeartbeatReport("w2")]
         locked, recorded = await asyncio.wait_for(store.heartbeat_many(beats), LIMIT_S)
         assert (locked, recorded and recorded.status) == (None, WorkerStatus.ACTIVE)
-        alone = asyncio.create_task(store.heartbeat("w1", (), {"load": 2}))
+        alone = asyncio.create_task(store.heartbeat_many([HeartbeatReport("w1", (), {"load": 2})], waits=True))
         await eventually(lambda: is_blocked(connection), "the heartbeat waits for its row")
-    assert (await asyncio.wait_for(alone, LIMIT_S)).status is WorkerStatus.ACTIVE
+    (reply,) = await asyncio.wait_for(alone, LIMIT_S)
+    assert reply is not None
+    assert reply.status is WorkerStatus.ACTIVE
     workers = [await store.worker(name) for name in ("w1", "w2")]
     assert [worker and (worker.last_heartbeat is not None, worker.metadata) for worker in workers] == [
         (True, {"load": 2}),

@@ -33,9 +33,11 @@ async def make_every_worker_call(connection: Any) -> None:
     held = [{"task_id": c["task_id"], "token": str(c["token"]), "progress": 0.5, "note": "half"} for c in claims]
     await connection.fetch("select * from windlass.heartbeat('w', $1)", json.dumps(held))
     await connection.fetch(
-        "select * from windlass_internal.record_heartbeats($1, $2, $3, $4, $5, $6, $7)",
+        "select * from windlass_internal.record_heartbeats($1, $2, $3, $4, $5, $6, $7, $8, $9)",
         ["w", "idle"],
         ["{}", "{}"],
+        [0, 0],
+        [2**63 - 1, 2**63 - 1],
         ["w" for _ in claims],
         [claim["task_id"] for claim in claims],
         [claim["token"] for claim in claims],

@@ -1,7 +1,7 @@
 """How a server groups heartbeats: bounded, and each caller with its own reply or error."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -30,7 +30,13 @@ class RecordingStore:
         self.gate.set()
         self.lock = asyncio.Event()
 
-    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+    async def heartbeat_many(
+        self, heartbeats: Sequence[HeartbeatReport], *, waits: bool = False
+    ) -> list[HeartbeatReply | None]:
+        if waits:
+            self.alone += [each.worker_id for each in heartbeats]
+            await self.lock.wait()
+            return [ACTIVE]
         self.groups.append([each.worker_id for each in heartbeats])
         await self.gate.wait()
         if self.error is not None:
@@ -43,13 +49,6 @@ class RecordingStore:
             else HeartbeatReply(WorkerStatus.ACTIVE, False, frozenset(claim.token for claim in each.claims))
             for each in heartbeats
         ]
-
-    async def heartbeat(
-        self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
-    ) -> HeartbeatReply:
-        self.alone.append(worker_id)
-        await self.lock.wait()
-        return ACTIVE
 
 
 def groups_of(store: Any, delay_s: float = 0.001) -> HeartbeatGroups:

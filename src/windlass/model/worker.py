@@ -11,7 +11,7 @@ from pydantic import Field
 
 from windlass.model.cost import Bill
 from windlass.model.node import NodeView
-from windlass.model.task import NAME_PATTERN
+from windlass.model.task import MAX_TASK_ID, NAME_PATTERN
 
 # Fleet of workers that name none.
 DEFAULT_FLEET = "default"
@@ -87,11 +87,16 @@ class HeldClaim:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport:
-    """A worker lives and holds these claims. `vitals`: pid, vram_total_mb, vram_used_mb and values for its metadata."""
+    """A worker lives and holds these claims. `vitals`: pid, vram_total_mb, vram_used_mb and values for its metadata.
+
+    `claims` are all that it holds of the tasks from `first_task_id` to `last_task_id`. Other reports name the others.
+    """
 
     worker_id: str
     claims: Sequence[HeldClaim] = ()
     vitals: Mapping[str, Any] = field(default_factory=dict)
+    first_task_id: int = 0
+    last_task_id: int = MAX_TASK_ID
 
 
 @dataclass(frozen=True, slots=True)

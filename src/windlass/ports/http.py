@@ -14,8 +14,8 @@ from uuid import UUID
 
 from pydantic import AfterValidator, Field
 
-from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_RESULTS_PER_CALL, Finished
-from windlass.model.worker import MAX_CLAIMS_PER_HEARTBEAT, MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
+from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_RESULTS_PER_CALL, MAX_TASK_ID, Finished
+from windlass.model.worker import MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
 from windlass.model.worker_log import MAX_BOOT_LOG_CHARACTERS, MAX_CALL_BYTES, MAX_CHUNKS, LogChunk
 
 ACTIVATE = "/internal/workers/{worker_id}/activate"
@@ -48,11 +48,12 @@ MAX_QUEUES = 1_000
 MAX_CLAIMS = 2_000
 # Results in one call have at most this size together; a single result may be larger.
 MAX_BATCH_BYTES = 1 << 20
-# Results in one call, and claims in one heartbeat: what the database accepts.
+# Results in one call: what the database accepts.
 MAX_FINISHED = MAX_RESULTS_PER_CALL
-MAX_HELD_CLAIMS = MAX_CLAIMS_PER_HEARTBEAT
-# A heartbeat of MAX_HELD_CLAIMS claims with progress and short notes. Its vitals are limited on their own.
-MAX_HEARTBEAT_BYTES = 4 << 20
+# Claims in one heartbeat call. Their JSON has at most MAX_CLAIMS_BYTES, so that the call is small together with its
+# vitals. A worker that holds more names them in several calls.
+MAX_HELD_CLAIMS = 500
+MAX_CLAIMS_BYTES = 56 << 10
 MAX_VITALS_BYTES = MAX_METADATA_BYTES
 # Longer reasons are cut: they are read by people, and a worker must not fail because of one.
 MAX_REASON_CHARACTERS = MAX_ERROR_CHARACTERS
@@ -178,8 +179,16 @@ class ReleaseCall:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatCall:
+    """`claims`: all that the worker holds of the tasks from `first_task_id` to `last_task_id`.
+
+    Claims of these tasks that are not named, and older than the lease, are released. A worker with more than
+    MAX_HELD_CLAIMS divides its tasks into such ranges and sends a call for each; together they cover all ids.
+    """
+
     claims: Annotated[tuple[HeldClaim, ...], Field(max_length=MAX_HELD_CLAIMS)] = ()
     vitals: Annotated[dict[str, Any], AfterValidator(check_vitals)] = field(default_factory=dict)
+    first_task_id: Annotated[int, Field(ge=0, le=MAX_TASK_ID)] = 0
+    last_task_id: Annotated[int, Field(ge=0, le=MAX_TASK_ID)] = MAX_TASK_ID
 
 
 @dataclass(frozen=True, slots=True)

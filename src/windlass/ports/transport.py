@@ -85,9 +85,11 @@ class WorkerTransport(WorkSignal, Protocol):
 class HeartbeatStore(Protocol):
     """Heartbeats of many workers in one call, for a server that receives them."""
 
-    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+    async def heartbeat_many(
+        self, heartbeats: Sequence[HeartbeatReport], *, waits: bool = False
+    ) -> list[HeartbeatReply | None]:
         """As `heartbeat` for each worker, in their order. Every worker occurs once.
 
-        None: the worker's row is locked and nothing was recorded; `heartbeat` waits for it. Raises BadInput if one of
-        them is invalid, and then records none.
+        None: the worker's row is locked and nothing was recorded. With `waits` the call waits for locked rows, which
+        are at most one then. Raises BadInput if one of them is invalid, and then records none.
         """

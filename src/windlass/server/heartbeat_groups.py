@@ -125,14 +125,13 @@ class HeartbeatGroups:
 
     async def _record_alone(self, pending: _Pending) -> None:
         """Wait for the locked row of this worker."""
-        heartbeat = pending.heartbeat
-        outcome: HeartbeatReply | Exception
+        outcome: HeartbeatReply | Exception | None
         async with self._alone:
             try:
-                outcome = await self._store.heartbeat(heartbeat.worker_id, heartbeat.claims, heartbeat.vitals)
+                (outcome,) = await self._store.heartbeat_many([pending.heartbeat], waits=True)
             except Exception as error:
                 outcome = error
-        self._end(pending, outcome)
+        self._end(pending, outcome or unavailable("the worker's row is locked: retry"))
         self._start_groups()
 
     def _end(self, pending: _Pending, outcome: HeartbeatReply | Exception) -> None:

@@ -22,7 +22,7 @@ from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 # Time for a body, plus the time that the bytes received so far take at MIN_BODY_BYTES_PER_S.
 BODY_TIMEOUT_S = 60.0
 MAX_BUFFERED_BYTES = 256 << 20
-# Large bodies of one worker at the same time: a batch of results, and a heartbeat with many claims.
+# Large bodies of one worker at the same time: a batch of results, and output.
 MAX_LARGE_PER_WORKER = 2
 # Decompressed at once: the limits are judged after each piece.
 _INFLATED_BYTES = 256 * 1024

@@ -66,11 +66,10 @@ class RouteEntry:
 
 
 def large_bodies(max_payload_bytes: int) -> dict[str, int]:
-    """Limits of the bodies that carry payloads, results, lists of claims and output, by path."""
+    """Limits of the bodies that carry payloads, results and output, by path."""
     return {
         "/api/v1/tasks": max_payload_bytes + MAX_SMALL_BODY_BYTES,
         http.FINISH: http.max_body_bytes(max_payload_bytes),
-        http.HEARTBEAT: http.MAX_HEARTBEAT_BYTES,
         http.LOGS: http.MAX_LOGS_BYTES,
     }
 

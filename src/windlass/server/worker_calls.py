@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.model.auth import WorkerCaller
 from windlass.model.errors import BadInput
-from windlass.model.task import Claim, ClaimResult
+from windlass.model.task import MAX_TASK_ID, Claim, ClaimResult
 from windlass.model.worker import HeartbeatReply, HeartbeatReport
 from windlass.model.worker_log import MAX_CALL_LINES, MAX_CHUNKS
 from windlass.ports import http
@@ -41,10 +41,6 @@ class _FinishItems(msgspec.Struct):
     finished: list[msgspec.Raw] = []
 
 
-class _HeartbeatItems(msgspec.Struct):
-    claims: list[msgspec.Raw] = []
-
-
 class _LogItems(msgspec.Struct):
     chunks: list[msgspec.Raw] = []
 
@@ -56,7 +52,6 @@ class _LineItems(msgspec.Struct):
 _split_logs = msgspec.json.Decoder(_LogItems).decode
 _split_lines = msgspec.json.Decoder(_LineItems).decode
 _split_finish = msgspec.json.Decoder(_FinishItems).decode
-_split_heartbeat = msgspec.json.Decoder(_HeartbeatItems).decode
 
 
 def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
@@ -78,10 +73,14 @@ def worker_call_handlers(context: WorkerApiContext) -> dict[str, ASGIApp]:
         return await store.finish_and_claim(worker.worker_id, call.finished, call.queues, limit)
 
     async def heartbeat(worker: WorkerCaller, body: bytes) -> HeartbeatReply:
-        call = await decode_body(_heartbeat_call, body)
+        call = _decode_heartbeat(body)
+        _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
         if len(body) > http.MAX_VITALS_BYTES:  # otherwise they are not larger either
             _check_vitals(call.vitals)
-        return await groups.heartbeat(HeartbeatReport(worker.worker_id, call.claims, call.vitals))
+        first, last = call.first_task_id, call.last_task_id
+        if not 0 <= first <= last <= MAX_TASK_ID:
+            raise BadInput(f"first_task_id and last_task_id are 0 to {MAX_TASK_ID}, in this order.")
+        return await groups.heartbeat(HeartbeatReport(worker.worker_id, call.claims, call.vitals, first, last))
 
     async def logs(worker: WorkerCaller, body: bytes) -> None:
         call = await decode_body(_logs_call, body)
@@ -140,14 +139,6 @@ def _finish_call(body: bytes) -> http.FinishCall:
         _check_count("results", _split_finish(body).finished, http.MAX_FINISHED)
     call = _decode_finish(body)
     _check_count("results", call.finished, http.MAX_FINISHED)
-    return call
-
-
-def _heartbeat_call(body: bytes) -> http.HeartbeatCall:
-    if len(body) > MAX_SMALL_BODY_BYTES:
-        _check_count("claims", _split_heartbeat(body).claims, http.MAX_HELD_CLAIMS)
-    call = _decode_heartbeat(body)
-    _check_count("claims", call.claims, http.MAX_HELD_CLAIMS)
     return call
 
 

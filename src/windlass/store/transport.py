@@ -111,18 +111,23 @@ class PostgresTransport(PostgresWorkSignal, WorkerSecret):
         (row,) = await self._database.call_rows("sending a heartbeat", "windlass.heartbeat", *arguments)
         return _reply(row)
 
-    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+    async def heartbeat_many(
+        self, heartbeats: Sequence[HeartbeatReport], *, waits: bool = False
+    ) -> list[HeartbeatReply | None]:
         held = [(each.worker_id, claim) for each in heartbeats for claim in each.claims]
         rows = await self._database.call_rows(
             "sending heartbeats",
             "windlass_internal.record_heartbeats",
             [each.worker_id for each in heartbeats],
             [json.dumps(dict(each.vitals)) for each in heartbeats],
+            [each.first_task_id for each in heartbeats],
+            [each.last_task_id for each in heartbeats],
             [worker_id for worker_id, _ in held],
             [claim.task_id for _, claim in held],
             [claim.token for _, claim in held],
             [claim.progress for _, claim in held],
             [_note(claim) for _, claim in held],
+            waits,
         )
         by_worker = {row["worker_id"]: _reply(row) for row in rows if row["status"] is not None}
         return [by_worker.get(each.worker_id) for each in heartbeats]

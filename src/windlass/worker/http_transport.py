@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import UUID
@@ -23,9 +24,25 @@ import msgspec
 
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, TokenRefused, UnknownWorker
 from windlass.model.ray import RaySettings
-from windlass.model.task import MAX_PAYLOAD_BYTES, Claim, ClaimResult, Finished, TaskStatus, storable, truncate_error
+from windlass.model.task import (
+    MAX_NOTE_CHARACTERS,
+    MAX_PAYLOAD_BYTES,
+    Claim,
+    ClaimResult,
+    Finished,
+    TaskStatus,
+    storable,
+    truncate_error,
+)
 from windlass.model.work_order import WorkOrder
-from windlass.model.worker import HeartbeatReply, HeldClaim, RecoveredTasks, Registration, WorkerStatus
+from windlass.model.worker import (
+    MAX_CLAIMS_PER_HEARTBEAT,
+    HeartbeatReply,
+    HeldClaim,
+    RecoveredTasks,
+    Registration,
+    WorkerStatus,
+)
 from windlass.model.worker_log import LogChunk
 from windlass.ports import http
 from windlass.worker.http_client import HttpClient, HttpResponse, NoResponse
@@ -48,6 +65,8 @@ MIN_GZIP_BYTES = 16 << 10
 # A compressed request must be smaller than this share of the original: both sides pay for it.
 MAX_GZIP_SHARE = 0.8
 _GZIP_WBITS = 31
+# JSON of a held claim without its note, and of a character of the note, at most.
+_MAX_CLAIM_BYTES, _MAX_CHARACTER_BYTES = 150, 6
 # Characters of an unexpected answer in error messages.
 MAX_QUOTED = 200
 
@@ -234,12 +253,14 @@ class HttpTransport:
         self, worker_id: str, claims: Sequence[HeldClaim] = (), vitals: Mapping[str, Any] | None = None
     ) -> HeartbeatReply:
         self._check_worker(worker_id)
-        storable_claims = (c if c.note is None else replace(c, note=storable(c.note)) for c in claims)
-        call = http.HeartbeatCall(tuple(storable_claims), dict(vitals or {}))
+        lost: frozenset[UUID] = frozenset()
         try:
-            return await self._post("sending a heartbeat", http.HEARTBEAT, call, _HEARTBEAT_REPLY)
+            for call in _heartbeat_calls(claims, dict(vitals or {})):
+                reply = await self._post("sending a heartbeat", http.HEARTBEAT, call, _HEARTBEAT_REPLY)
+                lost |= reply.lost
         except TokenRefused:
             return HeartbeatReply(status=None, is_paused=False, lost=frozenset(claim.token for claim in claims))
+        return replace(reply, lost=lost)
 
     async def deregister(self, worker_id: str, reason: str) -> None:
         self._check_worker(worker_id)
@@ -326,6 +347,23 @@ def _batches(finished: Sequence[Finished], max_bytes: int) -> Iterator[list[Fini
         batch.append(item)
         size_bytes += length
     yield batch
+
+
+def _heartbeat_calls(claims: Sequence[HeldClaim], vitals: dict[str, Any]) -> Iterator[http.HeartbeatCall]:
+    """At least one call. Together they cover all tasks, each its own: claims of one task are in one call."""
+    if len(claims) > MAX_CLAIMS_PER_HEARTBEAT:
+        raise BadInput(f"a heartbeat names at most {MAX_CLAIMS_PER_HEARTBEAT} claims, not {len(claims)}.")
+    batch: list[HeldClaim] = []
+    size_bytes = first_task_id = 0
+    for claim in sorted(claims, key=attrgetter("task_id")):
+        note = storable(claim.note[:MAX_NOTE_CHARACTERS])[:MAX_NOTE_CHARACTERS] if claim.note is not None else None
+        claim_bytes = _MAX_CLAIM_BYTES + _MAX_CHARACTER_BYTES * len(note or "")
+        if batch and size_bytes + claim_bytes > http.MAX_CLAIMS_BYTES and claim.task_id != batch[-1].task_id:
+            yield http.HeartbeatCall(tuple(batch), vitals, first_task_id, batch[-1].task_id)
+            batch, size_bytes, first_task_id, vitals = [], 0, batch[-1].task_id + 1, {}
+        batch.append(replace(claim, note=note))
+        size_bytes += claim_bytes
+    yield http.HeartbeatCall(tuple(batch), vitals, first_task_id)
 
 
 def _decode_ray_settings(kind: type[RaySettings], value: object) -> RaySettings:

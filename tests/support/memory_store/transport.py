@@ -253,13 +253,17 @@ class MemoryTransport(MemoryWorkSignal):
     ) -> HeartbeatReply:
         if len(claims) > MAX_CLAIMS_PER_HEARTBEAT:
             raise BadInput(f"sending a heartbeat: a heartbeat names at most 10000 claims, not {len(claims)}.")
+        return self._record_heartbeat(HeartbeatReport(worker_id, claims, vitals or {}))
+
+    def _record_heartbeat(self, heartbeat: HeartbeatReport) -> HeartbeatReply:
+        worker_id, claims = heartbeat.worker_id, heartbeat.claims
         worker = self._workers.get(worker_id)
         named = {claim.token for claim in claims}
         if worker is None or worker.status not in LIVE:
             return HeartbeatReply(status=worker.status if worker else None, is_paused=False, lost=frozenset(named))
         reported = [(claim, real(claim.progress)) for claim in claims]
         now = self._clock()
-        worker.apply_vitals(vitals or {}, now)
+        worker.apply_vitals(heartbeat.vitals, now)
         worker.record_heartbeat(now)
         lost_claims = set()
         for claim, progress in reported:
@@ -272,18 +276,22 @@ class MemoryTransport(MemoryWorkSignal):
         # The dispatcher sends heartbeats for tasks on its nodes.
         own = self._tasks.run_by(worker_id) if worker.kind is not WorkerKind.NODE else []
         for row in own:
+            if not heartbeat.first_task_id <= row.id <= heartbeat.last_task_id:
+                continue
             if row.token not in named and row.started_at is not None and row.started_at < now - worker.lease:
                 self._tables.release(row, worker_id, "the claim did not reach its worker")
         return HeartbeatReply(status=worker.status, is_paused=worker.is_paused, lost=frozenset(lost_claims))
 
-    async def heartbeat_many(self, heartbeats: Sequence[HeartbeatReport]) -> list[HeartbeatReply | None]:
+    async def heartbeat_many(
+        self, heartbeats: Sequence[HeartbeatReport], *, waits: bool = False
+    ) -> list[HeartbeatReply | None]:
         for each in heartbeats:
             # All or none, as one statement.
             if self._workers.among(LIVE, each.worker_id) is not None:
                 parse_vitals(each.vitals)
             for claim in each.claims:
                 real(claim.progress)
-        return [await self.heartbeat(each.worker_id, each.claims, each.vitals) for each in heartbeats]
+        return [self._record_heartbeat(each) for each in heartbeats]
 
     async def deregister(self, worker_id: str, reason: str) -> None:
         worker = self._workers.among(LIVE, worker_id)

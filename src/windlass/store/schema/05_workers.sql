@@ -198,19 +198,23 @@ language sql immutable parallel safe
 as $$ select 0.4 * p_lease_s $$;
 
 -- Heartbeats of several workers, each named once, in one statement of the HTTP server; and `heartbeat` for one. The
--- arrays from p_holder_ids on belong together: the claims that these workers hold. Returns a row per worker: its status
+-- arrays up to p_last_ids belong together: the workers, and from which task to which each names its claims. Those from
+-- p_holder_ids on belong together too: the claims that these workers hold. Returns a row per worker: its status
 -- ('unknown' without a row), whether it is paused, the tokens of claims it has lost, and claim_delay.
 --
 -- The status is null if another transaction has locked the worker's row. Then nothing was recorded for it: one locked
--- row must not delay the others. Call `heartbeat` for that worker, which waits.
+-- row must not delay the others. Repeat that heartbeat alone with p_waits.
 create function windlass_internal.record_heartbeats(
   p_worker_ids text[],
   p_vitals jsonb[],
+  p_first_ids bigint[],
+  p_last_ids bigint[],
   p_holder_ids text[],
   p_task_ids bigint[],
   p_tokens uuid[],
   p_progress real[],
-  p_notes text[]
+  p_notes text[],
+  p_waits boolean default false
 ) returns table (worker_id text, status text, paused boolean, lost uuid[], claim_delay real)
 language plpgsql
 set plan_cache_mode = force_generic_plan
@@ -226,12 +230,19 @@ declare
   v_paused boolean[];
   v_leases interval[];
   v_kinds text[];
+  v_first_ids bigint[];
+  v_last_ids bigint[];
   -- Delays of claims, null where billing periods are short.
   v_delays real[];
 begin
+  if p_waits then
+    perform from windlass.workers w where w.id = any (p_worker_ids) for no key update;
+  end if;
+
   with locked as materialized (
-    select l.id, g.vitals, l.metadata || (g.vitals - '{pid,vram_total_mb,vram_used_mb}'::text[]) as metadata
-    from unnest(p_worker_ids, p_vitals) as g (id, vitals)
+    select l.id, g.vitals, g.first_id, g.last_id,
+      l.metadata || (g.vitals - '{pid,vram_total_mb,vram_used_mb}'::text[]) as metadata
+    from unnest(p_worker_ids, p_vitals, p_first_ids, p_last_ids) as g (id, vitals, first_id, last_id)
     cross join lateral (
       select w.id, w.metadata from windlass.workers w
       where w.id = g.id and w.status in ('spawning', 'active', 'terminating')
@@ -264,11 +275,12 @@ begin
     from locked l
     where w.id = l.id
     returning w.id, w.status, w.paused, make_interval(secs => w.lease_s) as lease, w.kind,
+      l.first_id, l.last_id,
       case when w.billing_unit_s >= 600 then windlass_internal.claim_delay(w.id, v_now) end as claim_delay
   )
   select coalesce(array_agg(r.id), '{}'), array_agg(r.status), array_agg(r.paused), array_agg(r.lease),
-    array_agg(r.kind), array_agg(r.claim_delay)
-  into v_ids, v_statuses, v_paused, v_leases, v_kinds, v_delays
+    array_agg(r.kind), array_agg(r.first_id), array_agg(r.last_id), array_agg(r.claim_delay)
+  into v_ids, v_statuses, v_paused, v_leases, v_kinds, v_first_ids, v_last_ids, v_delays
   from recorded r;
 
   -- Some have ended, are unknown or locked. All claims of ended and unknown workers are lost.
@@ -331,21 +343,21 @@ begin
   end if;
 
   -- Release claims that their worker does not name: the answer to its claim was lost. After a lease no worker still
-  -- waits for that answer, and without this the task would stay running forever. The dispatcher's heartbeat names the
-  -- claims of tasks on nodes.
+  -- waits for that answer, and without this the task would stay running forever. Claims outside of the tasks that this
+  -- heartbeat covers are named by others. The dispatcher's heartbeat names the claims of tasks on nodes.
   perform windlass_internal.release_claim(t.worker_id, t.id, t.claim_token, 'the claim did not reach its worker')
   from (
     select r.id, r.claim_token, r.worker_id
     from (
       select o.id, o.claim_token
-      from unnest(v_ids, v_leases, v_kinds) as k (id, lease, kind)
+      from unnest(v_ids, v_leases, v_kinds, v_first_ids, v_last_ids) as k (id, lease, kind, first_id, last_id)
       -- `offset 0` keeps the planner from reading all running tasks first.
       cross join lateral (
         select s.id, s.claim_token from windlass.tasks s
         where s.worker_id = k.id and s.status = 'running' and s.started_at < v_now - k.lease
         offset 0
       ) as o
-      where k.kind <> 'node'
+      where k.kind <> 'node' and o.id between k.first_id and k.last_id
       except
       select h.task_id, h.token from unnest(p_task_ids, p_tokens) as h (task_id, token)
     ) as u
@@ -390,12 +402,11 @@ begin
   into v_ids, v_tokens, v_progress, v_notes
   from jsonb_array_elements(p_claims) as c;
 
-  -- record_heartbeats skips a locked row.
-  perform from windlass.workers w where w.id = p_worker_id for no key update;
   select h.status, h.paused, h.lost into status, paused, lost
   from windlass_internal.record_heartbeats(
-    array[p_worker_id], array[p_vitals], array_fill(p_worker_id, array[coalesce(cardinality(v_ids), 0)]),
-    v_ids, v_tokens, v_progress, v_notes) as h;
+    array[p_worker_id], array[p_vitals], array[0], array[9223372036854775807],
+    array_fill(p_worker_id, array[coalesce(cardinality(v_ids), 0)]),
+    v_ids, v_tokens, v_progress, v_notes, p_waits => true) as h;
 end
 $$;
 
