@@ -178,6 +178,28 @@ async def test_truncated_table_withdraws_all_tasks(renders: AdoptedTable) -> Non
     assert {row["status"] for row in await renders.sql.fetch("select status from windlass.tasks")} == {"failed"}
 
 
+async def test_truncated_table_cancels_its_tasks_in_one_statement(renders: AdoptedTable) -> None:
+    await renders.sql.execute(
+        "create table public.statements (tasks bigint);"
+        "create function public.note() returns trigger language plpgsql as $$"
+        " begin insert into public.statements select count(*) from changed; return null; end $$;"
+        "create trigger note after update on windlass.tasks referencing new table as changed"
+        " for each statement execute function public.note()"
+    )
+    for _ in range(5):
+        await renders.add()
+    locked = await renders.add()
+    async with connected(renders.dsn) as windlass, windlass.transaction():
+        await windlass.execute("select from windlass.tasks where unique_key = $1 for update", str(locked))
+        await renders.sql.execute("truncate public.renders")
+        assert await renders.sql.fetchval("select count(*) from windlass.tasks where status = 'queued'") == 1
+    assert [row["tasks"] for row in await renders.sql.fetch("select tasks from public.statements")] == [5]
+    assert await renders.settle() == 1
+    assert (await renders.task(locked))["error_code"] == "CANCELLED"
+    cancelled = "select count(*) from windlass.events where code = 'TASK_CANCELLED'"
+    assert await renders.sql.fetchval(cancelled) == 6
+
+
 async def test_changed_key_moves_the_task(renders: AdoptedTable) -> None:
     key = await renders.add()
     await renders.set(key, id=key + 1000)

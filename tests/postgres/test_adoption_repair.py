@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from support.adopted_tables import RENDERS, RENDERS_CONFIG, AdoptedTable, adopted_renders
+from support.alerting_fixture import make_manager
 from support.queue_sql import connected
+from support.stores import PostgresStores
 from windlass.model.adoption import AdoptedColumns
+from windlass.model.alert import RejectedRows
 from windlass.store import adoption
 
 ROW_STATES = ("waiting", "working", "again", "done", "broken", "stopped", "draft")
@@ -103,6 +106,42 @@ async def test_backfill_defers_rows_over_the_limits(each_dsn: str) -> None:
         await sql.execute("update public.renders set prompt = 'short' where id = 'b'")
         assert await adoption.repair(each_dsn, "renders") == 1
         assert (await _queues_and_reasons(sql))[0] == {"a", "b", "z"}
+
+
+async def test_rejected_rows_fire_an_alert_until_they_are_repaired(renders: AdoptedTable, clock: Any) -> None:
+    await renders.sql.execute("alter table public.renders add constraint short check (length(output::text) < 20)")
+    for _ in range(2):
+        await renders.add()
+    for claim in await renders.claim(2):
+        assert await renders.complete(claim, '{"url": "a long address"}')
+    # A row that is locked, and not rejected, is no reason for an alert.
+    await renders.sql.execute("select windlass_internal.defer_row('renders', '7', null, 'its row was locked')")
+    async with PostgresStores(renders.dsn, virtual_now=clock) as store:
+        manager = make_manager(store)
+
+        async def open_alerts() -> list[tuple[str, str]]:
+            clock.advance(61)
+            await manager.evaluate()
+            return [(alert.key, alert.reason) for alert in (await store.alert_inputs()).open]
+
+        ((key, reason),) = await open_alerts()
+        assert (key, reason.partition(" cannot")[0]) == (
+            "ROW_REJECTED renders", "2 rows of the adopted table public.renders",
+        )  # fmt: skip
+        await renders.settle()
+        assert len(await open_alerts()) == 1
+        await renders.sql.execute("alter table public.renders drop constraint short")
+        await adoption.repair(renders.dsn, "renders")
+        assert await open_alerts() == []
+
+
+async def test_backfilled_row_that_cannot_become_a_task_fires_an_alert(each_dsn: str) -> None:
+    async with connected(each_dsn) as sql, PostgresStores(each_dsn) as store:
+        await sql.execute(RENDERS)
+        await sql.execute("insert into public.renders (prompt) values (repeat('x', 1100000)), ('p')")
+        await adoption.apply(each_dsn, "renders", RENDERS_CONFIG)
+        assert [rows async for rows in adoption.backfill(each_dsn, "renders")] == [2, 2]
+        assert (await store.alert_inputs()).rejected_rows == (RejectedRows("renders", "public.renders", 1),)
 
 
 async def test_backfill_defers_a_row_with_an_invalid_queue(each_dsn: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from windlass.model.alert import ADVICE, Alert, AlertInputs, FleetAlertInputs, Severity
+from windlass.model.alert import ADVICE, Alert, AlertInputs, FleetAlertInputs, RejectedRows, Severity
 from windlass.model.cycle import Fleet
 from windlass.model.snapshot import Hold
 from windlass.policy import stages
@@ -31,6 +31,7 @@ def inputs(
     already: tuple[str, ...] = (),
     of_all: tuple[str, ...] = (),
     is_settling: bool = False,
+    rejected: dict[str, int] | None = None,
     **seen: Any,
 ) -> AlertInputs:
     """`already`: open alerts of the fleet. `of_all`: open alerts without a fleet."""
@@ -41,7 +42,8 @@ def inputs(
     ]
     since = NOW - timedelta(seconds=5) if is_settling else None
     fleets = (FleetAlertInputs(fleet, **{"raised": {}, **seen}),)
-    return AlertInputs(NOW, leaderless_s, fleets, dead or {}, tuple(raised), since)
+    rows = tuple(RejectedRows(name, f"public.{name}", count) for name, count in (rejected or {}).items())
+    return AlertInputs(NOW, leaderless_s, fleets, dead or {}, rows, tuple(raised), since)
 
 
 LONG_AGO = NOW - timedelta(hours=1)
@@ -154,6 +156,12 @@ def test_combined_alert_names_first_subjects_and_count() -> None:
 def test_combined_alert_names_what_is_left(raised: dict[str, str], reason: str) -> None:
     (alert,) = evaluate_alerts(inputs(raised=raised, already=("SLOT_FAILED",)), 0, GRACE_S)
     assert (alert.key, alert.reason) == ("SLOT_FAILED", reason)
+
+
+def test_alert_of_rejected_rows_names_count_and_table() -> None:
+    (alert,) = evaluate_alerts(inputs(rejected={"jobs": 3}), 0, GRACE_S)
+    assert (alert.fleet, alert.key, alert.severity.value) == (None, "ROW_REJECTED jobs", "warning")
+    assert alert.reason == "3 rows of the adopted table public.jobs cannot be brought in line with the tasks"
 
 
 def test_allowed_dead_letters_raise_no_alert() -> None:

@@ -66,6 +66,7 @@ ADVICE = {
     "PROVIDER_ERRORS": "check the provider's status page, and the log for its answers",
     "PROVIDER_PAUSE": "wait until the pause ends; if it comes again, check what else uses the account's key",
     "PROVISIONING_TIMEOUT": "check the machine's console or log: it was created and never became ready",
+    "ROW_REJECTED": "see why with `windlass doctor`, fix the rows or the table, then run `windlass doctor --repair`",
     "SLOT_FAILED": "check the log of its last worker, fix the cause, then run `windlass restart FLEET`",
     "SLOT_RESTARTS": "check the log of its last worker before max_restarts is reached",
     "STORAGE_DOUBTED": "check that volume_path is where the network volume is mounted on that worker's machine",
@@ -107,6 +108,16 @@ class FleetAlertInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class RejectedRows:
+    """Rows of an adopted table that cannot become tasks, or that refused the state of their task."""
+
+    # Of the adoption.
+    name: str
+    table: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class AlertInputs:
     """Everything that alert rules depend on."""
 
@@ -116,6 +127,7 @@ class AlertInputs:
     fleets: tuple[FleetAlertInputs, ...]
     # Queue to tasks that failed permanently in the last hour, without cancelled ones.
     dead_letters: Mapping[str, int]
+    rejected_rows: tuple[RejectedRows, ...] = ()
     # Alerts that fired and did not resolve yet.
     open: tuple[Alert, ...] = ()
     # Start of the evaluation, while that is recent: a fleet without a cycle since then may get one soon.

@@ -1,7 +1,7 @@
 """Alert rules: which alerts hold, given AlertInputs. Pure.
 
 Most conditions are found by plans, which keep them in the planner state while they last (slots, limits, budgets,
-silence). The rules here add what no plan can know: missing plans, provider errors, and failed tasks.
+silence). The rules here add what no plan can know: missing plans, provider errors, failed tasks and rejected rows.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -42,6 +42,11 @@ def _global_alerts(inputs: AlertInputs, dead_letters_allowed: int, leader_grace_
             tasks = "1 task" if count == 1 else f"{count} tasks"
             failed[queue] = f"{tasks} in queue {queue} failed permanently in the last hour"
     yield from _group_alerts(None, "DEAD_LETTERS", failed, open_keys)
+    rejected = {}
+    for each in inputs.rejected_rows:
+        rows = "1 row" if each.count == 1 else f"{each.count} rows"
+        rejected[each.name] = f"{rows} of the adopted table {each.table} cannot be brought in line with the tasks"
+    yield from _group_alerts(None, "ROW_REJECTED", rejected, open_keys)
 
 
 def _fleet_alerts(seen: FleetAlertInputs, inputs: AlertInputs) -> Iterator[Alert]:

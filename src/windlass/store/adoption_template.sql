@@ -77,7 +77,7 @@ declare
   v_after text := @status_of_new@;
   v_outcome text;
 begin
-  if current_setting('windlass.withdrawn_row', true) = @name@ || ' ' || new.unique_key then
+  if current_setting('windlass.withdraws', true) = @name@ then
     return null;
   end if;
   begin

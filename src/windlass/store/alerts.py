@@ -5,7 +5,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from windlass.model.alert import Alert, AlertInputs, FleetAlertInputs, Message, MessageKind, Severity
+from windlass.model.alert import (
+    Alert,
+    AlertInputs,
+    FleetAlertInputs,
+    Message,
+    MessageKind,
+    RejectedRows,
+    Severity,
+)
 from windlass.model.task import storable
 from windlass.store.database import Database, DatabaseStore
 from windlass.store.fleets import PostgresFleetQueries
@@ -20,6 +28,7 @@ TIMEOUTS_S = 600.0
 MAX_TIMEOUTS = 100
 DEAD_LETTERS_S = 3_600.0
 MAX_DEAD_LETTERS = 10_000
+MAX_REJECTED_ROWS = 10_000
 MAX_OPEN = 10_000
 
 
@@ -36,6 +45,7 @@ class PostgresAlertStore(DatabaseStore):
             events = await connection.fetch(QUERIES["alert_reasons"], REASONS_S, MAX_REASONS)
             timeouts = await connection.fetch(QUERIES["provisioning_timeouts"], TIMEOUTS_S, MAX_TIMEOUTS)
             dead = await connection.fetch(QUERIES["dead_letters"], DEAD_LETTERS_S, MAX_DEAD_LETTERS)
+            rejected = await connection.fetch(QUERIES["rejected_rows"], MAX_REJECTED_ROWS)
             rows = await connection.fetch(QUERIES["open_alerts"], MAX_OPEN)
         open_alerts = tuple(Alert(**{**row, "severity": Severity(row["severity"])}) for row in rows)
         # Newest last, so that the newest reason wins. A fleet without recent cycles keeps the reason of its open alert.
@@ -60,6 +70,7 @@ class PostgresAlertStore(DatabaseStore):
                 if fleet.planned_at is not None
             ),
             dead_letters={row["queue"]: row["count"] for row in dead},
+            rejected_rows=tuple(RejectedRows(**row) for row in rejected),
             open=open_alerts,
         )
 

@@ -59,3 +59,15 @@ from (
 ) as d
 where d.error_code is distinct from 'CANCELLED'
 group by d.queue order by d.queue;
+
+-- name: rejected_rows
+-- Rows of adopted tables that were refused, by table; at most $1 of deferred_rows_rejected.
+select a.name, format('%s.%s', a.table_schema, a.table_name) as table, count(distinct d.row_key) as count
+from (
+  select r.adoption, r.row_key from windlass_internal.deferred_rows r
+  where r.is_rejected
+  limit $1
+) as d
+join windlass_internal.adoptions a on a.name = d.adoption
+group by a.name, a.table_schema, a.table_name
+order by a.name;

@@ -300,21 +300,20 @@ begin
 end
 $$;
 
--- Fail a locked task that is not finished, with code CANCELLED.
-create function windlass_internal.cancel_locked_task(p_before windlass.tasks, p_reason text) returns void
-language plpgsql
+-- Fail locked tasks that are not finished, with code CANCELLED.
+create function windlass_internal.cancel_locked_tasks(p_task_ids bigint[], p_reason text) returns void
+language sql
 as $$
-begin
+  select windlass_internal.record_attempt_span(t.worker_id, t.id, t.queue, t.started_at, windlass.now())
+  from windlass.tasks t where t.id = any (p_task_ids) and t.status = 'running';
+
   update windlass.tasks
   set status = 'failed', run_after = null, error_code = 'CANCELLED', error = windlass_internal.truncate_error(p_reason),
       claim_token = null, finished_at = windlass.now()
-  where id = p_before.id;
-  if p_before.status = 'running' then
-    perform windlass_internal.record_attempt_span(p_before.worker_id, p_before.id, p_before.queue, p_before.started_at,
-      windlass.now());
-  end if;
-  perform windlass_internal.add_event('TASK_CANCELLED', p_reason, null, p_before.worker_id, p_before.id);
-end
+  where id = any (p_task_ids);
+
+  select windlass_internal.add_event('TASK_CANCELLED', p_reason, null, t.worker_id, t.id)
+  from windlass.tasks t where t.id = any (p_task_ids);
 $$;
 
 -- Fail a task that is not finished, with code CANCELLED. A running task loses its claim: its worker learns it from the
@@ -322,17 +321,15 @@ $$;
 create function windlass.cancel_task(p_task_id bigint, p_reason text default 'cancelled by hand') returns boolean
 language plpgsql
 as $$
-declare
-  v_before windlass.tasks;
 begin
   perform windlass_internal.check_settings();
-  select t.* into v_before from windlass.tasks t
+  perform from windlass.tasks t
   where t.id = p_task_id and t.status in ('queued', 'running', 'error')
   for no key update;
   if not found then
     return false;
   end if;
-  perform windlass_internal.cancel_locked_task(v_before, p_reason);
+  perform windlass_internal.cancel_locked_tasks(array[p_task_id], p_reason);
   return true;
 end
 $$;

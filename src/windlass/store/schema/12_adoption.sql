@@ -40,9 +40,12 @@ create table windlass.deferred_rows (
   reason text not null,
   at timestamptz not null default windlass.now(),
   attempts integer not null default 0,
-  retry_at timestamptz not null default windlass.now()
+  retry_at timestamptz not null default windlass.now(),
+  -- The table refused the change, or the row cannot become a task: it stays so until a person fixes the cause.
+  is_rejected boolean not null default false
 );
 create index deferred_rows_row on windlass.deferred_rows (adoption, row_key);
+create index deferred_rows_rejected on windlass.deferred_rows (adoption, row_key) where is_rejected;
 create index deferred_rows_due on windlass.deferred_rows (retry_at);
 
 -- The state of a task in the terms of windlass.adoptions.states.
@@ -67,7 +70,8 @@ $$;
 
 -- p_is_weak: not if anything of this row is deferred already.
 create function windlass_internal.defer_row(
-  p_adoption text, p_key text, p_expected text, p_reason text, p_is_weak boolean default false
+  p_adoption text, p_key text, p_expected text, p_reason text, p_is_weak boolean default false,
+  p_is_rejected boolean default false
 ) returns void
 language plpgsql
 as $$
@@ -78,8 +82,8 @@ begin
   ) then
     return;
   end if;
-  insert into windlass.deferred_rows (adoption, row_key, expected, reason)
-  values (p_adoption, p_key, p_expected, left(p_reason, 500));
+  insert into windlass.deferred_rows (adoption, row_key, expected, reason, is_rejected)
+  values (p_adoption, p_key, p_expected, left(p_reason, 500), p_is_rejected);
 end
 $$;
 
@@ -94,19 +98,19 @@ begin
     perform windlass_internal.add_event('ROW_REJECTED', format('its row was not written: %s', left(p_error, 500)),
       null, null, p_task_id);
   end if;
-  perform windlass_internal.defer_row(p_adoption, p_key, p_expected, p_error);
+  perform windlass_internal.defer_row(p_adoption, p_key, p_expected, p_error, p_is_rejected => true);
 end
 $$;
 
--- Cancel a locked task without writing its row: the owner of the row decided, and the row stays as it is.
-create function windlass_internal.withdraw_task(p_task windlass.tasks, p_reason text) returns void
+-- Cancel locked tasks without writing their rows: the owner of the rows decided, and they stay as they are.
+create function windlass_internal.withdraw_tasks(p_adoption text, p_task_ids bigint[], p_reason text) returns void
 language plpgsql
 as $$
 begin
-  -- The generated trigger of windlass.tasks skips this row.
-  perform set_config('windlass.withdrawn_row', p_task.adoption || ' ' || p_task.unique_key, true);
-  perform windlass_internal.cancel_locked_task(p_task, p_reason);
-  perform set_config('windlass.withdrawn_row', '', true);
+  -- The generated trigger of windlass.tasks skips these rows.
+  perform set_config('windlass.withdraws', p_adoption, true);
+  perform windlass_internal.cancel_locked_tasks(p_task_ids, p_reason);
+  perform set_config('windlass.withdraws', '', true);
 end
 $$;
 
@@ -122,19 +126,30 @@ begin
   where t.adoption = p_adoption and t.unique_key = p_key and t.adoption is not null
   for no key update skip locked;
   if found and v_task.status in ('queued', 'running', 'error') then
-    perform windlass_internal.withdraw_task(v_task, p_reason);
+    perform windlass_internal.withdraw_tasks(p_adoption, array[v_task.id], p_reason);
   elsif not found and exists (select from windlass.tasks t where t.adoption = p_adoption and t.unique_key = p_key) then
     perform windlass_internal.defer_row(p_adoption, p_key, null, p_reason);
   end if;
 end
 $$;
 
--- The table was truncated.
+-- The table was truncated, or is no longer adopted. Its tasks are cancelled together: there may be many.
 create function windlass_internal.withdraw_all_rows(p_adoption text, p_reason text) returns void
 language plpgsql
 as $$
+declare
+  v_task_ids bigint[];
 begin
-  perform windlass_internal.withdraw_row(p_adoption, t.unique_key, p_reason)
+  perform windlass_internal.check_settings();
+  select array_agg(h.id) into v_task_ids
+  from (
+    select t.id from windlass.tasks t
+    where t.adoption = p_adoption and t.status in ('queued', 'running', 'error')
+    for no key update skip locked
+  ) as h;
+  perform windlass_internal.withdraw_tasks(p_adoption, v_task_ids, p_reason);
+  -- Those that are left are locked.
+  perform windlass_internal.defer_row(p_adoption, t.unique_key, null, p_reason)
   from windlass.tasks t
   where t.adoption = p_adoption and t.status in ('queued', 'running', 'error');
 end
@@ -214,7 +229,7 @@ begin
   if p_has_new_status and not v_is_wanted
     and windlass_internal.adopted_state(v_task.status, v_task.error_code) <> all (p_means)
   then
-    perform windlass_internal.withdraw_task(v_task, format('its row was set to %s', coalesce(p_status, 'null')));
+    perform windlass_internal.withdraw_tasks(p_adoption, array[v_task.id], format('its row was set to %s', coalesce(p_status, 'null')));
     return;
   end if;
   -- An attempt that runs keeps the payload with which it began. The next attempt gets the new one.
@@ -261,7 +276,7 @@ begin
   execute format('select * from windlass_adopt.%I($1)', p_adoption || '_rows') into v_row using array[p_key];
   if v_row.row_key is null then
     if v_has_task and v_task.status in ('queued', 'running', 'error') then
-      perform windlass_internal.withdraw_task(v_task, 'its row was deleted');
+      perform windlass_internal.withdraw_tasks(p_adoption, array[v_task.id], 'its row was deleted');
     end if;
     return true;
   end if;
@@ -340,6 +355,7 @@ begin
     else
       update windlass.deferred_rows d
       set reason = coalesce(v_error, d.reason), attempts = d.attempts + 1,
+          is_rejected = d.is_rejected or v_error is not null,
           -- Locks are short. An error lasts until a person has fixed its cause.
           retry_at = windlass.now() + make_interval(secs => case
             when v_error is null then 1
@@ -451,7 +467,7 @@ begin
   end if;
 exception
   when others then
-    perform windlass_internal.defer_row(p_adoption, p_key, p_queued, sqlerrm);
+    perform windlass_internal.defer_row(p_adoption, p_key, p_queued, sqlerrm, p_is_rejected => true);
 end
 $$;
 
@@ -560,7 +576,7 @@ begin
         v_outcome := 'rejected';
     end;
     continue when v_outcome = 'locked';
-    perform windlass_internal.withdraw_task(v_task, 'its table is no longer adopted');
+    perform windlass_internal.withdraw_tasks(p_adoption, array[v_task.id], 'its table is no longer adopted');
     withdrawn := withdrawn + 1;
     queued := queued + case v_outcome when 'written' then 1 else 0 end;
   end loop;

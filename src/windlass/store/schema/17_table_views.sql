@@ -33,7 +33,7 @@ as $$
           last_decision,is_change
         '
       ),
-      ('deferred_rows', 'id,adoption,row_key,expected,reason,at,attempts,retry_at'),
+      ('deferred_rows', 'id,adoption,row_key,expected,reason,at,attempts,retry_at,is_rejected'),
       ('diagnostics', 'worker_id,at,diagnostics'),
       ('events', 'id,at,code,reason,fleet,worker_id,task_id,cycle_id,detail,actor'),
       (
