@@ -400,6 +400,19 @@ async def test_worker_started_by_hand_is_shown_as_such(windlass: CommandLine, ds
     )
 
 
+async def test_explanation_leads_to_the_runbook_of_its_code(windlass: CommandLine, dsn: str) -> None:
+    assert windlass("enqueue", "q", "1").code == 0
+    await set_status(dsn, "failed", 1)
+    assert "What to do: windlass runbook HANDLER_ERROR\n" in windlass("explain", "1").out
+    assert windlass("explain", "1", "--json").json["runbooks"] == ["HANDLER_ERROR"]
+    shown = windlass("runbook", "handler_error").out
+    assert shown.startswith("HANDLER_ERROR (Task errors)\n  why: The handler raised an exception")
+    assert "\n  what to do: Fix the handler" in shown
+    unknown = windlass("runbook", "HANDLER_EROR")
+    assert unknown.code == 2
+    assert "no runbook for HANDLER_EROR. Similar codes: HANDLER_ERROR" in unknown.err
+
+
 def test_status_of_an_empty_database(windlass: CommandLine) -> None:
     assert windlass("status").out.splitlines() == [
         "no queued or running tasks",

@@ -77,6 +77,10 @@ async def test_token_limited_to_queue_cannot_touch_other_queues(api: ApiFixture)
         assert problem_of(await limited.request(method, API + path)) == (403, "FORBIDDEN"), path
     assert (await limited.get(f"{API}/fleets")).json() == []
     assert (await limited.get("/")).status_code == 403
+    # Runbooks concern everyone.
+    page = await limited.get("/runbooks")
+    assert (page.status_code, 'id="WORKER_LOST"' in page.text) == (200, True)
+    assert (await api.remote.get("/runbooks")).status_code == 401
 
 
 async def test_token_limited_to_fleet_cannot_touch_other_fleets(api: ApiFixture) -> None:

@@ -68,6 +68,7 @@ COMMANDS = {
     ),
     "Decisions and cost": (
         CommandEntry("explain", "explain", "explain", "Explain the state of a task, a worker or a fleet."),
+        CommandEntry("runbook", "runbook", "runbook", "Print what a code means and what to do about it."),
         CommandEntry("replay", "explain", "replay", "Repeat the decision of a stored cycle, with other settings."),
         CommandEntry(
             "simulate",

@@ -54,6 +54,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "windlass restart gpus       # after a failure was fixed",
         "windlass restart gpus --slot 2",
     ),
+    "runbook": ("windlass runbook WORKER_LOST",),
     "explain": (
         "windlass explain 17                     # why is task 17 still queued?",
         "windlass explain gpus                   # what did fleet gpus decide, and why?",

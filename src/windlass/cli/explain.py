@@ -14,6 +14,7 @@ from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
 from windlass.model.fleet_changes import with_changes
 from windlass.policy.plan import plan
+from windlass.runbooks import codes_in
 from windlass.wiring import stores
 
 # The largest bigint of PostgreSQL.
@@ -36,11 +37,15 @@ async def explain(
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         explanation = await explain_name(store, what)
     history = explanation.history
+    codes = codes_in("\n".join(explanation.answer))
     if as_json:
-        print_json({"answer": explanation.answer, "history": [{"at": at, "what": text} for at, text in history]})
+        plain = [{"at": at, "what": text} for at, text in history]
+        print_json({"answer": explanation.answer, "history": plain, "runbooks": codes})
         return
     for sentence in explanation.answer:
         print(printable(sentence))
+    for code in codes:
+        print(f"What to do: windlass runbook {code}")
     if history:
         print()
     for at, text in history:

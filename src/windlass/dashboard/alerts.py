@@ -39,6 +39,8 @@ class AttentionItem:
     restart_fleet: str | None = None
     # The restart abandons machines that may still be billed.
     abandons_machines: bool = False
+    # Its runbook is linked.
+    code: str | None = None
 
 
 def attention_items(overview: Overview) -> list[AttentionItem]:
@@ -58,7 +60,9 @@ def _items(overview: Overview) -> Iterator[AttentionItem]:
     for alert in overview.alerts:
         yield _alert_item(alert, overview.at)
     if overview.leader is None and overview.fleets and "NO_LEADER" not in codes:
-        yield AttentionItem("no-leader", True, "No orchestrator runs the control loop.", _advice("NO_LEADER"))
+        yield AttentionItem(
+            "no-leader", True, "No orchestrator runs the control loop.", _advice("NO_LEADER"), code="NO_LEADER"
+        )
     for each in overview.fleets:
         fleet_codes = codes | _confirmed_codes(each.alerts, overview.at)
         for alert in each.alerts:
@@ -67,7 +71,7 @@ def _items(overview: Overview) -> Iterator[AttentionItem]:
         without_s = each.fleet.without_orchestrator_s(overview.at)
         if without_s is not None and overview.leader is not None and "UNATTENDED" not in fleet_codes:
             what = f"Fleet {each.fleet.name} has had no cycle for {duration(without_s)}."
-            yield AttentionItem(f"unattended-{each.fleet.name}", True, what, _advice("UNATTENDED"))
+            yield AttentionItem(f"unattended-{each.fleet.name}", True, what, _advice("UNATTENDED"), code="UNATTENDED")
     yield from _queue_items(overview)
 
 
@@ -104,11 +108,19 @@ def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[Attention
             link,
             restart_fleet=fleet.name if fleet.hold.code in RESOLVED_BY_RESTART else None,
             abandons_machines=fleet.hold.code == OTHER_ACCOUNT,
+            code=fleet.hold.code,
         )
     if fleet.failed_slots and "SLOT_FAILED" not in codes:
         what = f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} reached max_restarts and stay empty."
         yield AttentionItem(
-            f"slots-{fleet.name}", True, what, _advice("SLOT_FAILED"), None, link, restart_fleet=fleet.name
+            f"slots-{fleet.name}",
+            True,
+            what,
+            _advice("SLOT_FAILED"),
+            None,
+            link,
+            restart_fleet=fleet.name,
+            code="SLOT_FAILED",
         )
     if overview.silent:
         what = f"{counted(overview.silent, 'worker')} of fleet {fleet.name} sent no heartbeat within their lease."
@@ -119,7 +131,9 @@ def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[Attention
         yield AttentionItem(f"paused-{fleet.name}", False, what, "Resume the fleet to continue.")
     if overview.work.dead and "DEAD_LETTERS" not in codes:
         what = f"{counted(overview.work.dead, 'failed task')} in the queues of fleet {fleet.name}."
-        yield AttentionItem(f"failed-{fleet.name}", False, what, RETRY_ADVICE, None, FAILED_TASKS, FAILED_LABEL)
+        yield AttentionItem(
+            f"failed-{fleet.name}", False, what, RETRY_ADVICE, None, FAILED_TASKS, FAILED_LABEL, code="DEAD_LETTERS"
+        )
 
 
 def _confirmed_codes(alerts: Sequence[OpenAlert], now: datetime) -> set[str]:
@@ -133,7 +147,9 @@ def _alert_item(alert: OpenAlert, now: datetime) -> AttentionItem:
     link = f"/workers?fleet={alert.fleet}" if alert.fleet is not None else None
     if now - alert.seen_at > CONFIRMED_WITHIN:
         until = f"Until {alert.seen_at:%H:%M:%S} UTC: {what}"
-        return AttentionItem(f"alert-{alert.id}", False, until, _with_full_stop(UNCONFIRMED), None, link)
+        return AttentionItem(
+            f"alert-{alert.id}", False, until, _with_full_stop(UNCONFIRMED), None, link, code=alert.code
+        )
     return AttentionItem(
         f"alert-{alert.id}",
         alert.severity == Severity.CRITICAL,
@@ -144,6 +160,7 @@ def _alert_item(alert: OpenAlert, now: datetime) -> AttentionItem:
         FAILED_LABEL if is_about_tasks else "View workers",
         restart_fleet=alert.fleet if alert.code in RESOLVED_BY_RESTART else None,
         abandons_machines=alert.code == OTHER_ACCOUNT,
+        code=alert.code,
     )
 
 

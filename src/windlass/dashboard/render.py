@@ -15,8 +15,10 @@ from markupsafe import Markup, escape
 
 from windlass.dashboard import filters, ray_nodes
 from windlass.dashboard.charts import RANGE_LABELS
+from windlass.dashboard.runbooks import runbook_link, runbook_url
 from windlass.model.listing import Page
 from windlass.model.money import amount
+from windlass.runbooks import codes_in
 
 # Event codes that are highlighted in lists.
 FAILURE_CODES = (
@@ -83,7 +85,7 @@ def _environment() -> Environment:
     for function in (
         *(filters.duration, filters.brief, filters.count, filters.counted, filters.percent, filters.money),
         *(filters.moment, filters.gigabytes, filters.headline, filters.gist, filters.action_label, filters.plain),
-        *(ray_nodes.node_state, ray_nodes.node_uses, query, in_code, amount),
+        *(ray_nodes.node_state, ray_nodes.node_uses, query, in_code, explained, runbook_link, runbook_url, amount),
     ):
         environment.filters[function.__name__] = function
     return environment
@@ -104,6 +106,15 @@ def in_code(sentence: str) -> Markup:
     parts = _CODE.split(sentence)
     rendered = [Markup("<code>{}</code>").format(part) if odd % 2 else escape(part) for odd, part in enumerate(parts)]
     return Markup().join(rendered)
+
+
+def explained(sentence: str) -> Markup:
+    """The same, with the codes of an explanation linked to their runbooks."""
+    shown = in_code(sentence)
+    for code in codes_in(sentence):
+        # Markup.replace keeps markup and escapes the rest.
+        shown = shown.replace(f"({code}", Markup("({}").format(runbook_link(code)), 1)
+    return shown
 
 
 def confirm_page(

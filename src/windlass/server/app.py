@@ -29,6 +29,7 @@ from windlass.server.routes import (
     login,
     overview,
     queues,
+    runbooks,
     supervisor_compat,
     task_errors,
     tasks,
@@ -63,7 +64,7 @@ def make_app(context: WorkerApiContext) -> Application:
         error_page = functools.partial(render_error, context)
         for subject in (
             *(overview, queues, fleets, workers, tasks, task_errors, cycles, cost, alerts),
-            *(what_if, access, supervisor_compat, login),
+            *(what_if, access, runbooks, supervisor_compat, login),
         ):
             api.include_router(subject.routes(context))
         api.include_router(health.metrics_routes(context))
