@@ -4,7 +4,7 @@ Each check returns what is wrong with a URL, as the end of a sentence, or None. 
 """
 
 import ipaddress
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 # Hosts that only this machine can connect to.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -100,3 +100,26 @@ def _problem_of_server(url: str, schemes: tuple[str, str]) -> str | None:
         return _BAD_PORT if parts.port == 0 else None
     except ValueError:
         return _BAD_PORT
+
+
+def single_host_urls(url: str) -> list[str]:
+    """The same database URL for each of its hosts, in order. Hosts are in the address or in the parameter `host`."""
+    parts = urlsplit(url)
+    user, at, hosts = parts.netloc.rpartition("@")
+    if "," in hosts:
+        return [urlunsplit(parts._replace(netloc=f"{user}{at}{host}")) for host in hosts.split(",")]
+    parameters = parse_qsl(parts.query, keep_blank_values=True)
+    named = dict(parameters)
+    if hosts or "," not in named.get("host", ""):
+        return [url]
+    names, ports = named["host"].split(","), named.get("port", "").split(",")
+    if len(ports) == 1:
+        ports *= len(names)
+    if len(ports) != len(names):
+        # The driver reports it.
+        return [url]
+    others = [(key, value) for key, value in parameters if key not in ("host", "port")]
+    return [
+        urlunsplit(parts._replace(query=urlencode([*others, ("host", name), *([("port", port)] if port else [])])))
+        for name, port in zip(names, ports, strict=True)
+    ]

@@ -9,14 +9,17 @@ import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 from uuid import uuid4
 
 import asyncpg
 
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch, WindlassError
+from windlass.model.urls import single_host_urls
 
 CONNECT_TIMEOUT_S = 10.0
+# The next host of a URL is tried when one has been silent for this long.
+NEXT_HOST_S = 1.0
 # Far above the duration of any statement here: a connection without an answer for this long is broken.
 COMMAND_TIMEOUT_S = 30.0
 # Shown in pg_stat_activity.
@@ -39,6 +42,8 @@ _OTHER_SCHEMA = (
     asyncpg.UndefinedColumnError,
     asyncpg.InvalidSchemaNameError,
 )
+# Another host may work. A refused password or an unknown database is the same everywhere.
+_OF_ONE_HOST = (*CUT_OFF, asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError, *_TEMPORARY)
 CONNECTION_ERRORS = (
     *CUT_OFF,
     asyncpg.PostgresConnectionError,
@@ -58,14 +63,59 @@ async def connect(
     command_timeout_s: float = COMMAND_TIMEOUT_S,
     is_caching: bool = False,
 ) -> Any:
-    """An asyncpg connection. `is_caching` prepares statements on the server, which fails behind a pooler."""
-    return await asyncpg.connect(
-        dsn,
-        timeout=timeout_s,
-        command_timeout=command_timeout_s,
-        statement_cache_size=100 if is_caching else 0,
-        server_settings={} if "application_name=" in dsn else {"application_name": APPLICATION_NAME},
-    )
+    """An asyncpg connection. `is_caching` prepares statements on the server, which fails behind a pooler.
+
+    Several hosts are tried in their order, the next one at once if one fails, and after NEXT_HOST_S if one is silent:
+    a host without power sends no error. The driver itself gives the whole time to the first host.
+    """
+    options: dict[str, Any] = {
+        "timeout": timeout_s,
+        "command_timeout": command_timeout_s,
+        "statement_cache_size": 100 if is_caching else 0,
+        "server_settings": {} if "application_name=" in dsn else {"application_name": APPLICATION_NAME},
+    }
+    urls = single_host_urls(dsn)
+    if len(urls) == 1:
+        return await asyncpg.connect(dsn, **options)
+    attempts: list[asyncio.Task[Any]] = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _first_connection(urls, options, attempts)
+    finally:
+        await _close_others(attempts)
+
+
+async def _first_connection(urls: list[str], options: dict[str, Any], attempts: "list[asyncio.Task[Any]]") -> Any:
+    """The first connection to a suitable host. It is taken out of `attempts`, which has all that were begun."""
+    failures: list[BaseException] = []
+    pending: set[asyncio.Task[Any]] = set()
+    while pending or len(urls) > len(attempts):
+        is_last = len(attempts) >= len(urls) - 1
+        if len(attempts) < len(urls):
+            attempts.append(asyncio.create_task(asyncpg.connect(urls[len(attempts)], **options)))
+            pending.add(attempts[-1])
+        done, pending = await asyncio.wait(
+            pending, timeout=None if is_last else NEXT_HOST_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        for attempt in done:
+            failure = attempt.exception()
+            if failure is None:
+                attempts.remove(attempt)
+                return attempt.result()
+            if not isinstance(failure, _OF_ONE_HOST):
+                raise failure
+            failures.append(failure)
+    # Of a server that is not suitable and one that cannot be reached, the latter is the cause.
+    unsuitable = asyncpg.exceptions.TargetServerAttributeNotMatched
+    raise next((failure for failure in failures if not isinstance(failure, unsuitable)), failures[0])
+
+
+async def _close_others(attempts: "list[asyncio.Task[Any]]") -> None:
+    for attempt in attempts:
+        attempt.cancel()
+    for outcome in await asyncio.gather(*attempts, return_exceptions=True):
+        if not isinstance(outcome, BaseException):
+            outcome.terminate()
 
 
 @asynccontextmanager
@@ -170,8 +220,14 @@ def words(error: BaseException) -> str:
 
 def _where(dsn: str) -> str:
     try:
-        parts = urlsplit(dsn)
-        host, port = parts.hostname, parts.port
+        addresses = [_address(urlsplit(url)) for url in single_host_urls(dsn)]
     except ValueError:
         return "the address in DATABASE_URL"
-    return f"{host}:{port or 5432}" if host else "its local socket"
+    return " or ".join(dict.fromkeys(addresses))
+
+
+def _address(parts: SplitResult) -> str:
+    named = parse_qs(parts.query)
+    host = parts.hostname or named.get("host", [""])[0]
+    port = parts.port or named.get("port", ["5432"])[0]
+    return f"{host}:{port}" if host and not host.startswith("/") else "its local socket"
