@@ -12,6 +12,7 @@ from typing import Any
 import asyncssh
 import pytest
 
+from support.certificates import new_authority
 from support.command_line import CommandLine, Completed
 from support.stores import PostgresStores
 from support.wheel_folder import write_wheels
@@ -106,12 +107,18 @@ class Site:
         script = f"echo started >> runs\nexec windlass worker --join {join}\n"
         (host.volume_folder(self.volume_id) / "start.sh").write_text(script)
 
-    def configure(self, *, is_ssh: bool, requirements: Sequence[str] = ()) -> None:
+    def configure(self, *, is_ssh: bool, requirements: Sequence[str] = (), has_tls: bool = False) -> None:
         text = TOML.format(
             requirements=json.dumps(list(requirements)),
             folder=json.dumps(str(self.folder)), is_ssh=str(is_ssh).lower(), gpu=GPU, other=OTHER_GPU,
             image=json.dumps("runpod/pytorch:1" if is_ssh else "example/worker:1"), volume=json.dumps(self.volume_id),
         )  # fmt: skip
+        if has_tls:
+            cert, key, ca = (self.folder / name for name in ("cert.pem", "key.pem", "ca.pem"))
+            authority = new_authority()
+            authority.issue(cert, key)
+            authority.write(ca)
+            text += f'ca_file = "{ca}"\n[api]\ntls_cert = "{cert}"\ntls_key = "{key}"\n'
         (self.folder / "windlass.toml").write_text(text)
 
     def up(self) -> "subprocess.Popen[str]":
@@ -207,6 +214,19 @@ async def test_image_starts_the_worker(site: Site, processes: "list[subprocess.P
     assert KEY not in site.log()
     assert "wlj_" not in site.log()
     assert "run cycle failed" not in site.log()
+
+
+async def test_pods_join_over_tls_with_the_certificate_of_an_own_authority(
+    site: Site, processes: "list[subprocess.Popen[str]]"
+) -> None:
+    site.configure(is_ssh=False, has_tls=True)
+    processes.append(site.up())
+    await site.work(3)
+    joins = [json.loads(pod.config.env["WINDLASS_JOIN"]) for pod in site.emulator.account.pods.values()]
+    assert joins
+    assert {join["ca_pem"] for join in joins} == {(site.folder / "ca.pem").read_text()}
+    assert {join["url"] for join in joins} == {f"https://127.0.0.1:{site.port}"}
+    await end(site, processes[0])
 
 
 async def test_pods_without_a_working_gpu_consume_no_attempts(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.certificates import new_authority
 from support.postgres_servers import wait_until
 from support.prepared_pods import TIMEOUT_S, TOKEN, PodSite, has_port, open_pod_site, spawn_worker, unheard
 from support.wheel_server import WheelServer, serving_wheel, tiny_wheel
@@ -88,6 +89,24 @@ async def test_image_without_windlass_gets_the_wheel_of_the_control_plane(
     files = [path for path in Path(environment).parent.rglob("*") if path.is_file() and "env" not in path.parts]
     assert files
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
+
+
+async def test_wheel_comes_over_tls_from_a_control_plane_with_its_own_authority(place: PodSite, tmp_path: Path) -> None:
+    authority = new_authority()
+    authority.issue(tmp_path / "cert.pem", tmp_path / "key.pem")
+    certificate = (tmp_path / "cert.pem", tmp_path / "key.pem")
+    with serving_wheel(tiny_wheel("windlass", VERSION), TOKEN, WHEEL, certificate) as secured:
+        place.url = secured.url
+        # Without the certificate of the authority, or with another one, the token is not sent.
+        place.ca_pem = new_authority().write(tmp_path / "other.pem").read_text()
+        error = await failure(place)
+        assert error.code == "WHEEL_UNAVAILABLE" and "certificate verify failed" in str(error)
+        assert secured.requests == []
+        place.ca_pem = authority.write(tmp_path / "ca.pem").read_text()
+        async with place.provider() as provider:
+            await provider.prepare(await spawn_worker(provider, 1), None, unheard)
+        assert ran(place)[0] == f"windlass {VERSION}"
+        assert {token for _, token in secured.requests} == {f"Bearer {TOKEN}"}
 
 
 async def test_handler_requirements_are_installed_next_to_windlass(place: PodSite, tmp_path: Path) -> None:

@@ -41,6 +41,8 @@ class PodSite:
     url: str = "http://127.0.0.1:1"
     image: str = "runpod/pytorch:1"
     installation: PodInstallation | None = None
+    # Of the authority that signed the control plane's certificate.
+    ca_pem: str | None = None
 
     @property
     def volume(self) -> Path:
@@ -66,6 +68,7 @@ class PodSite:
                 url=self.url,
                 preparer=preparer or own,
                 public_key=self.identity.public_key,
+                ca_pem=self.ca_pem,
                 list_reuse_s=0.1,
             )
         finally:

@@ -133,6 +133,7 @@ def test_ca_certificate_is_written_and_named_in_join_file(tmp_path: Path) -> Non
         pytest.param(None, id="no file"),
         pytest.param(b"", id="empty file"),
         pytest.param(b"\x30\x82\xff", id="no PEM"),
+        pytest.param(300 * PEM.encode(), id="all authorities of the system"),
         pytest.param(f"{PEM}-----BEGIN RSA PRIVATE KEY-----\nhunter2\n".encode(), id="with private key"),
     ],
 )

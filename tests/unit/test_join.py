@@ -21,6 +21,7 @@ from windlass.worker import join as module
 from windlass.worker.http_transport import HttpTransport
 from windlass.worker.join import join, read_join_file
 
+PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
 JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"
 
 
@@ -139,6 +140,16 @@ async def test_join_of_terminated_worker_is_refused_without_retry(plane: InMemor
             "cannot read the certificates",
             id="no certificates",
         ),
+        pytest.param(
+            json.dumps({"worker_id": "w", "url": "https://h", "join_token": JOIN_TOKEN, "ca_pem": "x"}),
+            "is no PEM certificate",
+            id="no certificate",
+        ),
+        pytest.param(
+            json.dumps({"worker_id": "w", "url": "https://h", "join_token": JOIN_TOKEN, "ca_pem": PEM}),
+            "cannot read the certificates of ca_pem",
+            id="broken certificate",
+        ),
     ],
 )
 async def test_invalid_join_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -214,3 +225,7 @@ async def test_https_verifies_certificate_of_control_plane(
         credentials, tls, order = await join(write_join_file(tmp_path, **content, ca_file=str(certificate)))
         async with HttpTransport(credentials, tls) as transport:
             assert await transport.order() == order
+        # Pods have the certificate in the join data.
+        pem = await asyncio.to_thread(certificate.read_text)
+        _, _, again = await join(write_join_file(tmp_path, **content, ca_pem=pem))
+        assert again == order

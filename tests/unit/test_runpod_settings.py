@@ -138,6 +138,12 @@ def test_requirements_of_pods_need_ssh(tmp_path: Path) -> None:
     assert fleet.bootstrap.requirements == ("app",)
 
 
+def test_pods_may_have_the_certificate_of_an_own_authority(tmp_path: Path) -> None:
+    text = '[fleets.gpu.bootstrap]\nca_file = "ca.pem"\n[fleets.gpu.runpod]\nimage = "i"\n'
+    fleet = load(tmp_path, text).fleets["gpu"]
+    assert fleet.bootstrap.ca_file == Path("ca.pem")
+
+
 def test_storage_path_defaults_to_the_volume() -> None:
     assert RunpodSettings().storage_path is None
     assert RunpodSettings(network_volume_id="v", volume_path="/data").storage_path == "/data"

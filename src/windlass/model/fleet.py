@@ -383,19 +383,19 @@ class FleetConfig(BaseModel):
         return self.ray.offered(self.queues, self.concurrency)
 
     def _check_pod_bootstrap(self) -> None:
-        """Pods have no first-boot script: of the bootstrap settings, requirements are installed over SSH."""
+        """Pods have no first-boot script: requirements are installed over SSH, and ca_file is in their join data."""
         if self.provider != "runpod":
             return
         unset = BootstrapSettings()
         ignored = [
             name
             for name in sorted(BootstrapSettings.model_fields)
-            if name != "requirements" and getattr(self.bootstrap, name) != getattr(unset, name)
+            if name not in ("requirements", "ca_file") and getattr(self.bootstrap, name) != getattr(unset, name)
         ]
         if ignored:
             raise ValueError(
                 f"bootstrap.{ignored[0]} is set and provider is 'runpod': pods have only "
-                "bootstrap.requirements, so put the rest into the image or runpod.ssh.start_command"
+                "requirements and ca_file of these, so put the rest into the image or runpod.ssh.start_command"
             )
         if self.bootstrap.requirements and not (self.auto_start_worker and self.runpod.ssh.installs_windlass):
             raise ValueError(

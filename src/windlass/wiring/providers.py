@@ -27,7 +27,7 @@ from windlass.ray.versions import our_versions
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.wiring.stores import data_dir, database, has_embedded_database
-from windlass.worker.bootstrap import FETCH_SCRIPT, render_user_data, script
+from windlass.worker.bootstrap import FETCH_SCRIPT, read_certificate, render_user_data, script
 
 # The SDKs of Hetzner and Runpod are imported where they are used: they are slow to load, and most processes need none.
 if TYPE_CHECKING:
@@ -225,6 +225,7 @@ def _runpod_provider(name: str, fleet: FleetConfig, config: Config, instance_id:
         url=url,
         preparer=preparer,
         public_key=identity.public_key if identity is not None else None,
+        ca_pem=read_certificate(fleet.bootstrap),
     )
 
 

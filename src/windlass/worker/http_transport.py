@@ -81,7 +81,6 @@ class WorkerCredentials:
     worker_id: str
     url: str
     token: str
-    ca_file: Path | None = None
     # Limit for the results in one call.
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
 

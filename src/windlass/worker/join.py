@@ -48,7 +48,17 @@ class JoinFile:
     worker_id: str
     url: str
     join_token: str | None = field(repr=False)
+    # The authority that signed the control plane's certificate, if it is not publicly trusted: a file, or its content.
     ca_file: Path | None = None
+    ca_pem: str | None = None
+
+    def tls(self) -> ssl.SSLContext | bool:
+        if self.ca_pem is None or not self.url.startswith("https:"):
+            return tls_context(self.url, self.ca_file)
+        try:
+            return ssl.create_default_context(cadata=self.ca_pem)
+        except ssl.SSLError as error:
+            raise BadInput(f"cannot read the certificates of ca_pem in the join file {self.path}: {error}.") from None
 
     @property
     def token_path(self) -> Path:
@@ -68,8 +78,10 @@ def read_join_file(path: Path) -> JoinFile:
     join_token = content.get("join_token") or None
     if join_token is not None and not (isinstance(join_token, str) and is_token(join_token, JOIN_PREFIX)):
         raise BadInput(f"the join_token in the join file {path} is invalid: join tokens begin with {JOIN_PREFIX}.")
-    ca_file = content.get("ca_file")
-    return JoinFile(path, content["worker_id"], url, join_token, path.parent / ca_file if ca_file else None)
+    ca_file, ca_pem = content.get("ca_file"), content.get("ca_pem")
+    if ca_pem is not None and not (isinstance(ca_pem, str) and ca_pem.isascii() and "BEGIN CERTIFICATE" in ca_pem):
+        raise BadInput(f"ca_pem in the join file {path} is no PEM certificate.")
+    return JoinFile(path, content["worker_id"], url, join_token, path.parent / ca_file if ca_file else None, ca_pem)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -89,8 +101,8 @@ async def join(path: Path) -> tuple[WorkerCredentials, ssl.SSLContext | bool, Wo
     """Raises TokenRefused, or ControlPlaneUnavailable if no answer came within JOIN_TIMEOUT_S."""
     file = read_join_file(path)
     token = _worker_token(file)
-    tls = tls_context(file.url, file.ca_file)
-    credentials = WorkerCredentials(file.worker_id, file.url, token, file.ca_file)
+    tls = file.tls()
+    credentials = WorkerCredentials(file.worker_id, file.url, token)
     join_token = file.join_token
     try:
         order = await retrying(

@@ -53,15 +53,24 @@ def _read_tag(pod: Mapping[str, Any]) -> str:
 
 
 def pod_body(
-    request: MachineRequest, settings: RunpodSettings, fleet_tag: str, *, url: str, public_key: str | None
+    request: MachineRequest,
+    settings: RunpodSettings,
+    fleet_tag: str,
+    *,
+    url: str,
+    public_key: str | None,
+    ca_pem: str | None = None,
 ) -> dict[str, Any]:
     """The body of a request for a pod, without its location. With `public_key` the pod accepts SSH connections.
 
-    A pod knows only its worker's id, the URL of the control plane, and a token for joining once.
+    A pod knows only its worker's id, the URL of the control plane, a token for joining once, and the certificates of
+    the control plane's authority (`ca_pem`) if that is not publicly trusted.
     """
     if request.join_token is None:
         raise InvalidRequest(f"creating pod {request.name}: no join token, and without one its worker cannot join.")
     join = {"worker_id": request.name, "url": url, "join_token": request.join_token}
+    if ca_pem is not None:
+        join["ca_pem"] = ca_pem
     env = {**settings.env, TAG: f"{fleet_tag}{request.name}", JOIN: json.dumps(join)}
     if public_key is not None:
         env[PUBLIC_KEY] = "\n".join(filter(None, (public_key, settings.env.get(PUBLIC_KEY))))

@@ -93,6 +93,7 @@ class RunpodProvider:
         url: str,
         preparer: Preparer | None = None,
         public_key: str | None = None,
+        ca_pem: str | None = None,
         list_reuse_s: float = LIST_REUSE_S,
         delete_poll_intervals_s: Sequence[float] = DELETE_POLL_INTERVALS_S,
         hidden_s: float = HIDDEN_S,
@@ -105,6 +106,7 @@ class RunpodProvider:
         self._url = url
         self._preparer = preparer
         self._public_key = public_key
+        self._ca_pem = ca_pem
         self._delete_poll_intervals_s = delete_poll_intervals_s
         self._hidden_s = hidden_s
         self._now = now
@@ -153,7 +155,9 @@ class RunpodProvider:
 
     async def _create(self, request: MachineRequest) -> Machine:
         doing = f"creating pod {request.name}"
-        body = naming.pod_body(request, self._settings, self._tag, url=self._url, public_key=self._public_key)
+        body = naming.pod_body(
+            request, self._settings, self._tag, url=self._url, public_key=self._public_key, ca_pem=self._ca_pem
+        )
         deadline = asyncio.get_running_loop().time() + CREATE_TIMEOUT_S
         try:
             # Names need not be unique, so no pod is created before a list shows that none exists.

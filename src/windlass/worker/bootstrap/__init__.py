@@ -23,6 +23,8 @@ HEADER = "#cloud-config\n"
 JOIN_FILE = "/etc/windlass/join.json"
 # In the folder of the join file, which refers to it by this name.
 CA_FILE = "ca.pem"
+# Several certificates, and less than half of what user data and the environment of a pod can hold.
+MAX_CERTIFICATE_CHARACTERS = 16_384
 BOOT_SCRIPT = "boot.sh"
 FETCH_SCRIPT = "fetch_wheel.py"
 # The name by which a custom template extends the default one.
@@ -48,7 +50,7 @@ def render_user_data(
     Raises BadInput for an invalid request and ConfigError for an unusable template. No message contains the join token.
     """
     join = _join(request, url)
-    ca_pem = _certificate(settings)
+    ca_pem = read_certificate(settings)
     if ca_pem is not None:
         join["ca_file"] = CA_FILE
     if settings.ray_address is not None and not _RAY_LABEL.fullmatch(request.name):
@@ -111,7 +113,8 @@ def _checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def _certificate(settings: BootstrapSettings) -> str | None:
+def read_certificate(settings: BootstrapSettings) -> str | None:
+    """The certificates of `ca_file`. Raises ConfigError."""
     if settings.ca_file is None:
         return None
     try:
@@ -123,6 +126,11 @@ def _certificate(settings: BootstrapSettings) -> str | None:
     # A private key in the file would be copied to every machine.
     if "-----BEGIN CERTIFICATE-----" not in text or "PRIVATE KEY" in text:
         raise ConfigError(f"{settings.ca_file} (bootstrap.ca_file) must contain PEM certificates and no private key.")
+    if len(text) > MAX_CERTIFICATE_CHARACTERS:
+        raise ConfigError(
+            f"{settings.ca_file} (bootstrap.ca_file) has {len(text):,} characters, of which a machine gets at most "
+            f"{MAX_CERTIFICATE_CHARACTERS:,}: name a file with the control plane's authority only."
+        )
     return text
 
 

@@ -64,13 +64,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class WheelSource:
-    def __init__(self, url: str, token: str, ca_file: Path | None = None) -> None:
+    def __init__(self, url: str, token: str, ca_file: Path | None = None, ca_pem: str | None = None) -> None:
         # urllib also reads file and FTP URLs.
         if not url.startswith(("https://", "http://")):
             raise DownloadRefused("the control plane's address does not begin with http:// or https://")
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "User-Agent": "windlass-bootstrap"}
-        tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file))
+        tls = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file, cadata=ca_pem))
         # No proxy, even if the environment has one: only the control plane may see the token.
         self._opener = urllib.request.build_opener(_NoRedirects, tls, urllib.request.ProxyHandler({}))
 
@@ -153,7 +153,7 @@ def control_plane_of(join_file: Path) -> WheelSource:
     join = json.loads(join_file.read_text(encoding="utf-8"))
     token = join.get("join_token") or join_file.with_name(f"{join_file.name}.token").read_text().strip()
     ca_file = join.get("ca_file")
-    return WheelSource(join["url"], token, join_file.parent / ca_file if ca_file else None)
+    return WheelSource(join["url"], token, join_file.parent / ca_file if ca_file else None, join.get("ca_pem"))
 
 
 def main() -> int:
