@@ -1,5 +1,6 @@
 """The emulated Runpod API: published schemas, error texts and timing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,17 @@ def test_contract_check_detects_a_violation(account: AccountUnderTest) -> None:
 # ----------------------------------------------------------------------------------------------------- lifecycle
 
 
+def test_pod_can_be_running_without_a_runtime_from_the_first_answer() -> None:
+    settings = replace(GENEROUS, provisioning_s=0, starting_s=0, runtime_s=30)
+    account = AccountUnderTest(Contract.find_or_none(), settings)
+    made = account.create()
+    assert (made["status"], made["runtime"], made["cost"]) == ("RUNNING", None, 0.69)
+    account.clock.advance(29)
+    assert account.pod(made["id"])["runtime"] is None
+    account.clock.advance(1)
+    assert account.pod(made["id"])["runtime"] is not None
+
+
 def test_pod_boots_through_the_published_states(account: AccountUnderTest) -> None:
     made = account.create()
     assert (made["status"], made["actions"]) == ("PROVISIONING", ["stop", "terminate"])
@@ -36,7 +48,7 @@ def test_pod_boots_through_the_published_states(account: AccountUnderTest) -> No
     account.clock.advance(6)
     pod = account.pod(made["id"])
     assert (pod["status"], pod["runtime"], pod["ssh"]["direct"]) == ("RUNNING", None, None)
-    assert pod["startedAt"] == "2030-01-01T00:00:08Z"
+    assert (pod["createdAt"], pod["startedAt"]) == ("2030-01-01T00:00:00.000Z", "2030-01-01T00:00:08.000Z")
     assert account.host.is_running(made["id"])
     account.clock.advance(61)
     pod = account.pod(made["id"])

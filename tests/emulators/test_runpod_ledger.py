@@ -72,11 +72,12 @@ def test_pod_created_by_a_failed_request_is_billed(account: AccountUnderTest) ->
     assert account.emulator.bill()["total_micros"] == RTX_4090
 
 
-def test_billing_starts_with_the_published_second(account: AccountUnderTest) -> None:
-    account.clock.advance(0.75)
-    pod_id = account.create()["id"]
-    account.clock.advance(0.5)
-    account.request("DELETE", f"/pods/{pod_id}")
+def test_billing_starts_with_the_published_millisecond(account: AccountUnderTest) -> None:
+    account.clock.advance(0.7504)
+    pod = account.create()
+    assert pod["createdAt"] == "2030-01-01T00:00:00.750Z"
+    account.clock.advance(0.9998)
+    account.request("DELETE", f"/pods/{pod['id']}")
     assert account.emulator.bill()["pods"][0]["seconds"] == 2
 
 

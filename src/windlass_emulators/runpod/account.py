@@ -156,8 +156,8 @@ class EmulatedRunpodAccount:
         self.now = self.faults.now = now
 
     def created_now(self) -> datetime:
-        """The current time in whole seconds. The published `createdAt` is also the start of billing."""
-        return self.now.replace(microsecond=0)
+        """The current time as it is published, in milliseconds. `createdAt` is also the start of billing."""
+        return self.now.replace(microsecond=self.now.microsecond // 1000 * 1000)
 
     def new_id(self) -> str:
         """An id in Runpod's format, the same in every run."""

@@ -32,7 +32,8 @@ _PROXY = "ssh.runpod.io"
 
 
 def shown_time(moment: datetime) -> str:
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    # The document's examples have whole seconds; the vendor's answers have milliseconds.
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def config(of: EmulatorConfig) -> Json:
