@@ -113,6 +113,44 @@ def test_orphaned_machines_count_towards_max_workers() -> None:
     assert kinds(plan(ended, config)) == ["spawn", "spawn"], "one that has exited is not billed"
 
 
+def test_worker_without_a_slot_on_a_machine_of_the_fleet_drains() -> None:
+    """A failover lost its row, and it registered again."""
+    views = [worker("w0", None, running=(task(1),)), worker("w1", None), worker("by-hand", None)]
+    seen = snapshot(*views, machines=(machine("w0"), machine("w1")), traits=LAGGING_LIST)
+    planned = plan(seen, fleet(max_changes_per_cycle=1))
+    assert [(drain.worker_id, drain.code) for drain in of_kind(planned.actions, Drain)] == [("w0", "NO_SLOT")]
+    assert planned.is_cut_short
+    planned = plan(seen, LOCAL)
+    assert [drain.worker_id for drain in of_kind(planned.actions, Drain)] == ["w0", "w1"]
+    assert planned.planner_state.orphans.orphan_since == {"m-w0": NOW, "m-w1": NOW}
+    assert kinds(plan(replace(seen, is_shutting_down=True), LOCAL)) == ["drain", "drain"]
+
+
+@pytest.mark.parametrize(
+    ("drained", "tasks", "ended"),
+    [
+        pytest.param(10, (), ["DRAINED"], id="no task"),
+        pytest.param(10, (task(1),), [], id="busy"),
+        pytest.param(61, (task(1),), ["DRAIN_TIMEOUT"], id="busy for too long"),
+    ],
+)
+def test_drained_worker_without_a_slot_leaves_an_orphan(drained: float, tasks: Any, ended: list[str]) -> None:
+    view = worker("w0", None, "terminating", terminating=drained, running=tasks)
+    state = {"orphan_since": {"m-w0": ago(600)}}
+    seen = snapshot(view, machines=(machine("w0"),), traits=LAGGING_LIST, state=state)
+    planned = plan(seen, fleet(stop_timeout_s=60))
+    assert [(each.machine_id, each.code) for each in of_kind(planned.actions, Delete)] == [(None, c) for c in ended]
+    assert of_kind(planned.actions, DeleteOrphan) == []
+    gone = plan(snapshot(machines=(machine("w0"),), traits=LAGGING_LIST, state=state), LOCAL)
+    assert kinds(gone) == ["delete_orphan"]
+
+
+def test_machine_of_a_worker_without_a_slot_counts_towards_max_workers() -> None:
+    view = worker("w0", None, "terminating", terminating=1, running=(task(1),))
+    seen = snapshot(view, queued=9, machines=(machine("w0"),), traits=LAGGING_LIST)
+    assert kinds(plan(seen, fleet(max_workers=2))) == ["spawn"]
+
+
 def test_missing_machine_is_replaced_after_absence_grace() -> None:
     view = worker(heartbeat=20, running=(task(),))
     for since, expected in ((None, []), (59, []), (60, ["fail", "delete"])):

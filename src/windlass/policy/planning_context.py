@@ -120,6 +120,19 @@ class PlanningContext:
         return [machine for name, found in self.machines.items() if name not in self.states for machine in found]
 
     @property
+    def slotless(self) -> list[tuple[WorkerState, Machine]]:
+        """Live workers without a slot on listed machines of the fleet, whose names only the control plane gives.
+
+        The row was lost, in a failover or with an old backup, and the worker registered again as if by hand.
+        """
+        return [
+            (state, machine)
+            for name, state in self.states.items()
+            if not state.is_managed
+            for machine in self.machines.get(name, ())
+        ]
+
+    @property
     def duplicates(self) -> list[tuple[Machine, str]]:
         """Listed machines in addition to the one of their worker, each with the id of that one."""
         pairs: list[tuple[Machine, str]] = []

@@ -1,4 +1,5 @@
-"""Decides which workers drain: misplaced, above max_workers, over budget, idle and spare, or all at a shutdown.
+"""Decides which workers drain: without a slot, misplaced, above max_workers, over budget, idle and spare, or all at a
+shutdown.
 
 A draining worker claims no more tasks and finishes those it has. stages/termination.py then deletes its machine.
 """
@@ -20,7 +21,8 @@ def drain_all(context: PlanningContext, staying: list[WorkerState]) -> list[Acti
     """Shut the fleet down: all workers at once, paused or not, under any hold. They may finish their tasks."""
     left = sum(state.is_managed for state in context.states.values())
     context.decision = f"shutting down: {left} left" + (f", drain {len(staying)}" if staying else "")
-    return [Drain(state.worker.id, "SHUT_DOWN", "fleet is shut down") for state in staying]
+    slotless = [state for state, _ in context.slotless if state.worker.status is WorkerStatus.ACTIVE]
+    return [Drain(state.worker.id, "SHUT_DOWN", "fleet is shut down") for state in (*staying, *slotless)]
 
 
 def drain_misplaced(context: PlanningContext, staying: list[WorkerState]) -> list[Action]:
@@ -40,6 +42,22 @@ def drain_misplaced(context: PlanningContext, staying: list[WorkerState]) -> lis
         # Their replacements, and other drains, follow in a later cycle, which no longer counts them as capacity.
         context.is_cut_short = True
         context.decision = f"drain {len(drains)} of {len(found)} misplaced: {drains[0].reason}"
+    return [*drains]
+
+
+def drain_slotless(context: PlanningContext) -> list[Action]:
+    """Active workers without a slot on machines of the fleet. Their machines are orphaned when they have ended."""
+    if context.is_stopped:
+        return []
+    found = {
+        state.worker.id: Drain(state.worker.id, "NO_SLOT", f"machine {machine.id} belongs to no slot: its row was lost")
+        for state, machine in context.slotless
+        if state.worker.status is WorkerStatus.ACTIVE and state.worker.id not in context.failed_ids
+    }
+    drains = list(found.values())[: context.fleet.max_changes_per_cycle]
+    if drains:
+        context.is_cut_short = True
+        context.decision = f"drain {len(drains)} of {len(found)} without a slot: {drains[0].reason}"
     return [*drains]
 
 

@@ -25,7 +25,9 @@ def hold_on_many_orphans(context: PlanningContext) -> list[Action]:
             context.hold(TOO_MANY_ORPHANS, "in the last machine list most machines had no worker")
             context.keep_alerts(TOO_MANY_ORPHANS)
         return []
-    orphan_since = {machine.id: before.orphan_since.get(machine.id, context.now) for machine in context.unowned}
+    # With machines whose worker has no slot any more: they take up room, and become orphans when their worker ends.
+    extra = [*context.unowned, *(machine for _, machine in context.slotless)]
+    orphan_since = {machine.id: before.orphan_since.get(machine.id, context.now) for machine in extra}
     context.remember_in("orphans", orphan_since=orphan_since, orphans_held_since=None)
     if len(orphan_since) < MANY_ORPHANS_MIN:
         return []

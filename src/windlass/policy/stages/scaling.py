@@ -17,7 +17,7 @@ from windlass.policy.billing import TerminationWindow
 from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import POLICIES, Demand, ScalingDecision
-from windlass.policy.stages.draining import drain_all, drain_misplaced, drain_workers
+from windlass.policy.stages.draining import drain_all, drain_misplaced, drain_slotless, drain_workers
 from windlass.policy.stages.failure_rate import hold_on_failure_rate, hold_on_late_machines
 from windlass.policy.stages.provider_backoff import apply_provider_backoff
 from windlass.policy.stages.rollout import count_policy_spawns, replace_workers, spare_workers
@@ -52,7 +52,9 @@ def scale(context: PlanningContext) -> list[Action]:
     context.remember_in("scaling", over_capacity_since=over_since, adaptive=proposal.memory, newest_task_id=newest)
     if context.snapshot.is_shutting_down:
         return [*alerts, *drain_all(context, staying)]
-    changes = spawn_workers(context, demand, staying, proposal)
+    # First, because their machines take up room for spawns.
+    changes = drain_slotless(context)
+    changes = changes or spawn_workers(context, demand, staying, proposal)
     count_policy_spawns(context, changes)
     # Even if spawns are postponed: a person may have excluded the place for legal reasons.
     changes = changes or drain_misplaced(context, staying)

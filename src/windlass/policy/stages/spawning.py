@@ -139,6 +139,7 @@ def _fillable_slots(context: PlanningContext, taken: set[int], most: int) -> lis
         orphans = len(context.planner_state.orphans.orphan_since)  # as the last list showed
     else:
         extra = [*context.unowned, *(machine for machine, _ in context.duplicates)]
+        extra += [machine for _, machine in context.slotless]
         orphans = sum(machine.state is not MachineState.EXITED for machine in extra)
     limit = max_workers - orphans
 

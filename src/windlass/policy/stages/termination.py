@@ -108,7 +108,7 @@ def delete_drained(context: PlanningContext) -> list[Action]:
 def _drain_result(context: PlanningContext, state: WorkerState) -> tuple[str, str] | None:
     """Code and reason if the drain has ended. None while the worker finishes its tasks."""
     worker, fleet = state.worker, context.fleet
-    if not state.is_managed:
+    if not state.is_managed and not context.machines.get(worker.id):
         # It deregisters by itself and takes as long as it needs. Only silence ends it here.
         silent_s = context.age_s(worker.last_heartbeat or worker.activated_at or worker.created_at)
         is_silent = silent_s > (fleet.heartbeat_timeout_s if worker.lease_s is None else worker.lease_s)
