@@ -211,11 +211,16 @@ async def test_diagnostics_are_kept_at_the_end_of_a_worker(store: AnyStore) -> N
     await send(store, *(f"line {number}" for number in range(40)), "the \x1blast", claim=claim)
     assert await store.diagnostics("w1") is None
     await complete(store, claim)
+    await add(store)
+    failed = await claim_one(store)
+    await fail(store, failed, code="OUT_OF_MEMORY")
     await store.deregister("w1", "drained")
     diagnostics = await store.diagnostics("w1")
     assert diagnostics is not None
     assert diagnostics["last_lines"] == [*(f"line {number}" for number in range(21, 40)), "the last"]
     assert diagnostics["vitals"] == {"load": 0.5}
+    error = diagnostics["last_error"]
+    assert (error["code"], error["task_id"], error["attempt"]) == ("OUT_OF_MEMORY", failed.task_id, 1)
     assert (diagnostics["code"], diagnostics["reason"], diagnostics["status_before"]) == (
         "DEREGISTERED",
         "drained",

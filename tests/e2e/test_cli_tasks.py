@@ -334,6 +334,9 @@ async def test_last_report_of_a_terminated_worker_stays_readable(windlass: Comma
     assert worker["metadata"]["diagnostics"]["gpu"]["vram_used_mb"] == 20000
     (metadata,) = [line for line in windlass("workers", "show", "w1").out.splitlines() if line.startswith("metadata")]
     assert "driver 12.4" in metadata
+    shown = windlass("workers", "show", "w1").out.splitlines()
+    assert [line for line in shown if line.startswith("last vitals: driver 12.4")]
+    assert [line for line in shown if line.startswith("last heartbeat: ")]
 
 
 async def test_finished_tasks_cannot_be_cancelled(windlass: CommandLine, dsn: str) -> None:

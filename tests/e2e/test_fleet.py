@@ -78,6 +78,10 @@ async def test_killed_worker_is_replaced_and_its_task_is_requeued(host: FleetHos
     assert f"Worker {killed.id} is terminated (MACHINE_GONE): " in explanation
     assert "was killed by SIGKILL" in explanation
     assert "last log line: {" not in explanation
+    shown = host.windlass("workers", "show", killed.id, "--json").json["worker"]["metadata"]["diagnostics"]
+    assert (shown["exit"], shown["code"]) == ({"signal": "SIGKILL"}, "MACHINE_GONE")
+    lines = host.windlass("workers", "show", killed.id).out.splitlines()
+    assert "ended: killed by SIGKILL" in lines
     task_explanation = host.windlass("explain", task).out
     assert "is complete after 2 attempts" in task_explanation
     assert "TASK_REQUEUED" in task_explanation

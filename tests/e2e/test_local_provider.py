@@ -27,6 +27,7 @@ from support.stores import PostgresStores
 from support.worker_harness import is_alive, until
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, Refused
+from windlass.model.machine import MachineExit
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerStatus
 from windlass.providers.local import LocalProvider
@@ -287,17 +288,24 @@ async def _complete(store: PostgresStores, task_id: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "note"),
+    ("how", "note", "ended"),
     [
-        ("exit", "its process exited with code 1; last log line: cannot go on: no model"),
-        ("segfault", "its process was killed by SIGSEGV; last log line: Fatal Python error: Segmentation fault"),
+        ("exit", "its process exited with code 1; last log line: cannot go on: no model", MachineExit(code=1)),
+        (
+            "segfault",
+            "its process was killed by SIGSEGV; last log line: Fatal Python error: Segmentation fault",
+            MachineExit(signal="SIGSEGV"),
+        ),
     ],
+    ids=["exit", "segfault"],
 )
-async def test_crash_is_reported_with_its_reason(workers: LocalWorkers, how: str, note: str) -> None:
+async def test_crash_is_reported_with_its_reason(
+    workers: LocalWorkers, how: str, note: str, ended: MachineExit
+) -> None:
     provider = workers.provider(how)
     created = await provider.create(request_named("crowd-0-aa"))
     found = await exited(provider, "crowd-0-aa")
-    assert (found.id, found.note) == (created.id, note)
+    assert (found.id, found.note, found.exit) == (created.id, note, ended)
     # Reaped: the process table has no entry for it.
     assert not psutil.pid_exists(pid_of(created))
 
@@ -328,8 +336,9 @@ async def test_end_of_an_adopted_worker_is_reported(workers: LocalWorkers) -> No
     child = children.pop(machine.id)
     child.kill()
     child.wait()
-    note = (await exited(adopter, "crowd-0-aa")).note
-    assert note == "its process is gone; its exit code is known only to the orchestrator that started it"
+    found = await exited(adopter, "crowd-0-aa")
+    assert found.exit is None
+    assert found.note == "its process is gone; its exit code is known only to the orchestrator that started it"
 
 
 async def test_log_size_is_bounded(workers: LocalWorkers) -> None:

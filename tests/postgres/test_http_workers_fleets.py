@@ -73,12 +73,14 @@ async def test_output_and_diagnostics_outlive_a_remote_worker(api: ApiFixture) -
     chunks = [LogChunk(("<b>rendering</b>",), (1_500,), claim.task_id, 1), LogChunk(("worker registered",), dropped=7)]
     await api.store.append_logs("far", uuid4(), chunks)
     await api.store.heartbeat("far", (), {"load": 0.5})
+    await api.store.fail("far", claim.task_id, claim.token, "it broke", code="MEMORY_LIMIT")
     await api.store.deregister("far", "drained")
     viewer = await api.client_as(Role.VIEWER)
     page = (await viewer.get("/workers/far")).text
     assert f"[task {claim.task_id}] &lt;b&gt;rendering" in page
     assert "[7 lines dropped" in page
     assert "load 0.5" in page
+    assert "Last failed attempt" in page and "MEMORY_LIMIT" in page
     assert "rendering" in (await viewer.get(f"/tasks/{claim.task_id}")).text
     log = (await viewer.get(f"{API}/workers/far/logs")).json()
     assert next((line["text"], line["task_id"], line["dropped"]) for line in log["lines"]) == (
@@ -91,6 +93,8 @@ async def test_output_and_diagnostics_outlive_a_remote_worker(api: ApiFixture) -
     assert (await viewer.get(f"{API}/tasks/{claim.task_id}/logs", params={"attempt": 2})).json()["lines"] == []
     metadata = (await viewer.get(f"{API}/workers/far")).json()["metadata"]
     assert metadata["diagnostics"]["last_lines"] == ["<b>rendering</b>", "worker registered"]
+    assert metadata["diagnostics"]["last_error"]["code"] == "MEMORY_LIMIT"
+    assert metadata["diagnostics"]["last_heartbeat"]
     assert problem_of(await viewer.get(f"{API}/tasks/999999/logs")) == (404, "NOT_FOUND")
 
 

@@ -56,6 +56,16 @@ def diagnostics_lines(diagnostics: Mapping[str, Any]) -> list[str]:
     if machine := diagnostics.get("machine"):
         note = f" ({machine['note']})" if machine.get("note") else ""
         lines.append(f"machine at the end: {machine['state']}{note}")
+    if ended := diagnostics.get("exit"):
+        parts = {"code": "exit code", "signal": "killed by", "status": "vendor status"}
+        lines.append("ended: " + ", ".join(f"{words} {ended[name]}" for name, words in parts.items() if name in ended))
+    if error := diagnostics.get("last_error"):
+        code = error.get("code", "unknown")
+        lines.append(f"last failed attempt: {code}, task {error.get('task_id')} attempt {error.get('attempt')}")
+    if heartbeat := diagnostics.get("last_heartbeat"):
+        lines.append(f"last heartbeat: {heartbeat}")
+    if vitals := diagnostics.get("vitals"):
+        lines.append("last vitals: " + ", ".join(f"{name} {value}" for name, value in vitals.items()))
     if preparation := diagnostics.get("preparation"):
         lines.append(f"preparation: {preparation['code']}: {preparation['output']}")
     lines += [f"boot step: {step['step']}" for step in diagnostics.get("boot", {}).get("steps", [])]

@@ -272,6 +272,7 @@ class ProviderExecutor:
             *(action.worker_id, action.machine_id, action.code, action.reason, ended_at, priced, unit_s),
             machine_state=machine.state if machine is not None else None,
             machine_note=machine.note if machine is not None else None,
+            machine_exit=machine.exit if machine is not None else None,
             boot_log=boot_log,
         )
 

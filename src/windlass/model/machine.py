@@ -14,6 +14,17 @@ class MachineState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class MachineExit:
+    """How a machine or its worker process ended. Only what the provider reports is set."""
+
+    code: int | None = None
+    # Name of the signal that killed the process, for example SIGKILL.
+    signal: str | None = None
+    # The state of the machine in the vendor's words. Neither Hetzner nor Runpod reports exit codes.
+    status: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """A machine with Windlass tags. `name` is the id of the worker that it was created for."""
 
@@ -32,6 +43,8 @@ class Machine:
     currency: str | None = None
     # The provider's reason why it exited, for the event.
     note: str | None = None
+    # The same in parts, for programs.
+    exit: MachineExit | None = None
     # Why it must not be used: it is not where it was requested, or where a person excluded it.
     misplaced: str | None = None
     # The provider refuses to delete it until a person unlocks it.

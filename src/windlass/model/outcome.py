@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import datetime
 
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineExit, MachineState
 from windlass.model.worker import WorkerKind
 
 
@@ -85,6 +85,7 @@ class Deleted:
     # The machine as the provider last listed it, and its reason if it exited.
     machine_state: MachineState | None = None
     machine_note: str | None = None
+    machine_exit: MachineExit | None = None
     # What the machine printed, if its worker never joined and the provider keeps that.
     boot_log: str = ""
 

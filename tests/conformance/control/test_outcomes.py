@@ -10,7 +10,7 @@ from windlass.model.action import (
     Fail,
 )
 from windlass.model.errors import BadInput
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineExit, MachineState
 from windlass.model.outcome import (
     Created,
     CreationRefused,
@@ -119,6 +119,30 @@ async def test_deleted_machine_terminates_worker_and_requeues_tasks(
     before = await events(store)
     await ann.report(Deleted("w0", None, "X", "x"), Deleted("unknown", None, "X", "x"))
     assert await events(store) == before
+
+
+@pytest.mark.parametrize(
+    ("ended", "stored"),
+    [
+        (MachineExit(code=7), {"code": 7}),
+        (MachineExit(signal="SIGKILL"), {"signal": "SIGKILL"}),
+        (MachineExit(status="ERROR"), {"status": "ERROR"}),
+        (None, None),
+    ],
+    ids=["exit code", "signal", "vendor status", "unknown"],
+)
+async def test_exit_of_a_machine_is_part_of_the_diagnostics(
+    store: ControlStores, ann: Leader, ended: MachineExit | None, stored: object
+) -> None:
+    await ann.spawn_worker(0)
+    await ann.report(
+        Deleted("w0", None, "MACHINE_GONE", "gone", machine_state=MachineState.EXITED, machine_note="it is gone",
+                machine_exit=ended)
+    )  # fmt: skip
+    diagnostics = await store.diagnostics("w0")
+    assert diagnostics is not None
+    assert diagnostics["machine"] == {"state": "exited", "note": "it is gone"}
+    assert diagnostics.get("exit") == stored
 
 
 async def test_text_that_cannot_be_stored_does_not_lose_a_deletion(store: ControlStores, ann: Leader) -> None:

@@ -1,5 +1,6 @@
 """Records outcomes of provider calls. A late outcome, or one about another machine, changes nothing."""
 
+from dataclasses import asdict
 from typing import assert_never
 
 from support.memory_store.ledger import close_bill, open_bill
@@ -101,6 +102,9 @@ def _deleted(tables: Tables, fleet: str, outcome: Deleted) -> None:
             machine = {"state": str(outcome.machine_state), "note": outcome.machine_note}
             found = {name: value for name, value in machine.items() if value is not None}
             tables.diagnostics[worker.id]["machine"] = found
+        if outcome.machine_exit is not None:
+            parts = asdict(outcome.machine_exit)
+            tables.diagnostics[worker.id]["exit"] = {name: value for name, value in parts.items() if value is not None}
         tables.requeue_tasks_of(worker.id, outcome.code, outcome.reason)
         tables.event_log.add("WORKER_TERMINATED", outcome.reason, fleet=fleet, worker_id=worker.id)
 

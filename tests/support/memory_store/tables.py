@@ -153,7 +153,7 @@ class Tables:
 
     def _record_diagnostics(self, worker: MemoryWorker, before: WorkerStatus) -> None:
         running = len(self.tasks.running.get(worker.id, ()))
-        found = diagnostics_of(worker, before, running, self.worker_logs)
+        found = diagnostics_of(worker, before, running, self.worker_logs, self.event_log.of_worker(worker.id))
         self.diagnostics[worker.id] = self.diagnostics.get(worker.id, {}) | found
 
     def fail_worker(

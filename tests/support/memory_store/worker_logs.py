@@ -9,6 +9,7 @@ from uuid import UUID
 
 from support.memory_store.workers import MemoryWorker
 from windlass.model.errors import BadInput
+from windlass.model.event import Event
 from windlass.model.task import storable
 from windlass.model.worker import WorkerStatus
 from windlass.model.worker_log import (
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from support.memory_store.tables import Tables
 
 ROW_BYTES = 64
+FAILURES = ("TASK_ERROR", "TASK_FAILED")
 MAX_MINUTE_BYTES = 16 << 20
 
 
@@ -166,7 +168,9 @@ def last_lines(logs: WorkerLogTable, worker_id: str, count: int) -> list[str]:
     return kept[::-1]
 
 
-def diagnostics_of(worker: MemoryWorker, before: WorkerStatus, running: int, logs: WorkerLogTable) -> dict[str, Any]:
+def diagnostics_of(
+    worker: MemoryWorker, before: WorkerStatus, running: int, logs: WorkerLogTable, events: Sequence[Event]
+) -> dict[str, Any]:
     """The part of the SQL function record_diagnostics that tests compare."""
     totals = logs.totals.get(worker.id)
     found = {
@@ -174,6 +178,7 @@ def diagnostics_of(worker: MemoryWorker, before: WorkerStatus, running: int, log
         "reason": worker.reason,
         "status_before": str(before),
         "vitals": dict(worker.metadata) or None,
+        "last_error": next((_last_error(event) for event in reversed(events) if event.code in FAILURES), None),
         "running_tasks": running or None,
         "dropped_lines": (totals.dropped_lines if totals is not None else 0) or None,
     }
@@ -181,6 +186,16 @@ def diagnostics_of(worker: MemoryWorker, before: WorkerStatus, running: int, log
         found["preparation"] = {"code": worker.spawned.prepare_code, "output": worker.spawned.prepare_reason}
     return {name: value for name, value in found.items() if value is not None} | {
         "last_lines": last_lines(logs, worker.id, 20)
+    }
+
+
+def _last_error(event: Event) -> dict[str, Any]:
+    detail = event.detail or {}
+    return {
+        "code": detail.get("error_code"),
+        "task_id": event.task_id,
+        "attempt": detail.get("attempt"),
+        "at": event.at.isoformat(),
     }
 
 

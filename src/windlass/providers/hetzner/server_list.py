@@ -16,7 +16,7 @@ from hcloud.servers.client import BoundServer
 from windlass.model.cost import PricePart
 from windlass.model.errors import Throttled, Unavailable
 from windlass.model.hetzner import HOUR_S, Choice, HetznerSettings
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineExit, MachineState
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.account import MAX_PAGES, MAX_WAIT_S, PAGE_SIZE, HetznerAccount
 from windlass.providers.hetzner.catalog import PriceList
@@ -162,6 +162,7 @@ class ServerList:
             instance_type=server_type,
             place=location,
             note=f"the server is {server.status}" if state is MachineState.EXITED else None,
+            exit=MachineExit(status=server.status) if state is MachineState.EXITED else None,
             is_locked=bool(server.protection and server.protection["delete"]),
         )
         return self.with_price(machine, prices, has_ipv4=has_ipv4)

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from windlass.model.errors import Ambiguous, NoCapacity, Refused, Unavailable
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import Machine, MachineRequest, MachineState, Preparation, ProviderTraits
+from windlass.model.machine import Machine, MachineExit, MachineRequest, MachineState, Preparation, ProviderTraits
 from windlass.model.redaction import Mask
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local.logs import log_folder, safe_name
@@ -298,13 +298,13 @@ class LocalProvider:
 
     def _exited_machine(self, name: str, process: Process) -> Machine:
         code = _reap(process.id)
-        note = "its process is gone; its exit code is known only to the orchestrator that started it"
+        note, exit_ = "its process is gone; its exit code is known only to the orchestrator that started it", None
         if code is not None:
-            note = f"its process {_describe_exit(code)}"
+            note, exit_ = f"its process {_describe_exit(code)}", _exit_of(code)
         last_line = self._logs.last_line(name)
         if last_line:
             note += f"; {last_line}"
-        return replace(self._machine(name, process), state=MachineState.EXITED, note=note)
+        return replace(self._machine(name, process), state=MachineState.EXITED, note=note, exit=exit_)
 
     # ------------------------------------------------------------------------------------------------------ delete
 
@@ -378,10 +378,16 @@ def _signal(table: ProcessTable, process: Process, number: signal.Signals, doing
         raise Refused(f"{doing}: {number.name} to process {process.pid} is not allowed ({error.strerror})") from error
 
 
-def _describe_exit(code: int) -> str:
+def _exit_of(code: int) -> MachineExit:
     if code >= 0:
-        return f"exited with code {code}"
+        return MachineExit(code=code)
     with contextlib.suppress(ValueError):
-        number = signal.Signals(-code)
-        return f"was killed by {number.name}" + (" (out of memory?)" if number is signal.SIGKILL else "")
-    return f"was killed by signal {-code}"
+        return MachineExit(signal=signal.Signals(-code).name)
+    return MachineExit(signal=f"signal {-code}")
+
+
+def _describe_exit(code: int) -> str:
+    ended = _exit_of(code)
+    if ended.signal is None:
+        return f"exited with code {code}"
+    return f"was killed by {ended.signal}" + (" (out of memory?)" if ended.signal == "SIGKILL" else "")

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from windlass.model.errors import Throttled, Unavailable
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineExit, MachineState
 from windlass.model.runpod import RunpodSettings
 from windlass.providers.recent_changes import RecentChanges
 from windlass.providers.runpod import naming
@@ -121,6 +121,7 @@ class PodList:
             price_micros_per_hour=price,
             currency=CURRENCY if price is not None else None,
             note=EXITED.get(status),
+            exit=MachineExit(status=status) if status in EXITED else None,
             misplaced=self._settings.placement_problem(gpu, cloud, place, host),
             is_locked=bool(pod.get("locked")),
         )

@@ -317,7 +317,7 @@ $$;
 --   {"kind": "created", "worker_id", "machine": {...} in the form of model/machine.py, "is_prepared", "billing_unit_s"}
 --   {"kind": "ambiguous", "worker_id", "reason"}    {"kind": "refused", "worker_id", "code", "reason"}
 --   {"kind": "deleted", "worker_id", "machine_id", "code", "reason", "ended_at", "priced": {...} or null,
---    "billing_unit_s", "machine_state", "machine_note", "boot_log"}
+--    "billing_unit_s", "machine_state", "machine_note", "machine_exit", "boot_log"}
 --   {"kind": "not_deleted", "worker_id", "reason"}
 --   {"kind": "orphan_deleted", "machine", "reason", "billing_unit_s", "ended_at"}
 --   {"kind": "host_key_seen", "worker_id", "machine_id", "host_key"}
@@ -397,7 +397,8 @@ begin
           and (machine_id is null or machine_id = v_outcome ->> 'machine_id');
         if found then
           perform windlass_internal.record_machine_state(
-            v_outcome ->> 'worker_id', v_outcome ->> 'machine_state', v_outcome ->> 'machine_note');
+            v_outcome ->> 'worker_id', v_outcome ->> 'machine_state', v_outcome ->> 'machine_note',
+            v_outcome -> 'machine_exit');
           perform windlass_internal.requeue_tasks_of(array[v_outcome ->> 'worker_id'], v_outcome ->> 'code',
             v_outcome ->> 'reason');
           perform windlass_internal.add_event('WORKER_TERMINATED', v_outcome ->> 'reason', p_fleet,

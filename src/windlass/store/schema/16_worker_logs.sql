@@ -333,6 +333,16 @@ begin
     )), '{}'::jsonb),
     'preparation', case when new.prepare_code is not null then
       jsonb_build_object('code', new.prepare_code, 'output', left(new.prepare_reason, 2000)) end,
+    -- The last attempt that failed on it. Without its text, which may contain parts of a payload.
+    'last_error', (
+      select jsonb_build_object(
+        'code', e.detail ->> 'error_code', 'task_id', e.task_id, 'attempt', e.detail -> 'attempt', 'at', e.at)
+      from (
+        select v.* from windlass.events v where v.worker_id = new.id order by v.id desc limit 200
+      ) as e
+      where e.code in ('TASK_ERROR', 'TASK_FAILED')
+      order by e.id desc limit 1
+    ),
     'running_tasks', (
       select nullif(count(*), 0) from windlass.tasks t where t.worker_id = new.id and t.status = 'running'
     ),
@@ -377,15 +387,19 @@ create trigger record_diagnostics
   when (old.status is distinct from new.status and new.status in ('error', 'terminated'))
   execute function windlass_internal.record_diagnostics();
 
--- The machine of a worker was deleted: its last state in the provider's terms.
-create function windlass_internal.record_machine_state(p_worker_id text, p_state text, p_note text) returns void
+-- The machine of a worker was deleted: its last state in the provider's terms, and how its process ended:
+-- {"code", "signal", "status"}, of which only the known ones are set.
+create function windlass_internal.record_machine_state(
+  p_worker_id text, p_state text, p_note text, p_exit jsonb
+) returns void
 language sql
 as $$
   update windlass.diagnostics d
   set diagnostics = windlass_internal.merged_diagnostics(
     d.diagnostics,
-    d.diagnostics || jsonb_build_object(
-      'machine', jsonb_strip_nulls(jsonb_build_object('state', p_state, 'note', left(p_note, 1000)))
-    ))
+    d.diagnostics || jsonb_strip_nulls(jsonb_build_object(
+      'machine', jsonb_build_object('state', p_state, 'note', left(p_note, 1000)),
+      'exit', case when jsonb_typeof(p_exit) = 'object' then p_exit end
+    )))
   where d.worker_id = p_worker_id and p_state is not null
 $$;
