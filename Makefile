@@ -7,7 +7,7 @@ RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-quick test-root check histories mutants rehearsal setup runtime bench bench-queue bench-roles bench-adopt bench-control bench-api bench-http bench-live bench-ray docs clean
+.PHONY: demo test test-quick test-root check histories mutants rehearsal setup runtime bench bench-queue bench-roles bench-adopt bench-control bench-api bench-http bench-live bench-ray docs release-files clean
 
 demo: runtime
 	@$(BIN)/windlass demo
@@ -82,6 +82,10 @@ docs: setup
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/python -m mkdocs build --strict --quiet
 
+# Source archive, wheel, SBOM and checksums in dist/release (docs/releasing.md).
+release-files: setup
+	$(BIN)/python tools/release_files.py $(ARGUMENTS)
+
 runtime: $(RUNTIME)
 
 setup: $(STAMP)
@@ -106,4 +110,4 @@ $(BIN)/python:
 	  { echo "python3 -m venv failed; on Debian: apt-get install python3-venv"; exit 2; }
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -6,6 +6,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 COPY deploy ./deploy
+COPY docs/runbooks.md ./docs/
 # app/requirements.txt is optional: the pattern also matches a missing file.
 COPY app/requirements.tx[t] ./handler/
 RUN python -m venv /opt/windlass \

@@ -15,6 +15,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 COPY deploy ./deploy
+COPY docs/runbooks.md ./docs/
 # app/requirements.txt is optional: the pattern also matches a missing file.
 COPY app/requirements.tx[t] ./handler/
 RUN python3 -m venv /opt/windlass \

@@ -24,7 +24,7 @@ from windlass_emulators.serve import serving
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "first-cloud-fleet.md").read_text()
-SOURCES = ("src", "deploy", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("src", "deploy", "docs/runbooks.md", "pyproject.toml", "README.md", "LICENSE")
 KEY = "a-key-of-the-vendor"
 # Two boots, one of them a rehearsal, and two installations by pip.
 pytestmark = pytest.mark.timeout(900)
@@ -66,6 +66,7 @@ def new_host(root: Path, wheels: Path) -> Iterator[FolderHost]:
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
+            (copy / name).parent.mkdir(exist_ok=True)
             shutil.copy(source, copy / name)
     try:
         yield host

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -292,20 +291,6 @@ def test_kubernetes_files_are_valid_and_complete(tmp_path: Path) -> None:
     # In a container there is no SSH key: the image starts the worker, with the handler in it.
     assert not config.fleets["default"].auto_start_worker
     assert config.fleets["default"].handler == "app:handle"
-
-
-@pytest.mark.slow
-def test_built_wheel_has_the_deploy_files(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", tmp_path / "dist"]
-    subprocess.run(build, check=True, cwd=ROOT, timeout=120, capture_output=True)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    installed = CommandLine(tmp_path, {"PYTHONPATH": str(tmp_path / "installed")})
-    written = installed("init", "shop", "--yes", "--deploy", "systemd")
-    assert written.code == 0, written
-    unit = (ROOT / "deploy" / "systemd" / "windlass.service").read_text()
-    assert (tmp_path / "shop" / "windlass.service").read_text() == unit, "a local fleet needs no change"
 
 
 def test_unknown_provider_is_named_before_missing_flags(windlass: CommandLine) -> None:

@@ -22,7 +22,7 @@ from support.wheel_folder import write_wheels
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-SOURCES = ("src", "deploy", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("src", "deploy", "docs/runbooks.md", "pyproject.toml", "README.md", "LICENSE")
 COMMAND_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 120.0
 # An installation by pip, and two tasks.
@@ -39,6 +39,7 @@ def home() -> Iterator[Path]:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, root / "repository" / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
+                (root / "repository" / name).parent.mkdir(exist_ok=True)
                 shutil.copy(ROOT / name, root / "repository" / name)
         programs = {
             "git": f'[ "$1" = clone ] && cp -r {root}/repository "$3"',

@@ -1,4 +1,5 @@
-"""The files in deploy/ that people copy: each is checked by the tool that reads it, as far as one can be installed.
+"""The files in deploy/ and the release workflow: each is checked by the tool that reads it, as far as one can be
+installed.
 
 Not run here: an image build, a cluster, a Terraform apply and Supabase itself.
 """
@@ -24,6 +25,7 @@ from windlass.config_loader import load_config
 from windlass.model.auth import Role
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+RELEASE_WORKFLOW = DEPLOY.parent / ".github" / "workflows" / "release.yml"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "windlass-tests"
 BIN = Path(sys.executable).parent
 TIMEOUT_S = 120
@@ -80,6 +82,23 @@ def test_dockerfile_passes_hadolint() -> None:
 
 def test_compose_file_follows_the_specification() -> None:
     run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "docker" / "compose.yaml")
+
+
+def test_release_workflow_follows_the_schema() -> None:
+    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", RELEASE_WORKFLOW)
+
+
+def test_release_workflow_pins_actions_and_separates_rights() -> None:
+    described = yaml.safe_load(RELEASE_WORKFLOW.read_text())
+    assert described["permissions"] == {}
+    uses = [step["uses"] for job in described["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert uses
+    assert [use for use in uses if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", use)] == []
+    for name, job in described["jobs"].items():
+        # What dependencies could run in: the sources are there, and rights are not.
+        has_sources = any("actions/checkout@" in step.get("uses", "") for step in job["steps"])
+        assert has_sources == (job["permissions"] == {"contents": "read"}), name
+    assert described["jobs"]["publish"]["environment"] == "pypi"
 
 
 @pytest.mark.parametrize("name", ["up.yaml", "service.yaml", "cycle.yaml"])

@@ -107,7 +107,8 @@ def test_cpu_image_is_built_and_refuses_to_start_without_join_data(tmp_path: Pat
     context.mkdir()
     for name in ("src", "deploy"):
         shutil.copytree(REPOSITORY / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+    (context / "docs").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "docs/runbooks.md"):
         shutil.copy(REPOSITORY / name, context / name)
     (context / "app").mkdir()
     (context / "app" / "app.py").write_text("def generate(task):\n    return task.payload\n")
