@@ -1,6 +1,8 @@
 """The examples that bring a configuration of their own: each runs with `windlass up`, as its README says."""
 
+import importlib.util
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -69,3 +71,83 @@ def test_ffmpeg_transcodes_a_batch(tmp_path: Path, dsn: str) -> None:
         found = results(dsn, 2, tmp_path / "up.log")
         assert [result["output"] for result in found] == ["one.mp4", "two.mp4"]
         assert all(b"ftyp" in (windlass.folder / result["output"]).read_bytes()[:32] for result in found)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_ray_finds_the_best_setting_of_a_model(tmp_path: Path, dsn: str) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    penalties = [0, 0.01, 10]
+    with running("ray-data-science", tmp_path, dsn) as windlass:
+        for penalty in penalties:
+            assert windlass("enqueue", "fits", json.dumps({"penalty": penalty})).code == 0
+        found = results(dsn, len(penalties), tmp_path / "up.log")
+        (query,) = re.findall(r"```sql\n(.*?)```", (windlass.folder / "README.md").read_text(), re.DOTALL)
+        with psycopg.connect(dsn) as sql:
+            assert sql.execute(query).fetchone() == ("0.01", pytest.approx(0.0864, abs=0.001))
+    assert [result["penalty"] for result in found] == penalties
+    processes = {process for result in found for process in result["processes"]}
+    assert len(processes) > 1, "Ray ran the folds in processes of their own"
+
+
+# What a Supabase project has: the roles of PostgREST, and the user of a request.
+SUPABASE = """
+do $$ begin
+  create role authenticated nologin noinherit;
+exception when duplicate_object then null; end $$;
+do $$ begin
+  create role anon nologin noinherit;
+exception when duplicate_object then null; end $$;
+create schema auth;
+grant usage on schema auth to authenticated;
+create function auth.uid() returns uuid language sql stable as $$
+  select nullif(nullif(current_setting('request.jwt.claims', true), '')::jsonb ->> 'sub', '')::uuid
+$$;
+"""
+ANN, BEN = (f"00000000-0000-4000-8000-00000000000{number}" for number in (1, 2))
+
+
+def as_user(sql: Any, user: str, statement: str, *arguments: Any) -> list[Any]:
+    """A request of PostgREST, which checked the user's token before."""
+    with sql.transaction():
+        sql.execute("set local role authenticated")
+        sql.execute("select set_config('request.jwt.claims', %s, true)", [json.dumps({"sub": user})])
+        done = sql.execute(statement, arguments)
+        return list(done.fetchall()) if done.description is not None else [done.rowcount]
+
+
+def test_supabase_app_runs_the_rows_of_its_users(tmp_path: Path, dsn: str) -> None:
+    add = "insert into public.pictures (input) values (%s) returning id, status"
+    with psycopg.connect(dsn, autocommit=True) as sql:
+        sql.execute(SUPABASE)
+        sql.execute((EXAMPLES / "supabase" / "schema.sql").read_text())
+        with running("supabase", tmp_path, dsn) as windlass:
+            checked = windlass("db", "adopt", "pictures", "--check")
+            assert (checked.code, "FAIL" in checked.out) == (0, False), checked
+            applied = windlass("db", "adopt", "pictures", "--apply")
+            assert applied.code == 0, applied
+            ((key, status),) = as_user(sql, ANN, add, json.dumps({"prompt": "a lighthouse"}))
+            assert status == "queued"
+            ((wrong, _),) = as_user(sql, ANN, add, json.dumps({"prompt": " "}))
+
+            def until(column: str, of: Any, value: str) -> Any:
+                deadline = time.monotonic() + LIMIT_S
+                while True:
+                    seen = f"select {column}, output from public.pictures where id = %s"  # noqa: S608
+                    ((found, output),) = as_user(sql, ANN, seen, of)
+                    if found is not None and value in found:
+                        return output
+                    assert time.monotonic() < deadline, (found, (tmp_path / "up.log").read_text())
+                    time.sleep(0.1)
+
+            assert until("status", key, "done")["prompt"] == "a lighthouse"
+            until("error", wrong, "the prompt is empty")
+            assert as_user(sql, BEN, "select * from public.pictures") == []
+            assert as_user(sql, BEN, "update public.pictures set status = 'cancelled'") == [0]
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                as_user(sql, ANN, "update public.pictures set output = '{}'")
+            # It waits for its next attempt. The user does not.
+            assert as_user(sql, ANN, "update public.pictures set status = 'cancelled' where id = %s", wrong) == [1]
+            task = "select status, error_code, owner from windlass.tasks where unique_key = %s"
+            assert sql.execute(task, [str(wrong)]).fetchone() == ("failed", "CANCELLED", f"jwt:{ANN}")
