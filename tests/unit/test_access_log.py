@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
 from windlass.server.access_log import LINES_WINDOW_S, MAX_LINES, MAX_PATH_CHARACTERS, AccessLog
@@ -52,6 +53,21 @@ def test_failed_requests_are_logged_up_to_a_limit() -> None:
         "handle request",
     ]
     assert lines[MAX_LINES]["lines"] == 5
+
+
+@pytest.mark.parametrize(("path", "method"), [("/logout", "POST"), ("/login", "GET")])
+def test_m2_open_requests_that_succeed_are_logged_up_to_a_limit(path: str, method: str) -> None:
+    clock = Clock()
+    access_log = AccessLog(clock=clock)
+    with capture_logs() as lines:
+        for _ in range(MAX_LINES + 400):
+            access_log.record(scope(path, method), 303, None, 0.001)
+        access_log.record(scope(path, method), 303, "session 1 of ann", 0.001)
+        clock.now += LINES_WINDOW_S
+        access_log.record(scope(path, method), 303, None, 0.001)
+    events = ["handle request"] * (MAX_LINES + 1)
+    assert [line["event"] for line in lines] == [*events, "drop log lines", "handle request"]
+    assert lines[len(events)]["lines"] == 400
 
 
 def test_long_paths_and_methods_are_cut() -> None:

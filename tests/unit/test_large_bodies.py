@@ -16,6 +16,7 @@ from windlass.model.errors import BadInput
 from windlass.model.task import MAX_PAYLOAD_BYTES_LIMIT
 from windlass.ports import http
 from windlass.server import worker_calls
+from windlass.server.rate_limit import MAX_CALLS_PER_WORKER
 from windlass.server.request_body import MAX_BUFFERED_BYTES, MAX_LARGE_PER_WORKER, decode_body
 from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 
@@ -91,6 +92,38 @@ async def test_h4_one_worker_sends_few_large_bodies_at_a_time(plane: InMemoryCon
         gate.set()
         assert {response.status_code for response in await asyncio.gather(*held, others)} == {200}
         assert (await post(token)).status_code == 200  # those before have ended
+
+
+async def test_h4_calls_of_one_worker_take_turns(plane: InMemoryControlPlane) -> None:
+    """Others wait unread: sixteen connections of one worker delayed every heartbeat by two seconds."""
+    token, other = await plane.join(), await plane.join("w1", 1)
+    started, gate = 0, asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        nonlocal started
+        started += 1
+        await gate.wait()
+        yield b"{}"
+
+    def post(path: str, token: str) -> "asyncio.Task[httpx.Response]":
+        headers = {**bearer(token), "Content-Length": "2"}
+        return asyncio.create_task(plane.client.post(path, content=slow_body(), headers=headers))
+
+    async with asyncio.timeout(LIMIT_S):
+        held = [post(http.HEARTBEAT, token) for _ in range(MAX_CALLS_PER_WORKER)]
+        held += [post(http.REGISTER, token) for _ in range(30)]
+        while started < MAX_CALLS_PER_WORKER:
+            await asyncio.sleep(0)
+        cancelled = held.pop()
+        cancelled.cancel()
+        wait = {"queues": ["a"], "timeout_s": 0}
+        assert (await plane.post(http.WAIT, token, wait)).status_code == 200
+        assert (await plane.post(http.HEARTBEAT, other)).status_code == 200
+        assert started == MAX_CALLS_PER_WORKER
+        gate.set()
+        statuses = [response.status_code for response in await asyncio.gather(*held)]
+    assert statuses == [200] * MAX_CALLS_PER_WORKER + [400] * 29
+    assert plane.app.admission.worker_turns._turns == {}
 
 
 async def test_large_bodies_are_decoded_one_after_another() -> None:

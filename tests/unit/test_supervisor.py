@@ -20,7 +20,7 @@ from windlass.wiring.supervised_process import ProcessRole, SupervisedProcess
 
 # Each process writes when it starts and stops. `MEMORY` is the limit of the first role in bytes.
 SCRIPT = """
-import asyncio, os, sys
+import asyncio, gc, os, sys
 from windlass.cli.logs import configure_logs
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
@@ -38,10 +38,12 @@ def say(text):
 async def serve(link, order):
     say(f"started-{order.reason}")
     if "crash" in sys.argv and order.reason is None:
-        link.send("ready")
+        link.report_ready()
         os._exit(7)
     link.on_stop = lambda: None
-    link.send("ready")
+    frozen = gc.get_freeze_count()
+    link.report_ready()
+    say(f"frozen-{gc.get_freeze_count() > frozen}")
     open("server-is-ready", "w").close()
     await link.stop_requested.wait()
     say("stopped")
@@ -56,12 +58,12 @@ async def control(link, order):
         raise ConfigError("the cluster is away. Start it.")
     say(f"control-{order.reason}")
     if order.reason is None:
-        link.send("ready")
+        link.report_ready()
         os._exit(7)
     while "starting" in sys.argv and not os.path.exists("go"):
         await asyncio.sleep(0.01)
     link.on_stop = lambda: say("shut-down")
-    link.send("ready")
+    link.report_ready()
     await link.stop_requested.wait()
 
 if "absent" in sys.argv:
@@ -121,12 +123,18 @@ def script(tmp_path: Path) -> Iterator[SupervisedScript]:
         script.process.wait(PATIENCE_S)
 
 
+async def test_collections_skip_what_a_ready_process_has_built(script: SupervisedScript) -> None:
+    script.start("serve")
+    await script.until_line("frozen-True")
+
+
 async def test_server_above_its_memory_is_stopped_after_its_successor_started(script: SupervisedScript) -> None:
     script.start("memory")
     first = await script.until_line("started-None")
     second = await script.until_line("started-memory")
     assert await script.until_line("stopped") == first
-    assert [what for what, _ in script.lines()][:3] == ["started-None", "started-memory", "stopped"]
+    starts = [what for what, _ in script.lines() if not what.startswith("frozen")]
+    assert starts[:3] == ["started-None", "started-memory", "stopped"]
     assert is_alive(second)
     assert script.process is not None
     script.process.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 from uuid import UUID
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from windlass.model.cost import Bill
 from windlass.model.node import NodeView
@@ -61,7 +61,7 @@ class Registration:
     """What a worker reports about itself when it registers."""
 
     worker_id: str
-    queues: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...]
+    queues: Annotated[tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...], FailFast()]
     fleet: str = DEFAULT_FLEET
     concurrency: Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)] = 1
     lease_s: Annotated[float, Field(ge=MIN_LEASE_S, le=MAX_LEASE_S)] = 30.0

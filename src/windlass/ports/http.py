@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 from uuid import UUID
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, FailFast, Field
 
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_RESULTS_PER_CALL, MAX_TASK_ID, Finished
 from windlass.model.worker import MAX_METADATA_BYTES, HeldClaim, Registration, WorkerStatus
@@ -78,6 +78,7 @@ GONE = "GONE"
 TOO_LARGE = "TOO_LARGE"
 TOO_MANY = "TOO_MANY"
 UNAVAILABLE = "UNAVAILABLE"
+STATEMENT_REFUSED = "STATEMENT_REFUSED"
 DEFECT = "DEFECT"
 
 PROBLEM_JSON = "application/problem+json"
@@ -96,6 +97,8 @@ def check_vitals(vitals: dict[str, Any]) -> dict[str, Any]:
 
 
 Reason = Annotated[str, AfterValidator(cut_reason)]
+# Without FailFast, pydantic describes every wrong item: 20,000 of them in a small body took 80 ms.
+QueueNames = Annotated[tuple[str, ...], FailFast()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +211,13 @@ class LogsCall:
 
 @dataclass(frozen=True, slots=True)
 class NextRunAfterCall:
-    queues: tuple[str, ...]
+    queues: QueueNames
 
 
 @dataclass(frozen=True, slots=True)
 class WaitCall:
     """`cursor`: the reply to the last wait for these queues. Without it, or with an old one, the reply is immediate."""
 
-    queues: tuple[str, ...]
+    queues: QueueNames
     timeout_s: float
     cursor: Annotated[str, Field(max_length=MAX_CURSOR_CHARACTERS)] | None = None

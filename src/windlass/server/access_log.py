@@ -1,8 +1,9 @@
 """The access log: one line per request, without headers, query strings and bodies.
 
 Successful reads are not logged. Refused requests (4xx) are counted: the first of each status per window is logged as an
-example, and the counts follow at the end of the window. Failed requests are logged up to MAX_LINES per window. So no
-client can fill the disk.
+example, and the counts follow at the end of the window. Other requests are logged up to MAX_LINES per caller and
+window. All requests without a token or session are one caller, and so are all failed requests (5xx). So no client can
+fill the disk.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ class AccessLog:
         self._on_refused = on_refused
         self._clock = clock
         self._window_started = clock()
-        # Refused requests by status, and failed requests, since the window started.
+        # Refused requests by status, and others by caller, since the window started.
         self._refused: Counter[int] = Counter()
-        self._failed = 0
+        self._lines: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Write the counts of each window, also if no further request arrives."""
@@ -50,7 +51,7 @@ class AccessLog:
             is_read = method in ("GET", "HEAD") or path.startswith("/internal/worker/")
             if is_read and (path == "/" or path.startswith(_UNLOGGED_READS)):
                 return
-        elif not self._has_line(status):
+        if not self._has_line(status, (caller or "no caller") if is_success else "failed"):
             return
         client = scope.get("client")
         fields: dict[str, Any] = {
@@ -63,16 +64,16 @@ class AccessLog:
         }
         (log.info if is_success else log.warning)("handle request", **fields)
 
-    def _has_line(self, status: int) -> bool:
-        """Whether this window has a line left for a request that did not succeed."""
+    def _has_line(self, status: int, group: str) -> bool:
+        """Whether this window has a line left for a request of this group."""
         if self._clock() >= self._window_started + LINES_WINDOW_S:
             self._end_window()
         if 400 <= status < 500:
             self._on_refused(status)
             self._refused[status] += 1
             return self._refused[status] == 1
-        self._failed += 1
-        return self._failed <= MAX_LINES
+        self._lines[group] += 1
+        return self._lines[group] <= MAX_LINES
 
     def _end_window(self) -> None:
         if self._refused.total() > len(self._refused):  # others than those with a line
@@ -81,9 +82,10 @@ class AccessLog:
                 requests=self._refused.total(),
                 by_status={str(status): count for status, count in sorted(self._refused.items())},
             )
-        if self._failed > MAX_LINES:
-            log.warning("drop log lines", logger_name="windlass.server", lines=self._failed - MAX_LINES)
-        self._window_started, self._refused, self._failed = self._clock(), Counter(), 0
+        dropped = sum(lines - MAX_LINES for lines in self._lines.values() if lines > MAX_LINES)
+        if dropped:
+            log.warning("drop log lines", logger_name="windlass.server", lines=dropped)
+        self._window_started, self._refused, self._lines = self._clock(), Counter(), Counter()
 
 
 def short_path(path: str) -> str:

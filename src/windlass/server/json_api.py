@@ -8,7 +8,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
 from windlass.model.auth import TokenScope
 from windlass.model.errors import BadInput, OutOfScope
@@ -48,7 +48,9 @@ WorkerFilter = Annotated[str | None, Query(max_length=200, description="Only thi
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Maximum number of rows.")]
 Cursor = Annotated[str | None, Query(max_length=1_000, description="`next_cursor` of the previous page.")]
 
-# Fields of a large body, other than the large one.
+# Fields of any body, known or not.
+MAX_FIELDS = 50
+# Size of the fields of a large body, other than the large one.
 MAX_FIELD_BYTES = 4_096
 _NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.*)`", re.DOTALL)
@@ -88,6 +90,14 @@ def page_response(page: Page[Any], items: Sequence[Any] | None = None) -> PageRe
 class RequestBody(BaseModel):
     # An unknown field is a typo: better to refuse it than to ignore what was meant.
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, given: Any) -> Any:
+        # Otherwise pydantic describes every unknown field.
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} fields")
+        return given
 
 
 class ReasonBody(RequestBody):

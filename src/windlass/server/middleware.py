@@ -27,7 +27,13 @@ from windlass.server.access_log import AccessLog, short_path
 from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers, address_of, check_access, check_scope
 from windlass.server.errors import ApiError, ErrorPage, defect, error_response, not_found, to_api_error
 from windlass.server.identity_cache import CallerIdentity
-from windlass.server.rate_limit import BYTES_PER_REQUEST, MAX_REFUSALS_PER_S, LeakyBuckets, RequestRateLimiter
+from windlass.server.rate_limit import (
+    BYTES_PER_REQUEST,
+    MAX_REFUSALS_PER_S,
+    LeakyBuckets,
+    RequestRateLimiter,
+    WorkerTurns,
+)
 from windlass.server.request_body import BodyReader, BufferedBytes, WorkerBodies
 from windlass.server.route_table import Access, RouteEntry, RouteTable
 
@@ -96,6 +102,7 @@ class AdmissionMiddleware:
         self.access_log = access_log or AccessLog()
         self.buffered = BufferedBytes()
         self.worker_bodies = WorkerBodies()
+        self.worker_turns = WorkerTurns()
         self.routes = routes
         self.authenticator = authenticator
         self._requests = RequestRateLimiter("request", rate_limit, clock)
@@ -200,7 +207,7 @@ class _RequestContext:
 
     __slots__ = (
         *("_body", "_counted_worker", "_headers", "_identity", "_is_admitted", "_is_late", "_middleware", "_scope"),
-        *("_send_to_client", "_status"),
+        *("_send_to_client", "_status", "_turn_of"),
     )
 
     def __init__(self, middleware: AdmissionMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,6 +224,8 @@ class _RequestContext:
         self._status: int | None = None
         # The worker whose large body is counted.
         self._counted_worker: str | None = None
+        # The worker whose turn this request has.
+        self._turn_of: str | None = None
 
     async def run(self) -> None:
         started = time.monotonic()
@@ -224,6 +233,8 @@ class _RequestContext:
         try:
             route, self._identity = await self._middleware.admit(self._scope, self._headers, self._body)
             self._set_state(route)
+            if route.path != http.WAIT:  # long polls do nothing but wait
+                await self._begin_turn()
             if self._scope["method"] not in SAFE_METHODS:
                 if self._body.may_be_large:
                     self._count_large_body()
@@ -244,10 +255,18 @@ class _RequestContext:
             self._body.release()
             if self._counted_worker is not None:
                 self._middleware.worker_bodies.end(self._counted_worker)
+            if self._turn_of is not None:
+                self._middleware.worker_turns.end(self._turn_of)
             duration_s = time.monotonic() - started
             self._middleware.access_log.record(
                 self._scope, self._status or 0, caller_name or self._identity.name, duration_s
             )
+
+    async def _begin_turn(self) -> None:
+        caller = self._identity.caller
+        if isinstance(caller, WorkerCaller | JoinCaller):
+            await self._middleware.worker_turns.begin(caller.worker_id)
+            self._turn_of = caller.worker_id
 
     def _count_large_body(self) -> None:
         caller = self._identity.caller

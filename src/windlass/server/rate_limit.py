@@ -24,6 +24,9 @@ FAILURE_INTERVAL_S = 3.0
 MAX_REFUSALS_PER_S = 50.0
 # A worker's call counts as one, plus one for each of these bytes in its body: 64 MB per second at its limit.
 BYTES_PER_REQUEST = 32 * 1024
+# Calls of one worker that are handled at the same time: a worker claims, finishes, sends heartbeats and output, runs
+# maintenance, and reports some failures.
+MAX_CALLS_PER_WORKER = 8
 SHARE_INTERVAL_S = 1.0
 # Callers above this part of their limit are shared, and at most this many.
 SHARED_PART = 0.1
@@ -120,6 +123,37 @@ class RequestRateLimiter(LeakyBuckets):
     def check(self, caller: str, requests: float = 1.0) -> None:
         if not self.add(caller, requests, is_counted_when_full=False):
             raise ApiError(429, http.TOO_MANY, f"more than {self._limit:g} requests per second", retry_after_s=1)
+
+
+class WorkerTurns:
+    """At most MAX_CALLS_PER_WORKER calls of one worker are handled at the same time; further ones wait unread.
+
+    So one worker, however many connections it opens, delays the calls of others by a few of its own only, and leaves
+    database connections to them.
+    """
+
+    def __init__(self) -> None:
+        # By worker, with the number of calls that are handled or wait.
+        self._turns: dict[str, tuple[asyncio.Semaphore, int]] = {}
+
+    async def begin(self, worker_id: str) -> None:
+        """`end` must follow, unless this raises."""
+        turn, calls = self._turns.get(worker_id) or (asyncio.Semaphore(MAX_CALLS_PER_WORKER), 0)
+        self._turns[worker_id] = turn, calls + 1
+        try:
+            await turn.acquire()
+        except BaseException:
+            self._leave(worker_id)
+            raise
+
+    def end(self, worker_id: str) -> None:
+        self._turns[worker_id][0].release()
+        self._leave(worker_id)
+
+    def _leave(self, worker_id: str) -> None:
+        turn, calls = self._turns.pop(worker_id)
+        if calls > 1:
+            self._turns[worker_id] = turn, calls - 1
 
 
 class RateSharing:

@@ -8,6 +8,7 @@ signals, which often reach the whole group. It never outlives its supervisor.
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -115,6 +116,9 @@ class ProcessLink:
     def send(self, *message: Any) -> None:
         """Send a message to the supervisor. Never blocks."""
 
+    def report_ready(self) -> None:
+        """The process has started: what it has built lives as long as it does."""
+
 
 class SupervisorLink(ProcessLink):
     """`cancel_start` is called by a stop that comes before `on_stop` is set."""
@@ -152,6 +156,13 @@ class SupervisorLink(ProcessLink):
     def send(self, *message: Any) -> None:
         if self._transport is not None:
             self._transport.write(encode(message))
+
+    def report_ready(self) -> None:
+        # Otherwise the garbage of requests causes collections that visit every object of the program: 20 ms each, in
+        # which a server answers no request.
+        gc.collect()
+        gc.freeze()
+        self.send("ready")
 
     async def close(self) -> None:
         """Wait until the last messages are sent, for CLOSE_TIMEOUT_S at most."""

@@ -205,7 +205,7 @@ async def run_server(
 
             async with recorded(user_store, replace(process, url=url), order, counters, gauges=gauges):
                 link.on_stop = lambda: None
-                link.send("ready")
+                link.report_ready()
                 try:
                     if number == 0:
                         # One process of a supervisor is enough. Those of other hosts write the same rows.

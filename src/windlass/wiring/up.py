@@ -191,7 +191,7 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
             background_task(log_minimum_costs(config)),
             background_task(boots.run()),
         ):
-            link.send("ready")
+            link.report_ready()
             await orchestrator.run(spawning_fleets(config), stops_when_empty=not config.fleets)
         with contextlib.suppress(DatabaseUnavailable):
             await store.release_lease(candidate)

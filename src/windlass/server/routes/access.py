@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from windlass.dashboard.access import access_page, audit_page
 from windlass.model.auth import (
@@ -48,7 +48,7 @@ from windlass.server.pages import PAGE_ROWS, PageCursor, html, page_context
 DAY_S = 86_400.0
 MAX_TOKEN_DAYS = 36_500
 TokenName = Annotated[str, Path(max_length=63)]
-ScopeNames = Annotated[list[Annotated[str, Field(pattern=NAME_PATTERN)]], Field(max_length=MAX_SCOPE_NAMES)]
+ScopeNames = Annotated[list[Annotated[str, Field(pattern=NAME_PATTERN)]], Field(max_length=MAX_SCOPE_NAMES), FailFast()]
 
 
 class NewTokenBody(RequestBody):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
-from pydantic import AwareDatetime, BeforeValidator, Field, TypeAdapter
+from pydantic import AwareDatetime, BeforeValidator, FailFast, Field, TypeAdapter
 
 from windlass import operations
 from windlass.cost.queries import task_cost
@@ -105,7 +105,9 @@ class RetryFailedBody(RequestBody):
 
 class TaskIdsBody(RequestBody):
     task_ids: Annotated[
-        list[Annotated[int, Field(ge=1, le=MAX_TASK_ID)]], Field(min_length=1, max_length=MAX_SELECTED_TASKS)
+        list[Annotated[int, Field(ge=1, le=MAX_TASK_ID)]],
+        Field(min_length=1, max_length=MAX_SELECTED_TASKS),
+        FailFast(),
     ] = Field(description="Ids of the tasks.", examples=[[4711, 4712]])
 
 
