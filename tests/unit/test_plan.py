@@ -425,8 +425,9 @@ def test_silent_manual_worker_counts_for_no_failure_limit() -> None:
     assert planned.planner_state.failure_rate.failed_starts == 0
 
 
-def test_machine_named_like_manual_worker_is_left_alone() -> None:
-    assert plan(snapshot(worker("h", None), machines=(machine("h"),)), LOCAL).actions == ()
+def test_machine_of_manual_worker_is_not_deleted_while_the_worker_is_live() -> None:
+    """Only a worker whose row was lost has the name of a machine. It drains first."""
+    assert kinds(plan(snapshot(worker("h", None), machines=(machine("h"),)), LOCAL)) == ["drain"]
 
 
 # ---------------------------------------------------------------------------------------------------------- whole plans
