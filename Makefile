@@ -7,7 +7,7 @@ RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: demo test test-quick test-root check histories mutants rehearsal setup runtime bench bench-queue bench-roles bench-adopt bench-control bench-api bench-http bench-live bench-ray docs release-files clean
+.PHONY: demo test test-quick test-root check histories mutants chaos soak rehearsal setup runtime bench bench-queue bench-roles bench-adopt bench-control bench-api bench-http bench-live bench-ray docs release-files clean
 
 demo: runtime
 	@$(BIN)/windlass demo
@@ -42,6 +42,15 @@ histories: setup
 # One of them: make mutants ARGUMENTS="--only complete-without-token"
 mutants: setup
 	$(BIN)/python tools/mutants/run.py $(ARGUMENTS)
+
+# Real processes under faults, one after another, for 10 minutes; the promises are checked at the end (docs/chaos.md).
+# make chaos ARGUMENTS="--minutes 2 --only fail-over"
+chaos: setup
+	$(BIN)/python -m bench.chaos $(ARGUMENTS)
+
+# 10 minutes of load: are memory, cycle time and tables flat? make soak ARGUMENTS="--minutes 3 --burst 20000"
+soak: setup
+	$(BIN)/python -m bench.soak $(ARGUMENTS)
 
 # A table moves in while code and release change, on the emulated Runpod. Prints its figures.
 rehearsal: setup
