@@ -97,11 +97,13 @@ class OverHttp:
 
     def as_worker(self, worker_id: str) -> HttpTransport:
         if worker_id not in self._transports:
-            token = token_of(worker_id)
-            self._access.names[hash_of(token)] = worker_id
-            credentials = WorkerCredentials(worker_id, self._url, token)
-            self._transports[worker_id] = HttpTransport(credentials, False)
+            self._transports[worker_id] = self.new_transport(worker_id)
         return self._transports[worker_id]
+
+    def new_transport(self, worker_id: str) -> HttpTransport:
+        token = token_of(worker_id)
+        self._access.names[hash_of(token)] = worker_id
+        return HttpTransport(WorkerCredentials(worker_id, self._url, token), False)
 
     async def close(self) -> None:
         for transport in self._transports.values():

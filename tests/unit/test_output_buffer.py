@@ -144,6 +144,26 @@ def test_memory_is_bounded_while_nothing_can_be_sent(clock: Clock) -> None:
     assert len(kept) + dropped(chunks) == 64 * 1_001 + 1
 
 
+def test_lines_of_a_lost_batch_are_counted_at_the_next_line(clock: Clock) -> None:
+    buffer = OutputBuffer(clock=clock)
+    running, ended = (buffer.begin(claim(number)) for number in (1, 2))
+    for key in (running, ended, None):
+        buffer.add(b"lost\nlost\n", key)
+    lost = buffer.take()
+    assert lost is not None
+    buffer.add(b"waits already\n", None)
+    buffer.end(ended)
+    assert buffer.count_lost(lost) == 6
+    buffer.add(b"next\n", running)
+    buffer.add(b"own\n")
+    buffer.add(b"own again\n")
+    following = buffer.take()
+    assert following is not None
+    assert [(chunk.task_id, chunk.lines[0], chunk.dropped) for chunk in following.chunks(clock())] == [
+        (None, "waits already", 2), (None, "own", 2), (1, "next", 2),
+    ]  # fmt: skip
+
+
 def test_a_batch_is_bounded(clock: Clock) -> None:
     buffer = OutputBuffer(OutputLimits(bytes_per_s=1e9), clock=clock)
     for number in range(400):

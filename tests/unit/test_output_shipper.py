@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from windlass.model.errors import DatabaseUnavailable
+from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable
 from windlass.model.worker_log import LogChunk
 from windlass.worker.output_buffer import OutputBuffer
 from windlass.worker.output_shipper import MAX_REFUSALS, OutputShipper
@@ -23,6 +24,7 @@ class LogTransport:
         self._refuse = refuse
         self.calls: list[str] = []
         self.stored: list[str] = []
+        self.dropped = 0
         self.has_last = threading.Event()
 
     async def append_logs(self, _worker_id: str, _batch_id: Any, chunks: list[LogChunk]) -> None:
@@ -30,6 +32,7 @@ class LogTransport:
         self.calls.append(text)
         self._refuse(len(self.calls), text)
         self.stored.append(text)
+        self.dropped += sum(chunk.dropped for chunk in chunks)
         if "last" in text:
             self.has_last.set()
 
@@ -55,14 +58,31 @@ async def shipped(monkeypatch: pytest.MonkeyPatch, refuse: Callable[[int, str], 
     return transport
 
 
-async def test_batch_that_is_always_refused_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (RuntimeError("an error that no one expected"), MAX_REFUSALS),
+        (DatabaseUnavailable("storing output: refused the statement", is_refusal=True), MAX_REFUSALS),
+        (ControlPlaneUnavailable("storing output: refused the call", is_refusal=True), MAX_REFUSALS),
+        (BadInput("storing output: too much"), 1),
+    ],
+    ids=["defect", "the database refuses", "the control plane's database refuses", "bad input"],
+)
+async def test_batch_that_is_always_refused_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, calls: int
+) -> None:
     def refuse(_call: int, text: str) -> None:
         if "first" in text:
-            raise RuntimeError("an error that no one expected")
+            raise error
 
-    transport = await shipped(monkeypatch, refuse)
-    assert transport.calls[:MAX_REFUSALS] == ["first"] * MAX_REFUSALS
+    with capture_logs() as logs:
+        transport = await shipped(monkeypatch, refuse)
+    assert transport.calls == ["first"] * calls + ["last"]
     assert transport.stored == ["last"]
+    assert transport.dropped == 1, "counted before the next line that is stored"
+    assert [entry for entry in logs if entry["event"] == "drop output"] == [
+        {"event": "drop output", "worker_id": "w1", "lines": 1, "error": str(error), "log_level": "warning"}
+    ]
 
 
 async def test_outage_loses_no_output(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,14 @@ class BadInput(WindlassError):
 
 
 class DatabaseUnavailable(WindlassError):
-    """The database is unreachable, refused the call, or the connection broke. The call may have taken effect."""
+    """The database is unreachable, refused the call, or the connection broke. The call may have taken effect.
+
+    `is_refusal`: it answered and refused this call for a reason that is not temporary. A retry may never succeed.
+    """
+
+    def __init__(self, message: str = "", *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
 
 
 class TooSlow(DatabaseUnavailable):

@@ -114,6 +114,9 @@ def to_api_error(error: Exception) -> ApiError | None:
         case DatabaseUnavailable():
             # The message in the log may hold the database address. Callers must not see it.
             log.warning("database unavailable", error=str(error))
+            if error.is_refusal:
+                message = "the control plane's database refused the call: the server's log has the details"
+                return ApiError(503, http.STATEMENT_REFUSED, message, retry_after_s=RETRY_AFTER_S)
             return unavailable("the control plane's database is unavailable: retry")
         case RequestValidationError():
             return ApiError(400, http.BAD_INPUT, _validation_message(error))

@@ -209,7 +209,8 @@ def refused(doing: str, dsn: str, error: BaseException) -> WindlassError:
             f"{doing}: the schema at {where} does not match this program ({what}). Run `windlass db status`."
         )
     return DatabaseUnavailable(
-        f"{doing}: the database at {where} refused the statement ({what}). Run `windlass doctor`."
+        f"{doing}: the database at {where} refused the statement ({what}). Run `windlass doctor`.",
+        is_refusal=True,
     )
 
 

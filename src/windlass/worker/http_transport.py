@@ -162,7 +162,10 @@ class ControlPlaneClient:
             # Jitter: other workers got the same answer at the same time.
             spread = 1.0 + 0.5 * random.random()  # noqa: S311
             self._not_before = time.monotonic() + min(float(retry_after), MAX_RETRY_AFTER_S) * spread
-        return ControlPlaneUnavailable(f"{doing}: the control plane at {self._url} could not answer ({message})")
+        return ControlPlaneUnavailable(
+            f"{doing}: the control plane at {self._url} could not answer ({message})",
+            is_refusal=code in (http.STATEMENT_REFUSED, http.DEFECT),
+        )
 
 
 def compress_body(body: bytes) -> bytes | None:

@@ -241,6 +241,22 @@ class OutputBuffer:
             self._waiting_bytes -= size_bytes
         return LogBatch(lines) if lines else None
 
+    def count_lost(self, batch: LogBatch) -> int:
+        """A batch is not sent: the next line of each attempt, or of the worker itself, reports how many are missing."""
+        lost: dict[AttemptKey | None, int] = {}
+        for line in batch.lines:
+            lost[line.stream.key] = lost.get(line.stream.key, 0) + 1 + line.dropped
+        with self._exclusive():
+            for key, count in lost.items():
+                waiting = next((line for line in self._waiting if line.stream.key == key), None)
+                if waiting is not None:
+                    waiting.dropped += count
+                elif key is None or key in self._streams:
+                    self._stream(key).dropped += count
+                else:
+                    self._unreported += count
+        return sum(lost.values())
+
     # All below: the caller holds the lock.
 
     def _stream(self, key: AttemptKey | None) -> _OutputStream:

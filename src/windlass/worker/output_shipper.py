@@ -2,9 +2,9 @@
 
 Nothing waits for it: neither tasks nor heartbeats. Output is sent about once per interval. While nothing can be sent,
 it stays in the buffer, which is bounded; a call that failed is repeated with the same batch id, without a limit during
-an outage and up to MAX_REFUSALS times after any other error. The connection opens when there is output and closes after
-IDLE_S without any. `stop` sends the rest, for at most STOP_TIMEOUT_S. A worker
-that is no longer known stops sending.
+an outage. After MAX_REFUSALS other errors the batch is dropped: its lines are counted in the stored output, and a line
+of the worker's log says so. The connection opens when there is output and closes after IDLE_S without any. `stop` sends
+the rest, for at most STOP_TIMEOUT_S. A worker that is no longer known stops sending.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class OutputShipper:
                     delay_s = self._backoff.next_delay_s()
                     if self._backoff.failures == 1:
                         log.warning("send output failed", worker_id=self._worker_id, error=_words(error))
-                    if not isinstance(error, OUTAGES):
+                    if not _is_outage(error):
                         self._count_refusal(error)
             await self._pause(delay_s)
 
@@ -117,22 +117,27 @@ class OutputShipper:
                 await transport.append_logs(self._worker_id, batch.id, chunks)
         except BadInput as error:
             # It would be refused again.
-            lines = sum(len(chunk.lines) for chunk in chunks)
-            log.warning("send output refused", worker_id=self._worker_id, lines=lines, error=str(error))
+            self._drop(batch, error)
         self._backoff.reset()
 
     def _count_refusal(self, error: Exception) -> None:
         self._refusals += 1
         if self._batch is not None and self._refusals >= MAX_REFUSALS:
-            chunks = self._batch.chunks(time.monotonic())
-            lines = sum(len(chunk.lines) for chunk in chunks)
-            log.warning("drop output", worker_id=self._worker_id, lines=lines, error=_words(error))
+            self._drop(self._batch, error)
             self._batch, self._refusals = None, 0
+
+    def _drop(self, batch: LogBatch, error: Exception) -> None:
+        lines = self._buffer.count_lost(batch)
+        log.warning("drop output", worker_id=self._worker_id, lines=lines, error=_words(error))
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
+
+
+def _is_outage(error: Exception) -> bool:
+    return isinstance(error, OUTAGES) and not getattr(error, "is_refusal", False)
 
 
 def _words(error: Exception) -> str:
