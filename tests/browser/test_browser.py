@@ -81,6 +81,7 @@ def page_paths(site: BrowserSite) -> dict[str, str]:
         "cycle": f"/cycles/{cycle.id}",
         "replay": f"/cycles/{cycle.id}?replay=yes&max_workers=3",
         "cost": "/cost",
+        "runbooks": "/runbooks#SLOT_FAILED",
         "what if": "/fleets/renders/what-if",
         "what if without history": "/fleets/idle/what-if",
         "not found": "/tasks/999999",

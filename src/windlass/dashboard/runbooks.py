@@ -12,6 +12,7 @@ from markupsafe import Markup
 from windlass.runbooks import runbook_page, runbooks
 
 PATH = "/runbooks"
+_SCROLLING = Markup('<div class="scroll" tabindex="0" role="region" aria-label="{}, scrollable table">')
 
 
 def runbook_url(code: str | None) -> str | None:
@@ -31,6 +32,7 @@ def runbooks_html() -> Markup:
     markdown = MarkdownIt("js-default")
     tokens = list(_without_title(markdown.parse(runbook_page())))
     _add_anchors(tokens)
+    tokens = list(_with_scrolling_tables(tokens))
     # HTML in the source is escaped by this preset, and the source is part of the package.
     return Markup(markdown.renderer.render(tokens, markdown.options, {}))  # noqa: S704
 
@@ -61,6 +63,19 @@ def _add_anchors(tokens: Sequence[Token]) -> None:
                 if is_code and child.content not in has_anchor:
                     has_anchor.add(child.content)
                     child.attrSet("id", child.content)
+
+
+def _with_scrolling_tables(tokens: Sequence[Token]) -> Iterator[Token]:
+    """Each table in a region that scrolls on a narrow screen, named after the heading above it."""
+    heading = "Overview"
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if before is not None and before.type == "heading_open":
+            heading = token.content
+        if token.type == "table_open":
+            yield Token("html_block", "", 0, content=_SCROLLING.format(heading))
+        yield token
+        if token.type == "table_close":
+            yield Token("html_block", "", 0, content="</div>")
 
 
 def _without_outer_links(tokens: Sequence[Token]) -> Iterator[Token]:
