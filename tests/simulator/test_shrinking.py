@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.memory_store.tables import Tables
+from support.simulator import simulation
 from support.simulator.invariants import InvariantViolation
 from support.simulator.shrinking import Injection, Shrinker, run_once
 from support.simulator.simulation import Simulation
@@ -24,6 +25,8 @@ WORLD, SEED = "plain", 2
 def planted_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tasks of a failed worker are not requeued, so that promise 1 breaks."""
     monkeypatch.setattr(Tables, "requeue_tasks_of", lambda *_: 0)
+    # A lost task is lost after ten minutes as well as after four hours.
+    monkeypatch.setattr(simulation, "REST_LIMIT_S", 600.0)
 
 
 def make(injection: Injection) -> Simulation:
@@ -86,8 +89,8 @@ def test_run_without_decisions_has_no_faults_and_no_tasks(world: str) -> None:
     assert not simulation.coverage.pairs
 
 
-def test_limited_shrinking_returns_a_failing_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tables, "requeue_tasks_of", lambda *_: 0)
+@pytest.mark.usefixtures("planted_defect")
+def test_limited_shrinking_returns_a_failing_run() -> None:
     failed = run_once(make, Injection())
     assert failed is not None
     assert Shrinker(make, max_runs=0).shrink(failed) == failed
