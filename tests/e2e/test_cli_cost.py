@@ -101,16 +101,24 @@ def test_spread_cost_of_tasks_adds_up_to_the_bill(windlass: CommandLine) -> None
     assert (refused.code, "--spread needs --by task" in refused.err) == (2, True)
 
 
-def test_workers_show_price_cost_billed_until_and_boot_phases(windlass: CommandLine) -> None:
+async def test_workers_show_price_cost_billed_until_address_and_phases(windlass: CommandLine, dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute("update windlass.workers set address = '203.0.113.7' where id = 'w1'")
+    finally:
+        await connection.close()
     listed = windlass("workers", "list")
     header, row = listed.out.splitlines()[:2]
     assert "price/h" in header and "billed until" in header and "cost" in header
+    assert "address" in header and "203.0.113.7" in row
     assert "EUR 3.60" in row and " UTC" in row
     shown = windlass("workers", "show", "w1")
     for name in ("price_per_hour", "billed_until", "running_at", "activated_at"):
         assert name in shown.out
+    assert ["address", "203.0.113.7"] in [line.split() for line in shown.out.splitlines()]
     (worker,) = windlass("workers", "list", "--json").json
     assert worker["meter"]["cost_micros"] == 3_600_000
+    assert worker["address"] == windlass("workers", "show", "w1", "--json").json["worker"]["address"] == "203.0.113.7"
     assert worker["running_at"] is not None
 
 

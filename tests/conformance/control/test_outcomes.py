@@ -1,5 +1,7 @@
 """Recording outcomes of provider calls, and legal status transitions."""
 
+from dataclasses import replace
+
 import pytest
 
 from support.control_actions import ControlStores, Leader, SetStatus, VirtualClock, events, intent, machine
@@ -102,6 +104,15 @@ async def test_refusal_does_not_terminate_worker_with_machine(store: ControlStor
     await ann.report(CreationRefused("w0", "REFUSED", "said no"))
     (view,) = (await ann.observe()).workers
     assert (view.status, view.machine_id) == ("spawning", "m1")
+
+
+async def test_address_of_a_machine_is_that_of_its_worker(store: ControlStores, ann: Leader) -> None:
+    await ann.spawn_worker(0)
+    await ann.report(Created("w0", replace(machine(1), address="203.0.113.7")))
+    assert (await store.worker("w0")).address == "203.0.113.7"
+    # A provider may report it later, or without it once more.
+    await ann.report(Created("w0", machine(1)))
+    assert (await store.worker("w0")).address == "203.0.113.7"
 
 
 async def test_deleted_machine_terminates_worker_and_requeues_tasks(
