@@ -2,23 +2,23 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 import pytest
 
 from support.simulator.loop import run, virtual_now
-from support.snapshots import snapshot, worker
+from support.snapshots import machine, snapshot, worker
 from support.virtual_time import in_virtual_time
 from windlass.control.executor import BOOT_LOG_PAUSE_S, BOOT_LOG_TIMEOUT_S, MAX_BOOT_LOGS, ProviderExecutor
 from windlass.control.outcome_log import OutcomeLog
-from windlass.model.action import Delete, Plan
+from windlass.model.action import Action, Delete, DeleteOrphan, Plan
 from windlass.model.errors import Throttled, Unavailable
 from windlass.model.lease import Candidate, LeaseGuard
 from windlass.model.machine import Machine, ProviderTraits
-from windlass.model.outcome import Deleted, Outcome
-from windlass.model.snapshot import PlannerState
+from windlass.model.outcome import Deleted, OrphanDeleted, Outcome
+from windlass.model.snapshot import PlannerState, Snapshot
 
 
 @dataclass
@@ -46,6 +46,15 @@ class LoggingProvider:
         return None
 
 
+@dataclass
+class PricedProvider(LoggingProvider):
+    """Knows a price for every machine whose type and place are known."""
+
+    async def price(self, machine: Machine) -> Machine:
+        assert machine.instance_type == "cx23" and machine.place == "nbg1"
+        return replace(machine, price_micros_per_hour=6_400)
+
+
 class ExecutorFixture:
     def __init__(self, provider: LoggingProvider) -> None:
         self.provider: Any = provider
@@ -64,13 +73,16 @@ class ExecutorFixture:
     async def _record_all(self, outcomes: list[Outcome]) -> None:
         self.recorded += outcomes
 
+    async def execute(self, seen: Snapshot, *actions: Action) -> None:
+        self.recorded.clear()
+        await self._executor.execute(seen, Plan(actions, PlannerState(), ""), (), None)
+        await self._outcomes.record(self._record_all)
+
     async def delete(self, *names: str, heartbeat: float | None = None) -> list[str]:
         """Delete the machines of these failed workers. Returns the boot logs of the outcomes."""
         failed = [worker(name, n, "error", heartbeat=heartbeat) for n, name in enumerate(names)]
         actions = tuple(Delete(view.id, view.machine_id, "BOOT_TIMEOUT", "no heartbeat") for view in failed)
-        self.recorded.clear()
-        await self._executor.execute(snapshot(*failed), Plan(actions, PlannerState(), ""), (), None)
-        await self._outcomes.record(self._record_all)
+        await self.execute(snapshot(*failed), *actions)
         return [outcome.boot_log for outcome in self.recorded if isinstance(outcome, Deleted)]
 
 
@@ -120,3 +132,26 @@ async def test_mass_failure_reads_a_few_boot_logs() -> None:
     logs = await fixture.delete(*(f"w{n}" for n in range(20)))
     assert len(logs) == 20
     assert len(fixture.provider.read) == MAX_BOOT_LOGS == sum(map(bool, logs))
+
+
+@in_virtual_time
+async def test_machine_deleted_in_the_plan_that_adopts_it_gets_its_price() -> None:
+    """Its row has neither type nor place yet, and prices were unavailable when it was listed."""
+    fixture = ExecutorFixture(PricedProvider())
+    failed = worker("a", 0, "error", machine_id=None)
+    listed = (machine("a", instance_type="cx23", place="nbg1"), machine("b", instance_type="cx23", place="nbg1"))
+    actions: tuple[Action, ...] = (Delete("a", "m-a", "MANUAL", "by hand"), DeleteOrphan("m-b", "b", "no worker"))
+    await fixture.execute(snapshot(failed, machines=listed), *actions)
+    deleted, orphan = fixture.recorded
+    assert isinstance(deleted, Deleted) and deleted.priced is not None
+    assert deleted.priced.price_micros_per_hour == 6_400
+    assert isinstance(orphan, OrphanDeleted) and orphan.machine.price_micros_per_hour == 6_400
+
+
+@in_virtual_time
+async def test_machine_without_known_type_gets_no_price() -> None:
+    fixture = ExecutorFixture(PricedProvider())
+    unlisted = worker("a", 0, "error", instance_type="cx23", place="nbg1"), worker("b", 1, "error")
+    actions = tuple(Delete(view.id, view.machine_id, "MANUAL", "by hand") for view in unlisted)
+    await fixture.execute(snapshot(*unlisted, machines=()), *actions)
+    assert [isinstance(each, Deleted) and each.priced is not None for each in fixture.recorded] == [True, False]

@@ -266,7 +266,10 @@ class ProviderExecutor:
         except _NotDeleted as error:
             return NotDeleted(action.worker_id, str(error))
         ended_at = ended_at or gone_at or self._now()
-        priced = await self._price(worker) if worker is not None else None
+        priced = None
+        if worker is not None and worker.bill is None:
+            # As listed, or as recorded: the row of a machine that the same plan adopted has no type yet.
+            priced = await self._price(machine or _recorded_machine(worker))
         unit_s = self._provider.traits.billing_unit_s
         return Deleted(
             *(action.worker_id, action.machine_id, action.code, action.reason, ended_at, priced, unit_s),
@@ -293,25 +296,16 @@ class ProviderExecutor:
     def _pause_boot_logs(self) -> None:
         self._boot_logs_after = asyncio.get_running_loop().time() + BOOT_LOG_PAUSE_S
 
-    async def _price(self, worker: WorkerView) -> Machine | None:
-        """The price of a machine that was deleted, or vanished, before its price was known. None: still unknown, or
-        the worker has a bill."""
-        is_known = worker.instance_type is not None and worker.place is not None and worker.machine_id is not None
-        if worker.bill is not None or not is_known or not isinstance(self._provider, KnowsPrices):
+    async def _price(self, machine: Machine) -> Machine | None:
+        """The price of a machine that was deleted, or vanished, before its price was known. None: still unknown."""
+        is_known = bool(machine.id and machine.instance_type and machine.place)
+        if not is_known or not isinstance(self._provider, KnowsPrices):
             return None
-        gone = Machine(
-            worker.machine_id or "",
-            worker.id,
-            MachineState.EXITED,
-            created_at=worker.machine_created_at,
-            instance_type=worker.instance_type,
-            place=worker.place,
-        )
         try:
             async with asyncio.timeout(self._call_timeout_s):
-                priced = await self._provider.price(gone)
+                priced = await self._provider.price(machine)
         except Exception as error:
-            log.warning("price machine failed", worker_id=worker.id, error=self._describe(error))
+            log.warning("price machine failed", worker_id=machine.name, error=self._describe(error))
             return None
         return priced if priced.price_micros_per_hour is not None else None
 
@@ -321,7 +315,9 @@ class ProviderExecutor:
             ended_at = await self._delete_machine(machine)
         except _NotDeleted as error:
             return NotDeleted(name, str(error))
-        return OrphanDeleted(machine, reason, billing_unit_s, ended_at or self._now())
+        ended_at = ended_at or self._now()
+        priced = await self._price(machine) if machine.price_micros_per_hour is None else None
+        return OrphanDeleted(priced or machine, reason, billing_unit_s, ended_at)
 
     async def _delete_machine(self, machine: Machine) -> datetime | None:
         """When the machine ended, if the provider reports it. Raises _NotDeleted."""
@@ -405,6 +401,18 @@ class ProviderExecutor:
             raise ProviderUnreachable(f"the provider could not be reached; next attempt in {left_s:.0f} s", left_s)
         if left_s > 0:
             raise Throttled(f"the provider asked for a pause; {left_s:.0f} s left", left_s)
+
+
+def _recorded_machine(worker: WorkerView) -> Machine:
+    """A worker's machine that is no longer listed."""
+    return Machine(
+        worker.machine_id or "",
+        worker.id,
+        MachineState.EXITED,
+        created_at=worker.machine_created_at,
+        instance_type=worker.instance_type,
+        place=worker.place,
+    )
 
 
 def _explains_failure(worker: WorkerView | None, is_failing: bool) -> bool:
