@@ -150,6 +150,23 @@ class InvariantChecker:
         """These workers were spawned in transactions that a failover lost."""
         self.lost_rows |= worker_ids
 
+    def copy_heartbeats(self) -> dict[str, tuple[float | None, float | None, float]]:
+        """The heartbeats of each worker, as a standby has them."""
+        histories = {worker_id: worker.history for worker_id, worker in self.workers_by_id.items()}
+        return {
+            worker_id: (history.first_heartbeat_at, history.last_heartbeat_at, history.max_silence_s)
+            for worker_id, history in histories.items()
+        }
+
+    def on_failover(self, copied: dict[str, tuple[float | None, float | None, float]], held: set[UUID | None]) -> None:
+        """A failover lost later heartbeats and claims. Only what the standby has can protect a worker: it was silent
+        since the heartbeat that the standby knows, and an attempt whose claim was lost will be refused."""
+        for worker_id, worker in self.workers_by_id.items():
+            history = worker.history
+            kept = copied.get(worker_id, (None, None, 0.0))
+            history.first_heartbeat_at, history.last_heartbeat_at, history.max_silence_s = kept
+            history.running = {token: since for token, since in history.running.items() if token in held}
+
     def on_clock_step(self, step_s: float) -> None:
         """Only database time counts: after a step forward, limits on drains, starts and tasks may be over.
 
@@ -206,8 +223,13 @@ class InvariantChecker:
 
     def _check_results(self, worker_id: str, finished: list[Finished], result: ClaimResult) -> None:
         for done in finished:
-            task = self.tasks[done.task_id]
             self._end_attempt(worker_id, done.token)
+            task = self.tasks.get(done.task_id)
+            if task is None:
+                # A failover lost the task after it was claimed.
+                if done.token not in result.lost:
+                    self._violate(2, f"result of unknown task {done.task_id} accepted from {worker_id}")
+                continue
             if done.token not in result.lost and worker_id in self.workers_by_id:
                 self.workers_by_id[worker_id].history.consecutive_failures.clear()
             if done.token in result.lost:

@@ -58,6 +58,13 @@ class Storm:
         self._plan = plan
         self._rng = simulation.rng_for("storm")
         self._deploys = 0
+        # Clear from the first lost transaction until the standby accepts connections.
+        self._is_complete = asyncio.Event()
+        self._is_complete.set()
+
+    async def wait_for_failover(self) -> None:
+        """A failover in progress is a fault. It would undo what an operator does when the faults end."""
+        await self._is_complete.wait()
 
     def start(self) -> None:
         plan = self._plan
@@ -102,19 +109,23 @@ class Storm:
         lost_s, down_s = self._rng.uniform(0.0, MAX_LOST_S), self._rng.uniform(0.0, MAX_FAILOVER_S)
         if not self._allow("failover"):
             return
-        saved = copy_store(simulation.store), copy.deepcopy(simulation.checker.tasks), simulation.checker.last_term
-        spawned = set(simulation.checker.spawned_at)
+        self._is_complete.clear()
+        checker = simulation.checker
+        saved = copy_store(simulation.store), copy.deepcopy(checker.tasks), checker.last_term
+        spawned, beats = set(checker.spawned_at), checker.copy_heartbeats()
         await asyncio.sleep(lost_s)
         simulation.trace.add("database", f"fails over, the last {lost_s:.1f} s are lost")
         simulation.set_database_down(True)
         await asyncio.sleep(down_s)
         store, tasks, term = saved
         restore_store(simulation.store, store)
-        checker = simulation.checker
         lost_tasks = set(checker.tasks) - set(tasks)
         checker.tasks, checker.last_term = tasks, term
         checker.on_rows_lost(set(checker.spawned_at) - spawned)
+        held = simulation.store.tables.tasks.running.values()
+        checker.on_failover(beats, {row.token for tasks in held for row in tasks.values()})
         simulation.set_database_down(False)
+        self._is_complete.set()
         simulation.trace.add("database", f"standby accepts connections, {len(lost_tasks)} tasks lost")
 
     async def _step_clock(self) -> None:
