@@ -169,6 +169,35 @@ async def test_planner_state_moves_back_with_the_clock(store: ControlStores, clo
     assert (await ann.observe()).planner_state == expected
 
 
+async def test_plan_from_before_a_step_back_moves_with_the_clock(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    now = clock()
+    state = PlannerState(Cadence(1, planned_at=now), health=HealthState(idle_since={"w": now - timedelta(seconds=5)}))
+    clock.advance(-HOUR_S)
+    await register(store, "w")
+    await store.recover_lost_workers("w")  # corrects the state that the plan replaces
+    await ann.commit(planner_state=state)
+    state = (await ann.observe()).planner_state
+    assert state.cadence.planned_at == clock()
+    assert state.health.idle_since == {"w": clock() - timedelta(seconds=5)}
+
+
+async def test_step_back_and_forth_between_two_cycles_is_noticed(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    """A heartbeat in between looks old afterwards. The gap since the last plan says why."""
+    await ann.spawn_worker(0)
+    await ann.commit(planner_state=PlannerState(Cadence(1, planned_at=clock())))
+    clock.advance(3 - HOUR_S)
+    await store.heartbeat("w0")
+    assert "CLOCK_SET_BACK" in await events(store)
+    clock.advance(HOUR_S)
+    planned_at = (await ann.observe()).planner_state.cadence.planned_at
+    assert planned_at is not None
+    assert clock() - planned_at >= timedelta(seconds=HOUR_S)
+
+
 async def test_failures_before_a_step_back_are_not_counted_for_its_length(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:

@@ -30,6 +30,16 @@ def follow_clock(tables: Tables) -> None:
         _correct(tables, now, seen_at - now)
 
 
+def move_back_state(state: PlannerState, now: datetime) -> PlannerState:
+    """The state of a plan that is committed now. The clock may have been set back since the plan's snapshot."""
+    step = (state.cadence.planned_at or now) - now
+    return _moved_back_state(state, now, step) if timedelta() < step <= _LONGEST_STEP else state
+
+
+def _moved_back_state(state: PlannerState, now: datetime, step: timedelta) -> PlannerState:
+    return _PLANNER_STATE.validate_python(_moved_back_in(_PLANNER_STATE.dump_python(state), now, step))
+
+
 def _correct(tables: Tables, now: datetime, step: timedelta) -> None:
     tables.event_log.add("CLOCK_SET_BACK", f"the database clock was set back by {whole_seconds(step)} s")
     for lease in tables.leases.rows.values():
@@ -53,8 +63,7 @@ def _correct(tables: Tables, now: datetime, step: timedelta) -> None:
         for row in held.values():
             _move_back(row, ("started_at",), now, step)
     for fleet in tables.fleets.values():
-        plain = _PLANNER_STATE.dump_python(fleet.planner_state)
-        fleet.planner_state = _PLANNER_STATE.validate_python(_moved_back_in(plain, now, step))
+        fleet.planner_state = _moved_back_state(fleet.planner_state, now, step)
         _move_back(fleet, ("reset_at", "restarted_at"), now, step)
         for slot in fleet.slots.values():
             slot.restarts = [min(at - step, now) if at > now else at for at in slot.restarts]

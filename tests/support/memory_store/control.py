@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from support.memory_store.actions import apply_action
-from support.memory_store.clock import follow_clock
+from support.memory_store.clock import follow_clock, move_back_state
 from support.memory_store.ledger import account, to_settle
 from support.memory_store.observe import observe
 from support.memory_store.outcomes import record_outcome
@@ -52,7 +52,7 @@ class MemoryControlStore(MemoryLeaseStore):
         fleet = self._tables.fleets[snapshot.fleet]
         cycle_id = self._tables.cycles.record(term, snapshot, plan, self._clock())
         requeued = sum(apply_action(self._tables, action, snapshot) for action in plan.actions)
-        fleet.planner_state = plan.planner_state
+        fleet.planner_state = move_back_state(plan.planner_state, self._clock())
         return Committed(cycle_id, self._tables.reserve_slots(fleet, intents), requeued)
 
     async def record_outcomes(

@@ -63,7 +63,7 @@ def record_outcome(tables: Tables, fleet: str, outcome: Outcome) -> None:  # noq
 
 def _created(tables: Tables, outcome: Created) -> None:
     worker, machine, now = tables.workers.get(outcome.worker_id), outcome.machine, tables.now()
-    if worker is not None and worker.spawned.machine_id in (None, machine.id):
+    if worker is not None and worker.slot is not None and worker.spawned.machine_id in (None, machine.id):
         spawned = worker.spawned
         spawned.machine_id, spawned.creation = machine.id, "created"
         spawned.instance_type, spawned.place = machine.instance_type, machine.place

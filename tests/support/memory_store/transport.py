@@ -257,6 +257,7 @@ class MemoryTransport(MemoryWorkSignal):
 
     def _record_heartbeat(self, heartbeat: HeartbeatReport) -> HeartbeatReply:
         worker_id, claims = heartbeat.worker_id, heartbeat.claims
+        follow_clock(self._tables)
         worker = self._workers.get(worker_id)
         named = {claim.token for claim in claims}
         if worker is None or worker.status not in LIVE:

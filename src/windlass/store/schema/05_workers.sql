@@ -235,6 +235,9 @@ declare
   -- Delays of claims, null where billing periods are short.
   v_delays real[];
 begin
+  -- Before any row is locked. A heartbeat at a time that was set back would look old when the clock returns, unless the
+  -- step is known.
+  perform windlass_internal.follow_clock();
   if p_waits then
     perform from windlass.workers w where w.id = any (p_worker_ids) for no key update;
   end if;

@@ -139,6 +139,7 @@ language plpgsql
 as $$
 declare
   v_now timestamptz := windlass.now();
+  v_step interval;
   v_cycle_id bigint;
   v_requeued integer := 0;
   v_count integer;
@@ -269,7 +270,14 @@ begin
     end case;
   end loop;
 
-  update windlass.fleets set planner_state = p_planner_state
+  -- The clock may have been set back since the snapshot, and follow_clock has corrected the former state already.
+  v_step := (p_planner_state #>> '{cadence,planned_at}')::timestamptz - v_now;
+  update windlass.fleets
+  set planner_state = case
+      when v_step between interval '1 microsecond' and interval '1 day'
+        then windlass_internal.moved_back_json(p_planner_state, v_now, v_step)
+      else p_planner_state
+    end
   where name = p_fleet;
 
   return jsonb_build_object(
@@ -356,6 +364,8 @@ begin
               else prepare_code end,
             prepare_reason = coalesce(v_outcome -> 'machine' ->> 'misplaced', prepare_reason)
         where id = v_outcome ->> 'worker_id'
+          -- Without a slot, its own row was lost and the worker registered again: its machine is orphaned.
+          and slot is not null
           and (machine_id is null or machine_id = v_outcome -> 'machine' ->> 'id');
         if found then
           perform windlass_internal.open_bill(
