@@ -252,6 +252,7 @@ def planner_states(draw: st.DrawFn, cases: list[WorkerCase]) -> PlannerState:
         orphan_since=draw(st.sampled_from(({}, {"orphan-0": ago(20.5)}, {"orphan-0": ago(90.5)}))),
         orphans_held_since=draw(st.sampled_from((None, ago(20.5), ago(4000.5)))),
         mass_silence_since=draw(maybe_moments),
+        outage_ended_at=draw(maybe_moments),
         idle_since=of_all("idle_since"),
         unclaimed_since=of_all("unclaimed_since"),
         own_listed_at=draw(maybe_moments),

@@ -226,6 +226,16 @@ def test_after_outage_silent_workers_get_two_heartbeats() -> None:
         assert len(of_kind(planned.actions, Fail)) == failed
 
 
+def test_worker_whose_heartbeat_becomes_stale_just_after_an_outage_is_kept() -> None:
+    """Its last heartbeat was 29 s old in the first cycle after the outage. The next one is about to arrive."""
+    view = worker(heartbeat=29, running=(task(1),))
+    first = plan(snapshot(view, state={"planned_at": ago(27)}), LOCAL)
+    assert (first.actions, first.hold, first.planner_state.health.outage_ended_at) == ((), None, NOW)
+    for ended_s, code in ((2, "WAS_AWAY"), (10, None)):
+        planned = plan(silent(1, 1, state={"planned_at": ago(2), "outage_ended_at": ago(ended_s)}), LOCAL)
+        assert (planned.hold.code if planned.hold is not None else None) == code
+
+
 def test_slow_cron_cycles_still_detect_dead_workers() -> None:
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)

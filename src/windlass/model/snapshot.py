@@ -247,6 +247,8 @@ class HealthState:
     unclaimed_since: dict[str, datetime] = field(default_factory=dict)
     # Start of a mass silence: most workers are silent, perhaps because of the database or this orchestrator.
     mass_silence_since: datetime | None = None
+    # When cycles ran again after an outage. None when live workers have had time for their heartbeats.
+    outage_ended_at: datetime | None = None
     # When a worker was last replaced as a trial, without evidence from other workers (policy/quarantine.py).
     quarantine_trial_at: datetime | None = None
 

@@ -24,7 +24,8 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
     """Give silent workers more time if the silence may not be their fault.
 
     If most workers fall silent at once, every action waits for one more heartbeat timeout. If no cycle ran for a while,
-    the database may have been unavailable: every action waits until live workers had time for two heartbeats.
+    the database may have been unavailable: every action waits until live workers had time for two heartbeats. Also if
+    their last heartbeats become too old only within that time.
     """
     hold = context.planner_state.hold
     alerts = context.alert(hold.code, hold.reason) if hold is not None and hold.code == LIST_SHRANK else []
@@ -33,8 +34,14 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
     is_mass = len(silent) >= MASS_SILENCE_MIN and len(silent) * 2 > len(beating)
     planned_at = context.snapshot.planner_state.cadence.planned_at
     was_outage = planned_at is None or context.age_s(planned_at) > context.fleet.heartbeat_timeout_s / 2
-    since = context.planner_state.health.mass_silence_since
-    if not silent or (since is None and not is_mass and not was_outage):
+    beats_s = HEARTBEATS_AFTER_OUTAGE * context.fleet.heartbeat_interval_s
+    since, outage_ended_at = context.planner_state.health.mass_silence_since, context.now
+    if not was_outage:
+        outage_ended_at = context.planner_state.health.outage_ended_at
+        if outage_ended_at is not None and context.age_s(outage_ended_at) >= beats_s:
+            outage_ended_at = None
+    context.remember_in("health", outage_ended_at=outage_ended_at)
+    if not silent or (since is None and not is_mass and outage_ended_at is None):
         context.remember_in("health", mass_silence_since=None)
         return alerts
     since = since or context.now
@@ -45,7 +52,7 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
         why = f"{len(silent)} of {len(beating)} workers fell silent at once"
         context.hold("TOO_MANY_DEAD", why, is_total=True)
         return alerts + context.alert("TOO_MANY_DEAD", f"{why}; no action is taken")
-    if context.age_s(since) >= HEARTBEATS_AFTER_OUTAGE * context.fleet.heartbeat_interval_s:
+    if context.age_s(since) >= beats_s:
         return alerts
     why = f"no cycle ran for a while, and {len(silent)} silent workers may still send a heartbeat"
     context.hold("WAS_AWAY", why, is_total=True)
