@@ -5,15 +5,16 @@ import asyncio
 import pytest
 
 from support.memory_store.tables import Tables
-from support.scripted_simulation import fault_free_simulation, script
+from support.scripted_simulation import fault_free_simulation, red, script
 from support.simulator.campaign import run_campaign
 from support.simulator.coverage import Coverage, known_event_codes, known_pairs
 from support.simulator.invariants import InvariantViolation
 from support.simulator.loop import run
 from support.simulator.processes import SimulatedProcess, track_processes
-from support.simulator.storms import copy_store, restore_store
+from support.simulator.storms import Standby, copy_store, restore_store
 from support.simulator.worlds import check_seed
 from windlass.model.task import NewTask
+from windlass.model.worker import WorkerStatus
 
 SEEDS = range(24)
 # Faults of the whole installation that these seeds inject while a worker is busy.
@@ -70,6 +71,22 @@ def test_failover_loses_only_the_last_transactions() -> None:
 
     script(simulation, (5.0, fail_over))
     simulation.run()
+
+
+def test_worker_whose_row_a_failover_lost_drains_and_its_machine_is_deleted() -> None:
+    simulation = fault_free_simulation(max_workers=1, arrivals=((12.0, 1), (100.0, 1)))
+    simulation.next_worker(boots_s=18.0)  # it registers when its machine was not orphaned for long
+    standby: list[Standby] = []
+    script(
+        simulation,
+        (11.0, lambda: standby.append(simulation.storm.save())),
+        (30.0, lambda: simulation.storm.restore(standby[0])),
+    )
+    simulation.run()
+    first, *_ = red(simulation).machines.values()
+    row = simulation.store.tables.workers.rows[first.name]
+    assert (row.slot, row.code, row.status) == (None, "NO_SLOT", WorkerStatus.TERMINATED)
+    assert first.deleted_at < 100.0
 
 
 def test_task_without_a_row_is_detected_at_the_next_tick() -> None:

@@ -48,6 +48,10 @@ DELETE_CALL_S, DELETE_CALL_SHARE = 30.0, 1 / 20
 IDLE_CODES = ("IDLE", "BILLING_HOUR_END")
 
 
+# Of one worker: the first, the last, and the longest silence.
+Heartbeats = tuple[float | None, float | None, float]
+
+
 class InvariantViolation(AssertionError):
     """The message names the broken promise, gives the numbers, and contains the trace."""
 
@@ -150,7 +154,7 @@ class InvariantChecker:
         """These workers were spawned in transactions that a failover lost."""
         self.lost_rows |= worker_ids
 
-    def copy_heartbeats(self) -> dict[str, tuple[float | None, float | None, float]]:
+    def copy_heartbeats(self) -> dict[str, Heartbeats]:
         """The heartbeats of each worker, as a standby has them."""
         histories = {worker_id: worker.history for worker_id, worker in self.workers_by_id.items()}
         return {
@@ -158,7 +162,7 @@ class InvariantChecker:
             for worker_id, history in histories.items()
         }
 
-    def on_failover(self, copied: dict[str, tuple[float | None, float | None, float]], held: set[UUID | None]) -> None:
+    def on_failover(self, copied: dict[str, Heartbeats], held: set[UUID | None]) -> None:
         """A failover lost later heartbeats and claims. Only what the standby has can protect a worker: it was silent
         since the heartbeat that the standby knows, and an attempt whose claim was lost will be refused."""
         for worker_id, worker in self.workers_by_id.items():

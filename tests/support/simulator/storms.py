@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from support.memory_store.stores import MemoryStores
-from support.simulator.invariants import TaskRecord
+from support.simulator.invariants import Heartbeats, TaskRecord
 from support.simulator.processes import start_detached
 
 if TYPE_CHECKING:
@@ -48,6 +48,17 @@ class StormPlan:
     @property
     def is_calm(self) -> bool:
         return self == StormPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A copy of the database, and what the checks knew of it."""
+
+    store: MemoryStores
+    tasks: dict[int, TaskRecord]
+    term: int
+    spawned: set[str]
+    heartbeats: dict[str, Heartbeats]
 
 
 class Storm:
@@ -110,23 +121,37 @@ class Storm:
         if not self._allow("failover"):
             return
         self._is_complete.clear()
-        checker = simulation.checker
-        saved = copy_store(simulation.store), copy.deepcopy(checker.tasks), checker.last_term
-        spawned, beats = set(checker.spawned_at), checker.copy_heartbeats()
+        standby = self.save()
         await asyncio.sleep(lost_s)
         simulation.trace.add("database", f"fails over, the last {lost_s:.1f} s are lost")
         simulation.set_database_down(True)
         await asyncio.sleep(down_s)
-        store, tasks, term = saved
-        restore_store(simulation.store, store)
-        lost_tasks = set(checker.tasks) - set(tasks)
-        checker.tasks, checker.last_term = tasks, term
-        checker.on_rows_lost(set(checker.spawned_at) - spawned)
-        held = simulation.store.tables.tasks.running.values()
-        checker.on_failover(beats, {row.token for tasks in held for row in tasks.values()})
+        lost_tasks = self.restore(standby)
         simulation.set_database_down(False)
         self._is_complete.set()
-        simulation.trace.add("database", f"standby accepts connections, {len(lost_tasks)} tasks lost")
+        simulation.trace.add("database", f"standby accepts connections, {lost_tasks} tasks lost")
+
+    def save(self) -> "Standby":
+        """What a standby has now."""
+        checker = self._simulation.checker
+        return Standby(
+            copy_store(self._simulation.store),
+            copy.deepcopy(checker.tasks),
+            checker.last_term,
+            set(checker.spawned_at),
+            checker.copy_heartbeats(),
+        )
+
+    def restore(self, standby: "Standby") -> int:
+        """Continue with a standby. Returns how many tasks were lost."""
+        store, checker = self._simulation.store, self._simulation.checker
+        restore_store(store, standby.store)
+        lost_tasks = set(checker.tasks) - set(standby.tasks)
+        checker.tasks, checker.last_term = standby.tasks, standby.term
+        checker.on_rows_lost(set(checker.spawned_at) - standby.spawned)
+        held = store.tables.tasks.running.values()
+        checker.on_failover(standby.heartbeats, {row.token for tasks in held for row in tasks.values()})
+        return len(lost_tasks)
 
     async def _step_clock(self) -> None:
         step_s = self._rng.choice(CLOCK_STEPS_S)
