@@ -75,10 +75,9 @@ async def recorded(
     gauges: Callable[[], Mapping[str, float]] = dict,
 ) -> AsyncIterator[None]:
     """Keep the process recorded until the context exits. `details` adds what changes while it runs."""
-    own = psutil.Process()
 
     def record() -> ProcessRecord:
-        return replace(details(process), gauges={"memory_bytes": own.memory_info().rss, **gauges()})
+        return replace(details(process), gauges={**_own_memory(), **gauges()})
 
     recorder = ProcessRecorder(store, counters, process.id, record)
     if order.reason is not None:
@@ -100,3 +99,11 @@ async def clear_remains(store: ProcessStore, predecessors: Sequence[ProcessNote]
         if predecessor.holder is not None:
             await store.release_leases(predecessor.holder)
         await store.remove_process(predecessor.process_id)
+
+
+def _own_memory() -> dict[str, float]:
+    """Empty if it cannot be read: a process without free file descriptors still runs, and must stay recorded."""
+    try:
+        return {"memory_bytes": psutil.Process().memory_info().rss}
+    except (OSError, psutil.Error):
+        return {}
