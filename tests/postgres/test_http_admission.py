@@ -14,6 +14,7 @@ from windlass.model.auth import Role
 from windlass.ports import http
 from windlass.server.request_body import decode_body
 from windlass.server.route_table import MAX_ANONYMOUS_BODY_BYTES, MAX_SMALL_BODY_BYTES, Access, RouteEntry
+from windlass.store.connect import connected
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 # Routes whose caller may be anybody: the body carries the secret.
@@ -142,6 +143,31 @@ async def test_revoked_token_is_refused_at_once(api: ApiFixture, is_notified: bo
         if is_notified:
             await until(lambda: cache.generation > generation, "the revocation was notified")
         assert (await client.get(f"{API}/status")).status_code == 401
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.mark.parametrize("cause", ["terminate", "failed", "terminated"])
+async def test_l2_cached_token_ends_with_its_worker(api: ApiFixture, cause: str) -> None:
+    """A worker's identity was believed for five seconds after its end, and so its fleet's environment was readable."""
+    cache = api.app.admission.authenticator.cache
+    watching = asyncio.create_task(api.store.watch_revocations(cache.set_listening, cache.revoke))
+    try:
+        await until(lambda: cache.is_listening, "notifications arrive")
+        worker = await api.join_worker()
+        (worker_id,) = [each.id for each in await api.store.workers()]
+        assert (await worker.get(http.ORDER)).status_code == 200
+        assert cache._entries
+        if cause == "terminate":
+            assert await api.store.terminate_worker(worker_id, "stolen")
+        else:
+            async with connected(api.dsn, "ending a worker") as connection:
+                ends = "update windlass.workers set status = $2 where id = $1"
+                await connection.execute(ends, worker_id, {"failed": "error"}.get(cause, cause))
+        await until(lambda: not cache._entries, "the end was notified")
+        response = await worker.get(http.ORDER)
+        assert (response.status_code, response.json()["code"]) == (410, "GONE")
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

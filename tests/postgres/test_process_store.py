@@ -1,15 +1,23 @@
 """What processes share through the database: records, counters and requests for cycles."""
 
+import asyncio
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from support.stores import PostgresStores
+from windlass.model.config import Config
 from windlass.model.counters import CYCLES, HTTP_REQUESTS, CounterBuffer
+from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
 from windlass.model.process import PROCESS_TTL_S, ProcessKind, ProcessRecord, RayHeadAddress
 from windlass.ports.processes import CYCLE_REQUEST_TTL_S, MAX_CYCLE_REQUESTS
+from windlass.wiring.http_server import USER_CONNECTIONS, server_stores
+from windlass.wiring.server_process import DatabaseControlPlane
+
+# A call that waits for a connection of users gives up before.
+LIMIT_S = 30.0
 
 
 @pytest.fixture
@@ -80,3 +88,21 @@ async def test_leases_of_a_dead_process_are_released(store: PostgresStores) -> N
     assert term == 1
     assert await store.acquire_lease(successor) == 2
     assert isinstance(await store.acquire_lease(Candidate("another", 600.0, "ray:x")), Standby)
+
+
+async def test_readers_do_not_delay_probes_and_machines_that_join(dsn: str, store: PostgresStores) -> None:
+    """A few slow searches of a viewer made every server unready, and a load balancer would have removed them all."""
+    await store.record_process(record(ray_head=RayHeadAddress("10.0.0.5:6379", "2", "3.11")))
+    config = Config(fleets={"a": FleetConfig(provider="local", exec="true")})
+    async with server_stores(dsn) as (worker_store, user_store):
+        control = DatabaseControlPlane(config, user_store, worker_store)
+        pool = user_store._database.pool
+        busy = [await pool.take() for _ in range(USER_CONNECTIONS)]
+        async with asyncio.timeout(LIMIT_S):
+            health = await control.health()
+            head = await control.ray_head()
+        for connection in busy:
+            pool.give_back(connection)
+    assert (health.has_leader, list(health.fleets)) == (False, ["a"])
+    assert head is not None
+    assert head.address == "10.0.0.5:6379"

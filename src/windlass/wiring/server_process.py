@@ -51,7 +51,7 @@ from windlass.wiring.ray import ray_credentials
 from windlass.wiring.stores import database_as
 
 if TYPE_CHECKING:
-    from windlass.wiring.store_roles import DashboardStores
+    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 
 
 # A requester of a cycle looks for its answer this often, at first and later.
@@ -70,10 +70,14 @@ class ServerOptions:
 
 
 class DatabaseControlPlane:
-    """Implements the server's ControlPlane over the database, whatever process runs the control loop."""
+    """Implements the server's ControlPlane over the database, whatever process runs the control loop.
 
-    def __init__(self, config: Config, store: "DashboardStores") -> None:
+    Workers and probes read over `worker_store`: readers may occupy every connection of `store`.
+    """
+
+    def __init__(self, config: Config, store: "DashboardStores", worker_store: "WorkerProtocolStores") -> None:
         self._store = store
+        self._worker_store = worker_store
         self._fleets: dict[str, FleetConfig] = {}
         self.set_config(config)
 
@@ -97,7 +101,8 @@ class DatabaseControlPlane:
         return self._fleets.get(name)
 
     async def health(self) -> ControlHealth:
-        now, stored = await self._store.now(), {fleet.name: fleet for fleet in await self._store.fleets()}
+        store = self._worker_store
+        now, stored = await store.now(), {fleet.name: fleet for fleet in await store.fleets()}
         loops = {}
         for name in self.fleet_names:
             fleet = stored.get(name)
@@ -112,7 +117,8 @@ class DatabaseControlPlane:
         return await self._store.last_actions()
 
     async def ray_head(self) -> RayHead | None:
-        heads = [process.ray_head for process in await self._store.processes() if process.ray_head is not None]
+        processes = await self._worker_store.processes()
+        heads = [process.ray_head for process in processes if process.ray_head is not None]
         if not heads:
             return None
         return RayHead(heads[0].address, heads[0].ray_version, heads[0].python_version, ray_credentials())
@@ -156,7 +162,7 @@ async def run_server(
         process = new_record(ProcessKind.SERVER, number, options.version)
         link.send("note", ProcessNote(process.id))
         await clear_remains(user_store, order.predecessors)
-        control = DatabaseControlPlane(config, user_store)
+        control = DatabaseControlPlane(config, user_store, worker_store)
 
         def set_config(changed: Config) -> None:
             options.on_config(changed)

@@ -9,7 +9,7 @@ from windlass.store.auth import PostgresAuthStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.costs import PostgresCostStore
 from windlass.store.dashboard_queries import PostgresQueryStore
-from windlass.store.fleets import PostgresFilledQueues, PostgresFleetQueries, PostgresOperations
+from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.history import PostgresControlMaintenance, PostgresHistoryStore
 from windlass.store.processes import PostgresProcessStore
 from windlass.store.tasks import PostgresTaskStore
@@ -39,8 +39,8 @@ class OrchestratorStores(
     """Implements OrchestratorStore of control/unconfigured_fleets.py, and what control shares with servers."""
 
 
-class WorkerProtocolStores(PostgresTransport, PostgresAuthStore, PostgresFilledQueues):
-    """What the HTTP server needs for workers: their transport, who they are, and where there is work."""
+class WorkerProtocolStores(PostgresTransport, PostgresAuthStore, PostgresFleetQueries, PostgresProcessStore):
+    """What the HTTP server needs for workers and probes: transport, callers, where there is work, who controls."""
 
 
 class AccessStores(PostgresAuthStore, PostgresProcessStore):
