@@ -320,6 +320,23 @@ async def test_worker_is_shown_with_type_and_place_of_its_machine(windlass: Comm
     assert (worker["instance_type"], worker["place"]) == ("NVIDIA RTX A5000", "EU-RO-1")
 
 
+async def test_hosts_are_shown_with_losses_and_failed_checks(windlass: CommandLine, dsn: str) -> None:
+    windlass("db", "migrate")
+    assert windlass("workers", "hosts").out == "no rented machines\n"
+    await ask(dsn, "select count(windlass.register_worker('w' || n, 'default', '{q}')) from generate_series(0, 2) as n")
+    await ask(dsn, "insert into windlass.slots (fleet, slot) select 'default', n from generate_series(0, 2) as n")
+    await ask(
+        dsn,
+        "update windlass.workers set machine_id = id, slot = right(id, 1)::integer, place = 'EU-RO-1', "
+        "machine_host = '198.51.100.7', code = (array['MACHINE_GONE', 'GPU_NOT_DETECTED'])[right(id, 1)::integer + 1]",
+    )
+    header, row = windlass("workers", "hosts").out.splitlines()
+    assert header.split() == ["fleet", "place", "host", "machines", "lost", "loss", "rate", "failed", "checks"]
+    assert row.split() == ["default", "EU-RO-1", "198.51.100.7", "3", "1", "33%", "1"]
+    (host,) = windlass("workers", "hosts", "--json").json
+    assert (host["machines"], host["lost"], host["failed_checks"]) == (3, 1, 1)
+
+
 async def test_last_report_of_a_terminated_worker_stays_readable(windlass: CommandLine, dsn: str) -> None:
     windlass("db", "migrate")
     await ask(dsn, "select windlass.register_worker('w1', 'default', '{q}')")
