@@ -25,7 +25,7 @@ from windlass.model.snapshot import (
     ProviderRefusal,
 )
 from windlass.model.task import NewTask, TaskStatus
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import Registration, WorkerStatus
 
 
 async def test_created_machine_is_stored_with_its_worker(
@@ -41,6 +41,14 @@ async def test_created_machine_is_stored_with_its_worker(
     assert (view.machine_id, view.machine_at, view.creation) == ("m1", known_at, "created")
     worker = await store.worker("w0")
     assert (worker.machine_id, worker.instance_type, worker.place) == ("m1", "tiny", "nbg1")
+
+
+async def test_created_machine_is_not_stored_with_a_worker_without_a_slot(store: ControlStores, ann: Leader) -> None:
+    """A failover lost the spawned worker's row, and it registered again."""
+    await store.register(Registration("w0", fleet="f", queues=("a",)))
+    await ann.report(Created("w0", machine(1)))
+    (view,) = (await ann.observe()).workers
+    assert (view.slot, view.machine_id, view.bill) == (None, None, None)
 
 
 async def test_ambiguous_creation_keeps_its_slot(store: ControlStores, ann: Leader) -> None:
