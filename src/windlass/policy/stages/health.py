@@ -35,11 +35,10 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
     planned_at = context.snapshot.planner_state.cadence.planned_at
     was_outage = planned_at is None or context.age_s(planned_at) > context.fleet.heartbeat_timeout_s / 2
     beats_s = HEARTBEATS_AFTER_OUTAGE * context.fleet.heartbeat_interval_s
-    since, outage_ended_at = context.planner_state.health.mass_silence_since, context.now
-    if not was_outage:
-        outage_ended_at = context.planner_state.health.outage_ended_at
-        if outage_ended_at is not None and context.age_s(outage_ended_at) >= beats_s:
-            outage_ended_at = None
+    since = context.planner_state.health.mass_silence_since
+    outage_ended_at = context.now if was_outage else context.planner_state.health.outage_ended_at
+    if outage_ended_at is not None and context.age_s(outage_ended_at) >= beats_s:
+        outage_ended_at = None
     context.remember_in("health", outage_ended_at=outage_ended_at)
     if not silent or (since is None and not is_mass and outage_ended_at is None):
         context.remember_in("health", mass_silence_since=None)
