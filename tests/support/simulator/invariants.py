@@ -180,6 +180,9 @@ class InvariantChecker:
             return
         for worker_id in self.draining_since:
             self.draining_since[worker_id] -= step_s
+        # Their machines are being created.
+        for worker_id in self.spawned_at.keys() - self.workers_by_id.keys():
+            self.spawned_at[worker_id] -= step_s
         for worker in self.workers_by_machine.values():
             history = worker.history
             if history.first_heartbeat_at is None:
