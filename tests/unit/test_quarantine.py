@@ -62,8 +62,8 @@ def test_quarantine_decision(changes: dict[str, Any], settings: dict[str, Any], 
 def test_quarantine_reason_states_the_evidence() -> None:
     assert quarantine_reason(DEAD, LOCAL) == (
         "3 different tasks in a row failed on it (newest: 11, 12, 13); "
-        "other workers completed 1 of them since (12 by w1); "
-        "in the same time 3 other workers completed 40 tasks and failed 1 attempts"
+        "other workers have completed 1 of them since (12 by w1); "
+        "in the same time 3 other workers completed 40 tasks and failed 1 attempt"
     )
 
 

@@ -13,6 +13,7 @@ from windlass.model.cycle_actions import done_actions
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
+from windlass.model.plural import plural
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.policy.derive import WorkerState
@@ -135,11 +136,11 @@ def explain_task(
 def _task_answer(task: Task, now: datetime, ahead: int) -> list[str]:
     match task.status:
         case TaskStatus.COMPLETE:
-            return [f"Task {task.id} is complete after {_plural(task.attempts, 'attempt')}."]
+            return [f"Task {task.id} is complete after {plural(task.attempts, 'attempt')}."]
         case TaskStatus.FAILED:
             return [
                 f"Task {task.id} failed permanently ({task.error_code}) after {task.attempts} of "
-                f"{_plural(task.max_attempts, 'attempt')}: {_headline(task.error)}.",
+                f"{plural(task.max_attempts, 'attempt')}: {_headline(task.error)}.",
                 f"`windlass tasks show {task.id}` shows the error, `windlass tasks retry {task.id}` queues it again.",
             ]
         case TaskStatus.RUNNING:
@@ -178,7 +179,7 @@ def _workers_of_queue(task: Task, workers: Sequence[Worker]) -> list[str]:
         return []
     counts = {status: sum(worker.status is status for worker in serving) for status in WorkerStatus}
     parts = [f"{count} {status}" for status, count in counts.items() if count]
-    return [f"Its queue has {_plural(len(serving), 'worker')}: {', '.join(parts)}{_paused_note(serving)}."]
+    return [f"Its queue has {plural(len(serving), 'worker')}: {', '.join(parts)}{_paused_note(serving)}."]
 
 
 def _paused_note(workers: Sequence[Worker]) -> str:
@@ -260,7 +261,7 @@ def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime, by_ha
     if not cycles and by_hand:
         return Explanation(
             [
-                f"Fleet {fleet.name} has {_plural(by_hand, 'worker')} started by hand with `windlass worker`. "
+                f"Fleet {fleet.name} has {plural(by_hand, 'worker')} started by hand with `windlass worker`. "
                 "Nothing spawns or replaces them: no orchestrator has a fleet of that name."
             ],
             [],
@@ -355,10 +356,6 @@ def _event_line(event: Event, *, names_task: bool = False) -> str:
 
 def _clause(reason: str | None) -> str:
     return (reason or "no reason given").rstrip(".")
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _headline(error: str | None) -> str:

@@ -6,6 +6,7 @@ confirms them.
 
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.cycle import Cycle
+from windlass.model.plural import plural
 
 # Actions shown in a cycle's line, in the order of a worker's lifecycle: the verb, and for provider calls the noun and
 # the key of the cycle's summary that counts successful calls. The others took effect when the plan was committed.
@@ -27,6 +28,5 @@ def done_actions(cycle: Cycle) -> list[str]:
         if 0 < done < planned:
             parts.append(f"{verb} {done} of {planned}")
         elif planned:
-            plural = noun if planned == 1 else f"{noun}s"
-            parts.append(f"{verb} {planned}" if done else f"{planned} {plural} not confirmed")
+            parts.append(f"{verb} {planned}" if done else f"{plural(planned, noun)} not confirmed")
     return parts

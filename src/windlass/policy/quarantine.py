@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.model.fleet import FleetConfig
+from windlass.model.plural import plural
 from windlass.model.snapshot import FailureStreak
 
 QUARANTINED = "QUARANTINED"
@@ -79,10 +80,10 @@ def describe_streak(streak: FailureStreak) -> str:
     completed = [task_id for task_id in failed if task_id in streak.completed_by]
     if completed:
         examples = ", ".join(f"{id_} by {streak.completed_by[id_]}" for id_ in completed[-_MAX_NAMED_TASKS:])
-        parts.append(f"other workers completed {len(completed)} of them since ({examples})")
+        parts.append(f"other workers have completed {len(completed)} of them since ({examples})")
     parts.append(
-        f"in the same time {streak.others} other workers completed {streak.others_completed} tasks and failed "
-        f"{streak.others_failed} attempts"
+        f"in the same time {plural(streak.others, 'other worker')} completed "
+        f"{plural(streak.others_completed, 'task')} and failed {plural(streak.others_failed, 'attempt')}"
         if streak.others
         else "no other worker completed a task in the same time"
     )

@@ -7,6 +7,7 @@ A draining worker claims no more tasks and finishes those it has. stages/termina
 from datetime import timedelta
 
 from windlass.model.action import Action, Drain
+from windlass.model.plural import plural
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import HOUR, TerminationWindow
 from windlass.policy.derive import WorkerState
@@ -79,7 +80,7 @@ def drain_workers(
     rest = [state for state in staying if state.worker.id not in idle_ids]
     rest.sort(key=lambda state: state.worker.created_at, reverse=True)
     rest.sort(key=lambda state: state.has_active_task)
-    above_max = f"{len(staying)} workers, max_workers {max_workers}"
+    above_max = f"{plural(len(staying), 'worker')}, max_workers {max_workers}"
     forced += [Drain(state.worker.id, "OVER_MAX", above_max) for state in [*demand.idle, *rest][:excess]]
 
     # Over budget: every worker whose billing period ends. A busy one drains early enough to finish its tasks before.

@@ -8,6 +8,7 @@ from itertools import islice
 
 from windlass.model.action import Action, Spawn
 from windlass.model.machine import MachineState
+from windlass.model.plural import plural
 from windlass.model.worker import WorkerStatus
 from windlass.policy.budget import is_price_known
 from windlass.policy.derive import WorkerState
@@ -78,7 +79,7 @@ def _wanted_workers(
         wanted, reason, cause = requested, f"{requested} requested by a person", "requested"
     below_min = fleet.min_workers - counted
     if below_min > wanted:
-        wanted, reason = below_min, f"{counted} workers, min_workers {fleet.min_workers}"
+        wanted, reason = below_min, f"{plural(counted, 'worker')}, min_workers {fleet.min_workers}"
         cause = "min_workers"
     return min(wanted, fleet.max_workers - len(staying)), reason, cause
 
