@@ -117,7 +117,7 @@ class Service:
             return None
 
     def log_tail(self, characters: int = 2_000) -> str:
-        return self._log.read_text(errors="replace")[-characters:]
+        return self._log.read_text(errors="replace")[-characters:] if self._log.exists() else "not started"
 
     def _launch(self) -> None:
         self._started_at = time.monotonic()
