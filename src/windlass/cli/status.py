@@ -203,7 +203,7 @@ def _fleet_table(report: StatusReport, *, is_short: bool) -> TextTable:
 def _notes(fleet: Fleet, report: StatusReport, decided: str | None) -> str | None:
     """Workers started by hand, and what keeps the fleet from spawning.
 
-    The reason of a hold is omitted if the decision contains it.
+    The reason of a hold is omitted if the decision contains it, and shortened: `explain` and --json have all of it.
     """
     parts = []
     by_hand = sum(worker.fleet == fleet.name and worker.is_by_hand for worker in report.workers)
@@ -218,7 +218,7 @@ def _notes(fleet: Fleet, report: StatusReport, decided: str | None) -> str | Non
     if fleet.is_paused:
         parts.append("paused")
     if fleet.hold is not None:
-        reason = "" if fleet.hold.reason in (decided or "") else f": {fleet.hold.reason}"
+        reason = "" if fleet.hold.reason in (decided or "") else f": {one_line(fleet.hold.reason, 80)}"
         parts.append(f"hold {fleet.hold.code}{reason}")
     if fleet.failed_slots:
         parts.append(f"failed slots {', '.join(map(str, fleet.failed_slots))}")
