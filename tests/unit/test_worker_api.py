@@ -20,6 +20,7 @@ from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.ports.http import max_body_bytes
 from windlass.server import rate_limit
 from windlass.server.context import LoopHealth
+from windlass.server.middleware import AdmissionMiddleware
 from windlass.wiring.http_server import is_open_to_localhost
 from windlass.worker import http_transport
 
@@ -299,6 +300,15 @@ async def test_defect_is_answered_with_500_and_logged(plane: InMemoryControlPlan
 # ------------------------------------------------------------------------------------------------------------ limits
 
 
+@pytest.fixture
+def stopped_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes for the rate limits, however slow the machine is."""
+    defaults = AdmissionMiddleware.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "clock", lambda: 0.0)
+
+
+@pytest.mark.usefixtures("stopped_limits")
 async def test_h4_requests_of_one_worker_are_limited(clock: Any) -> None:
     async with open_control_plane(clock, worker_rate_limit=2.0) as plane:
         token, other = await plane.join(), await plane.join("w1", 1)
@@ -311,6 +321,7 @@ async def test_h4_requests_of_one_worker_are_limited(clock: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["announced", "chunked", "compressed"])
+@pytest.mark.usefixtures("stopped_limits")
 async def test_h4_large_requests_of_a_worker_count_more(clock: Any, form: str) -> None:
     async with open_control_plane(clock, worker_rate_limit=32.0) as plane:
         headers = bearer(await plane.join())
@@ -327,8 +338,8 @@ async def test_h4_large_requests_of_a_worker_count_more(clock: Any, form: str) -
 
         calls = [await post() for _ in range(20)]
         assert calls[0].status_code == 200
-        # Half a megabyte counts as 17 calls.
-        assert sum(call.status_code == 200 for call in calls) < 10
+        # Half a megabyte counts as 17 calls of the 32.
+        assert sum(call.status_code == 200 for call in calls) <= 3
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
