@@ -310,7 +310,7 @@ def stopped_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("stopped_limits")
 async def test_h4_requests_of_one_worker_are_limited(clock: Any) -> None:
-    async with open_control_plane(clock, worker_rate_limit=2.0) as plane:
+    async with open_control_plane(clock, worker_rate_limit=8.0) as plane:
         token, other = await plane.join(), await plane.join("w1", 1)
         with capture_logs() as logs:
             calls = [await plane.post("/internal/worker/heartbeat", token) for _ in range(30)]
