@@ -129,3 +129,44 @@ async def test_known_queues_reads_bounded_number_of_tasks(connection: Any, secon
     assert [row["queue"] for row in rows] == ["later", "q", "r"]
     assert read["seq_scan"] == 0
     assert read["idx_tup_fetch"] < RUNNING + 1_000 + 100
+
+
+# Statistics of a queue that was almost empty when it was analyzed. Its pages stay, because the last one is in use.
+DRAINED = """
+alter table windlass.tasks set (autovacuum_enabled = off);
+insert into windlass.tasks (queue) select 'q' from generate_series(1, 20000);
+delete from windlass.tasks;
+insert into windlass.tasks (queue, status, finished_at) values ('q', 'complete', now());
+"""
+CLAIMS = 1_000
+
+
+async def test_calls_with_many_claims_look_each_up_after_the_queue_was_empty(
+    connection: Any, second_connection: Any
+) -> None:
+    await second_connection.execute(DRAINED)
+    await second_connection.execute("vacuum analyze windlass.tasks")
+    await second_connection.execute("insert into windlass.tasks (queue) select 'q' from generate_series(1, $1)", CLAIMS)
+    await second_connection.execute("insert into windlass.tasks (queue) select 'other' from generate_series(1, 10000)")
+    await connection.execute("select windlass.register_worker('w')")
+    await connection.execute("update windlass.workers set lease_s = 1")
+    claims = await connection.fetch("select * from windlass.claim_tasks('w', '{q}', $1)", CLAIMS)
+    assert len(claims) == CLAIMS
+    await second_connection.execute(
+        "update windlass.tasks set started_at = now() - interval '1 hour' where status = 'running'"
+    )
+    held = [{"task_id": c["task_id"], "token": str(c["token"]), "progress": 0.5} for c in claims[1:]]
+    made_up = [{"task_id": c["task_id"], "token": "00000000-0000-0000-0000-000000000000"} for c in claims]
+    await connection.execute("set statement_timeout = '60s'")
+
+    async def tasks_read(call: str, *arguments: Any) -> int:
+        async with connection.transaction():
+            before = await task_reads(connection)
+            await connection.fetch(call, *arguments)
+            after = await task_reads(connection)
+        return int(after["idx_tup_fetch"]) - int(before["idx_tup_fetch"])
+
+    assert await tasks_read("select * from windlass.heartbeat('w', $1)", json.dumps([*held, *made_up])) < 8 * CLAIMS
+    assert await second_connection.fetchval("select count(*) from windlass.tasks where progress = 0.5") == CLAIMS - 1
+    finished = [[c["task_id"] for c in claims[1:]], [c["token"] for c in claims[1:]], ["1" for _ in claims[1:]]]
+    assert await tasks_read("select * from windlass.finish_and_claim('w', $1, $2, $3, '{q}', 0)", *finished) < 8 * CLAIMS

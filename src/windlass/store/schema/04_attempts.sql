@@ -245,10 +245,12 @@ begin
     where t.id = p_task_ids[1] and t.claim_token = p_tokens[1] and t.finished_at is null
       and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id));
   elsif v_count > 1 then
+    -- Not joined with the arrays: while statistics know few tasks, a join reads all of them for each result.
     update windlass.tasks t
-    set status = 'complete', result = f.result, finished_at = v_now, progress = 1, error = null, error_code = null
-    from unnest(p_task_ids, p_tokens, p_results) as f (task_id, token, result)
-    where t.id = f.task_id and t.claim_token = f.token and t.finished_at is null
+    set status = 'complete', result = p_results[array_position(p_tokens, t.claim_token)], finished_at = v_now,
+        progress = 1, error = null, error_code = null
+    where t.id = any (p_task_ids) and t.id = p_task_ids[array_position(p_tokens, t.claim_token)]
+      and t.finished_at is null
       and (t.worker_id = p_worker_id or windlass_internal.acts_for(p_worker_id, t.worker_id));
   end if;
   if v_count > 0 then

@@ -204,6 +204,9 @@ as $$ select 0.4 * p_lease_s $$;
 --
 -- The status is null if another transaction has locked the worker's row. Then nothing was recorded for it: one locked
 -- row must not delay the others. Repeat that heartbeat alone with p_waits.
+--
+-- Tasks are looked up by id, one per claim: `lateral` and `offset 0` keep the planner from joining. While statistics
+-- know few tasks, it would read all tasks for each claim, and again for each task that changed.
 create function windlass_internal.record_heartbeats(
   p_worker_ids text[],
   p_vitals jsonb[],
@@ -234,6 +237,9 @@ declare
   v_last_ids bigint[];
   -- Delays of claims, null where billing periods are short.
   v_delays real[];
+  v_changed_ids bigint[];
+  v_changed_progress real[];
+  v_changed_notes text[];
 begin
   -- Before any row is locked. A heartbeat at a time that was set back would look old when the clock returns, unless the
   -- step is known.
@@ -325,24 +331,33 @@ begin
         select from windlass.tasks t
         where t.id = h.task_id and t.claim_token = h.token and t.finished_at is null
           and (t.worker_id = h.holder_id or windlass_internal.acts_for(h.holder_id, t.worker_id))
+        offset 0
       )
     ) as r
     group by r.id;
 
     -- A locked task is being finished or requeued right now. Waiting for it would delay these heartbeats, and could
     -- deadlock: the holder of the task may need the worker's row, which this call holds.
-    update windlass.tasks t set progress = changed.progress, progress_note = changed.note
-    from (
-      select r.id, h.progress, h.note
-      from unnest(p_holder_ids, p_task_ids, p_tokens, p_progress, p_notes) as h (
-        holder_id, task_id, token, progress, note
-      )
-      join windlass.tasks r on r.id = h.task_id and r.claim_token = h.token and r.finished_at is null
-      where (r.worker_id = h.holder_id or windlass_internal.acts_for(h.holder_id, r.worker_id))
-        and h.progress is not null and (r.progress, r.progress_note) is distinct from (h.progress, h.note)
-      for no key update of r skip locked
-    ) as changed
-    where t.id = changed.id;
+    select array_agg(r.id), array_agg(h.progress), array_agg(h.note)
+    into v_changed_ids, v_changed_progress, v_changed_notes
+    from unnest(p_holder_ids, p_task_ids, p_tokens, p_progress, p_notes) as h (
+      holder_id, task_id, token, progress, note
+    )
+    cross join lateral (
+      select t.id from windlass.tasks t
+      where t.id = h.task_id and t.claim_token = h.token and t.finished_at is null
+        and (t.worker_id = h.holder_id or windlass_internal.acts_for(h.holder_id, t.worker_id))
+        and (t.progress, t.progress_note) is distinct from (h.progress, h.note)
+      for no key update skip locked
+    ) as r
+    where h.progress is not null;
+
+    if v_changed_ids is not null then
+      update windlass.tasks t
+      set progress = v_changed_progress[array_position(v_changed_ids, t.id)],
+          progress_note = v_changed_notes[array_position(v_changed_ids, t.id)]
+      where t.id = any (v_changed_ids);
+    end if;
   end if;
 
   -- Release claims that their worker does not name: the answer to its claim was lost. After a lease no worker still
@@ -354,7 +369,6 @@ begin
     from (
       select o.id, o.claim_token
       from unnest(v_ids, v_leases, v_kinds, v_first_ids, v_last_ids) as k (id, lease, kind, first_id, last_id)
-      -- `offset 0` keeps the planner from reading all running tasks first.
       cross join lateral (
         select s.id, s.claim_token from windlass.tasks s
         where s.worker_id = k.id and s.status = 'running' and s.started_at < v_now - k.lease
@@ -365,8 +379,11 @@ begin
       select h.task_id, h.token from unnest(p_task_ids, p_tokens) as h (task_id, token)
     ) as u
     -- Checked again on the locked row: it may have been released and claimed again meanwhile.
-    join windlass.tasks r on r.id = u.id and r.claim_token = u.claim_token and r.finished_at is null
-    for no key update of r skip locked
+    cross join lateral (
+      select c.id, c.claim_token, c.worker_id from windlass.tasks c
+      where c.id = u.id and c.claim_token = u.claim_token and c.finished_at is null
+      for no key update skip locked
+    ) as r
   ) as t;
 end
 $$;
