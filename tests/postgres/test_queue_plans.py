@@ -169,4 +169,6 @@ async def test_calls_with_many_claims_look_each_up_after_the_queue_was_empty(
     assert await tasks_read("select * from windlass.heartbeat('w', $1)", json.dumps([*held, *made_up])) < 8 * CLAIMS
     assert await second_connection.fetchval("select count(*) from windlass.tasks where progress = 0.5") == CLAIMS - 1
     finished = [[c["task_id"] for c in claims[1:]], [c["token"] for c in claims[1:]], ["1" for _ in claims[1:]]]
-    assert await tasks_read("select * from windlass.finish_and_claim('w', $1, $2, $3, '{q}', 0)", *finished) < 8 * CLAIMS
+    assert (
+        await tasks_read("select * from windlass.finish_and_claim('w', $1, $2, $3, '{q}', 0)", *finished) < 8 * CLAIMS
+    )
