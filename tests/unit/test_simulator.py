@@ -9,7 +9,7 @@ import pytest
 
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
-from windlass.simulator.engine import ClaimOrder, SimulatedFleet, World
+from windlass.simulator.engine import MAX_ATTEMPTS, ClaimOrder, SimulatedFleet, World
 from windlass.simulator.measures import measure, quantile
 from windlass.simulator.optimum import optimal_billed_s
 from windlass.simulator.report import html_report
@@ -157,9 +157,34 @@ def test_hourly_bill_counts_started_hours() -> None:
 
 def test_crashed_machine_returns_its_task_to_the_queue() -> None:
     trace = Trace("t", (0.0,), (600.0,))
-    result = run(trace, "reactive", World(crashes_per_hour=20.0, seed=2))
-    assert result.crashed > 0
+    result = run(trace, "reactive", World(crashes_per_hour=6.0, seed=7))
+    assert (result.crashed, result.failed) == (2, 0)
     assert result.machines_started == result.crashed + 1
+
+
+def test_task_that_outlasts_its_machines_fails_after_its_attempts() -> None:
+    trace = Trace("t", (0.0, 1.0), (1_000_000.0, 1.0))
+    result = run(trace, "reactive", World(crashes_per_hour=20.0, seed=2))
+    assert (result.failed, result.crashed) == (1, MAX_ATTEMPTS)
+
+
+def test_tasks_that_arrive_after_a_crash_are_not_lost() -> None:
+    count = 100
+    trace = Trace("t", tuple(30.0 * n for n in range(count)), (60.0,) * count)
+    fleet = SimulatedFleet(trace, World(crashes_per_hour=20.0, seed=3))
+
+    class Refill:
+        interval_s = 300.0
+
+        def act(self, fleet: SimulatedFleet, now: float) -> float:
+            running = sum(len(machine.running) for machine in fleet.machines.values())
+            assert fleet.done + len(fleet.queue) + running == fleet.arrived
+            fleet.spawn(3 - len(fleet.machines))
+            return now + self.interval_s
+
+    fleet.run(Refill())
+    assert fleet.crashed > 10
+    assert len(fleet.completed) + fleet.failed == count
 
 
 def test_most_recently_used_worker_claims_first() -> None:

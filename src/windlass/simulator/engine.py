@@ -21,6 +21,9 @@ from windlass.simulator.trace import Trace
 HOUR_S = 3600.0
 # Cycles without any change before a run counts as stuck: at 10 s about four months.
 MAX_IDLE_CYCLES = 1_000_000
+# Attempts of a task, as for a task that was enqueued without a number. Without an end to them, a task that outlasts the
+# life of its machines would run forever.
+MAX_ATTEMPTS = 3
 _END, _READY, _CRASH = 0, 1, 2
 
 
@@ -112,6 +115,8 @@ class SimulatedFleet:
         self.peak = 0
         self.refused = 0
         self.crashed = 0
+        # Tasks whose attempts all ended with their machine.
+        self.failed = 0
         self.waits: list[float] = [0.0] * len(trace.arrivals)
         # Completed since a controller last took them: (index, start, end). Boots: seconds.
         self.completed: list[tuple[int, float, float]] = []
@@ -243,14 +248,18 @@ class SimulatedFleet:
                 heapq.heappush(self._events, (at + lives_s, _CRASH, number, 0))
         else:
             self.crashed += 1
-            for index in machine.running:
-                self._restarts[index] = self._restarts.get(index, 0) + 1
-            lost = sorted(machine.running)
-            machine.running.clear()
             waiting = list(self.queue)
-            for index in lost:
-                insort(waiting, index)
-            self.queue = deque(waiting)
+            for index in sorted(machine.running):
+                attempts = self._restarts[index] = self._restarts.get(index, 0) + 1
+                if attempts < MAX_ATTEMPTS:
+                    insort(waiting, index)
+                else:
+                    self.failed += 1
+                    self.done += 1
+            machine.running.clear()
+            # The same object: `_advance` goes on with it.
+            self.queue.clear()
+            self.queue.extend(waiting)
             self._remove(machine)
 
     def _claim(self) -> None:

@@ -30,6 +30,8 @@ class RunResult:
     joint_ratio: float = 0.0
     refused: int = 0
     crashed: int = 0
+    # Tasks that lost every attempt to a crash.
+    failed: int = 0
     samples: tuple[FleetSample, ...] = field(default=(), repr=False)
     waits_s: tuple[float, ...] = field(default=(), repr=False)
 
@@ -71,6 +73,7 @@ def measure(fleet: SimulatedFleet, policy: str, optimal_s: float) -> RunResult:
         joint_ratio=(billed_s + total_s) / optimal_s if optimal_s else 0.0,
         refused=fleet.refused,
         crashed=fleet.crashed,
+        failed=fleet.failed,
         samples=tuple(fleet.samples),
         waits_s=tuple(waits) if fleet.samples else (),
     )
