@@ -431,6 +431,7 @@ async def test_explanation_leads_to_the_runbook_of_its_code(windlass: CommandLin
     unknown = windlass("runbook", "HANDLER_EROR")
     assert unknown.code == 2
     assert "no runbook for HANDLER_EROR. Similar codes: HANDLER_ERROR" in unknown.err
+    assert windlass("runbook", "zzz").err == "windlass: no runbook for zzz. docs/runbooks.md lists all codes.\n"
 
 
 def test_status_of_an_empty_database(windlass: CommandLine) -> None:

@@ -198,7 +198,9 @@ async def test_status_watch_with_json_prints_one_line_per_refresh(host: FleetHos
         pytest.param(("pause", "--all", "--fleet", "x"), "pass exactly one of", id="two things to pause"),
         pytest.param(("workers", "show", "missing"), "worker missing not found", id="show an unknown worker"),
         pytest.param(("workers", "logs", "missing"), "worker missing not found", id="logs of an unknown worker"),
-        pytest.param(("explain", "missing"), "no task, worker or fleet missing", id="explain an unknown name"),
+        pytest.param(
+            ("explain", "missing"), "no task, worker or fleet has the name missing", id="explain an unknown name"
+        ),
         pytest.param(("explain", "4711"), "task 4711 not found", id="explain an unknown task"),
         pytest.param(("replay", "4711"), "cycle 4711 not found", id="an unknown cycle"),
         pytest.param(("replay", "zero"), "must be a whole number", id="a cycle id that is not a number"),
@@ -208,7 +210,9 @@ async def test_status_watch_with_json_prints_one_line_per_refresh(host: FleetHos
         pytest.param(("restart", "--slot", "2147483648"), "must be at most 100000", id="a slot out of range"),
         pytest.param(("up",), "no fleet is configured", id="up without a fleet"),
         pytest.param(("cycle",), "no fleet is configured", id="cycle without a fleet"),
-        pytest.param(("up", "--queue", "q"), "has nothing to run", id="a fleet without a handler"),
+        pytest.param(
+            ("up", "-q", "q"), "set its handler or exec, or give --handler or --exec.", id="a fleet without a handler"
+        ),
         pytest.param(
             ("up", "-q", "q", "--min", "9", "--handler", "a:b"), "min must not exceed max", id="min above max"
         ),

@@ -121,6 +121,8 @@ async def test_second_up_names_the_first(host: FleetHost) -> None:
     await until(lambda: "standby: pid " in host.log(), f"the leader's pid\n{host.log()}")
     leader = int(host.log().partition("standby: pid ")[2].split()[0])
     assert leader == first.pid or psutil.Process(leader).ppid() == first.pid
+    await until(lambda: "once this process leads, " in host.log(), f"what a standby would serve\n{host.log()}")
+    assert "give them another database (--data-dir FOLDER)" in host.log()
     second.terminate()
     await until(lambda: second.poll() is not None, "the end of the second")
     await host.stop(first)

@@ -137,5 +137,6 @@ def test_start_ends_with_what_to_do_next(renderer: HumanRenderer) -> None:
         "          dashboard  add --port 8080 to this command\n"
         "          stop       Ctrl-C; workers finish their tasks first"
     )
+    assert next(iter(next_steps(config, "", is_standby=True))) == "standby"
     with_port = Config.model_validate({"fleets": {"gpus": {"handler": "app:x"}}, "api": {"port": 8080}})
     assert "dashboard" not in next_steps(with_port, "")

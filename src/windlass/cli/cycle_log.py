@@ -1,5 +1,5 @@
 """The log of `windlass up`: changes of workers, each cycle that acted or changed its kind of decision, and what to do
-next once the first cycle is done."""
+next once the first cycle is done. A standby does not claim to serve its queues."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,11 @@ from windlass.control.summary import Summary
 from windlass.model.config import Config
 
 MAX_FLEETS_NAMED = 5
+# A second start in another folder uses the same database, and its fleets run only after the first ends.
+STANDBY_STEP = (
+    "this database has a leader, and only its fleets run; "
+    "to run these too, add them to its windlass.toml, or give them another database (--data-dir FOLDER)"
+)
 # Workers that have become active. Failed ones are not forgotten when they fail, so there is a limit.
 MAX_REMEMBERED = 10_000
 
@@ -61,13 +66,18 @@ class CycleLog:
                 )
         if self._config is not None:
             config, self._config = self._config, None
-            self._log.info("ready", fleets=_describe_fleets(config), next=next_steps(config, self._options))
+            fleets, is_standby = _describe_fleets(config), not summary.is_leader
+            self._log.info(
+                "ready",
+                fleets=f"once this process leads, {fleets}" if is_standby else fleets,
+                next=next_steps(config, self._options, is_standby=is_standby),
+            )
 
 
-def next_steps(config: Config, options: str) -> Mapping[str, str]:
+def next_steps(config: Config, options: str, *, is_standby: bool = False) -> Mapping[str, str]:
     """What a person does after the start, by name."""
     queue = next((queue for fleet in config.fleets.values() for queue in fleet.queues), None)
-    steps = {}
+    steps = {"standby": STANDBY_STEP} if is_standby else {}
     if queue is not None:
         steps["enqueue"] = f"""windlass enqueue {queue} '{{"prompt": "lighthouse"}}'{options}"""
     steps["watch"] = f"windlass status --watch{options}"

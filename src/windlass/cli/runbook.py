@@ -25,7 +25,8 @@ def runbook(
         raise BadInput("this installation has no runbooks. Install Windlass from its wheel or a clone.")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
-        raise BadInput(f"no runbook for {code}." + (f" Similar codes: {', '.join(near)}." if near else ""))
+        hint = f"Similar codes: {', '.join(near)}." if near else "docs/runbooks.md lists all codes."
+        raise BadInput(f"no runbook for {code}. {hint}")
     if as_json:
         print_json([{"code": each.code, "section": each.section, **each.columns} for each in known[name]])
         return

@@ -18,6 +18,7 @@ from windlass.cli.options import ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
 from windlass.model.errors import BadInput, ConfigError
+from windlass.model.worker import DEFAULT_FLEET
 from windlass.wiring.processes import ServeOptions, run_serve, run_up
 from windlass.wiring.providers import startup_problem
 from windlass.wiring.up import NO_FLEET, ControlOptions, run_cycles
@@ -204,7 +205,8 @@ def check_fleets(loaded: Loaded) -> None:
             sources = [source for key, source in loaded.sources.items() if key[:2] == ("fleets", name)]
             is_from_environment = bool(sources) and all(source in os.environ for source in sources)
             origin = f" (created by {sources[0]} in the environment)" if is_from_environment else ""
-            raise BadInput(f"fleet {name}{origin} has nothing to run: set its handler or exec.")
+            options = ", or give --handler or --exec" if name == DEFAULT_FLEET else ""
+            raise BadInput(f"fleet {name}{origin} has nothing to run: set its handler or exec{options}.")
         if fleet.is_of_this_host and fleet.chdir is not None and not fleet.chdir.is_dir():
             source = loaded.source(f"fleets.{name}.chdir")
             raise ConfigError(f"fleets.{name}.chdir (from {source}) is {fleet.chdir}: folder not found.")

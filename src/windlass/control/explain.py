@@ -71,7 +71,9 @@ async def explain(store: ExplainStore, name: str, redact_event: Callable[[Event]
     if name in await store.known_queues():
         raise BadInput(f"{name} is a queue: {_about_queue(name, fleets)}.")
     known = ", ".join(fleet.name for fleet in fleets) or "none yet"
-    raise BadInput(f"no task, worker or fleet {name}. Fleets: {known}. `windlass workers list` shows workers.")
+    raise BadInput(
+        f"no task, worker or fleet has the name {name}. Fleets: {known}. `windlass workers list` shows workers."
+    )
 
 
 def _together(name: str, found: Mapping[str, Explanation]) -> Explanation:
