@@ -16,7 +16,7 @@ from windlass.server import what_if
 from windlass.server.what_if import WhatIf
 from windlass.simulator.batch import Batch, Comparison, compare
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 PAGE = "/fleets/gpus/what-if"
 # 300 tasks of 40 s in the last five days, and two machines with boots of 90 s.
 PAST = """
