@@ -17,7 +17,7 @@ from windlass.policy.plan import plan
 from windlass.policy.scale.adaptive import DUE_TOLERANCE_S, decide
 from windlass.policy.scale.adaptive_boot import BootEstimate
 from windlass.policy.scale.adaptive_keep import cheapest_timeout_s, cheapest_workers, floor_of_workers
-from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker
+from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, count_overdue
 from windlass.policy.scale.adaptive_spawn import MAX_PLAYED
 from windlass.simulator.engine import World
 from windlass.simulator.runs import RunRequest, run_policy
@@ -87,6 +87,34 @@ def test_longer_goal_needs_fewer_workers() -> None:
     given = load(queued=40, busy=1, running_ages_s=(1.0,))
     short, long = (decide(given, AdaptiveMemory(), goal_s, None).spawn for goal_s in (130.0, 600.0))
     assert 0 < long < short
+
+
+def test_tasks_that_outlive_the_known_ones_are_not_hidden_by_them() -> None:
+    """Of a bag of long tasks, those that fail within seconds are the first that are complete."""
+    given = load(queued=6, busy=20, running_ages_s=(600.0,) * 20, durations=(5.0,) * 12)
+    assert decide(given, AdaptiveMemory(), None, None).spawn == 6
+    seen = count_overdue(given)
+    # 12 of 5 s, and 20 that run as long again.
+    assert seen.durations_s == (5.0,) * 12 + (1200.0,) * 20
+    assert seen.duration_mean_s == pytest.approx((12 * 5 + 20 * 1200) / 32)
+
+
+def test_known_outliers_do_not_hide_overdue_tasks() -> None:
+    given = load(queued=6, busy=20, running_ages_s=(600.0,) * 20, durations=(*(5.0,) * 198, 9000.0, 9000.0))
+    assert decide(given, AdaptiveMemory(), None, None).spawn == 6
+
+
+def test_running_tasks_of_usual_age_change_nothing() -> None:
+    given = load(busy=3, running_ages_s=(1.0, 20.0, 30.0))
+    assert count_overdue(given) is given
+
+
+def test_bag_of_long_tasks_after_short_failures_starts_in_time() -> None:
+    """A third of the tasks fail at once, the others run for hours."""
+    arrivals = tuple(40.0 * number for number in range(300))
+    trace = Trace("bag", arrivals, tuple(4.0 if number % 3 else 9000.0 for number in range(300)))
+    result = run_policy(RunRequest("adaptive", FleetConfig(policy="adaptive", max_workers=500), World()), trace)
+    assert result.wait_p95_s <= 130.0
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,10 @@ def test_number_of_remembered_queues_is_bounded() -> None:
     fleet = SimulatedFleet(trace, World())
     fleet.queue.extend(range(tasks))
     assert len(Observation().each_queue(fleet)) == KEPT_QUEUES
+
+
+def test_overdue_tasks_count_for_their_own_queue() -> None:
+    running = tuple((600.0, "short") for _ in range(20))
+    given = mixed_load(queue("short", 6, SHORT_S), queue("long", 0, LONG_S), running=running)
+    assert spawned(given) == 6
+    assert spawned(replace(given, running_ages_s=[1.0] * 20)) == 0

@@ -19,7 +19,7 @@ from windlass.policy import billing
 from windlass.policy.derive import WorkerState
 from windlass.policy.scale import adaptive_keep
 from windlass.policy.scale.adaptive_boot import estimate_boots, in_time_share, ready_in_time, starts_for
-from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s
+from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s, count_overdue
 from windlass.policy.scale.adaptive_spawn import spawns_needed
 from windlass.policy.scale.demand import Demand, ScalingDecision
 
@@ -67,6 +67,7 @@ class AdaptiveDecision:
 
 
 def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, price: float | None) -> AdaptiveDecision:
+    load = count_overdue(load)
     goal_s = wait_goal_s if wait_goal_s is not None else 0.0 if load.is_free else load.boots.mean_s + GOAL_MARGIN_S
     price = price or 0.0
     is_long_unit = load.billing_unit_s >= billing.LONG_UNIT_S

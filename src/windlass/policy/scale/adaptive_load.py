@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from windlass.model.snapshot import QueueDurations
@@ -13,7 +13,8 @@ from windlass.policy.scale.adaptive_boot import BootEstimate
 ASSUMED_DURATION_S = 10.0
 ASSUMED_DURATION_LONG_UNIT_S = 8.0
 ASSUMED_DURATION_WITH_PRICE_S = 15.0
-# Of the known durations, the longest share that counts as outliers: two of 200.
+# Of the known durations, the longest share that counts as outliers: two of 200. A running task that is older than all
+# others is overdue.
 OUTLIER_SHARE = 0.01
 # A queue with fewer known durations is expected to be like all queues of the fleet together.
 MIN_QUEUE_DURATIONS = 8
@@ -136,3 +137,39 @@ class FleetLoad:
         if longer <= 0:
             return max(age_s, self.assumed_duration_s)
         return known[min(len(known) - 1, first + int(share * longer))] - age_s
+
+
+def count_overdue(load: FleetLoad) -> FleetLoad:
+    """The load with the overdue running tasks counted among the known durations.
+
+    Otherwise a few tasks that failed within seconds would hide that all others have been running for hours. Tasks of a
+    usual age say nothing that the known durations do not say.
+    """
+    found = _with_overdue(load.durations_s, load.duration_mean_s, load.running_ages_s)
+    if found is not None:
+        load = replace(load, durations_s=found[0], duration_mean_s=found[1])
+    if load.queues and load.running_queues:
+        ages_s: dict[str | None, list[float]] = {}
+        for name, age_s in zip(load.running_queues, load.running_ages_s, strict=True):
+            ages_s.setdefault(name, []).append(age_s)
+        queues = list(load.queues)
+        for position, queue in enumerate(queues):
+            found = _with_overdue(queue.durations_s, queue.duration_mean_s, ages_s.get(queue.name, ()))
+            if found is not None:
+                queues[position] = replace(queue, durations_s=found[0], duration_mean_s=found[1])
+        load = replace(load, queues=queues)
+    return load
+
+
+def _with_overdue(
+    known_s: Sequence[float], mean_s: float | None, ages_s: Sequence[float]
+) -> tuple[tuple[float, ...], float] | None:
+    """The sample with each overdue task as if it ran as long again, and its mean. None: no task is overdue."""
+    if not known_s or mean_s is None or not ages_s:
+        return None
+    limit_s = known_s[len(known_s) - int(OUTLIER_SHARE * len(known_s)) - 1]
+    if max(ages_s) <= limit_s:
+        return None
+    added_s = [2 * age_s for age_s in ages_s if age_s > limit_s]
+    count = len(known_s) + len(added_s)
+    return tuple(sorted([*known_s, *added_s])), (mean_s * len(known_s) + sum(added_s)) / count
