@@ -184,6 +184,17 @@ def test_priced_floor_serves_a_steady_load_with_little_waiting() -> None:
     assert cheapest_workers(replace(given, now=1200.0), memory, 10.0, 2.0) == 0
 
 
+def test_priced_floor_of_hourly_workers_needs_an_hour_of_waiting_for_each() -> None:
+    records = tuple(ArrivalRecord(float(at), 30, at * 9.0) for at in range(0, 1000, 10))
+    memory = AdaptiveMemory(at=1000.0, machines=9, machine_s=9000.0, arrivals=records)
+    idle_s = {"queued": 30, "busy": 9, "running_ages_s": (1.0,) * 9}
+    hourly, second = load(durations=(3.0,) * 50, billing_unit_s=3600, **idle_s), load(durations=(3.0,) * 50, **idle_s)
+    for price in (0.1, 1.0, 10.0):
+        assert 9 <= cheapest_workers(hourly, memory, price, 2.0) <= cheapest_workers(second, memory, price, 2.0)
+    # A price that is worth an hour of each further worker spawns them; without a price the goal alone decides.
+    assert decide(hourly, memory, None, 10.0).spawn > decide(hourly, memory, None, None).spawn
+
+
 def test_work_per_cycle_is_bounded() -> None:
     given = load(
         queued=1_000_000, busy=1000, running_ages_s=(10.0,) * 1000, durations=(30.0,) * 200, max_workers=100_000

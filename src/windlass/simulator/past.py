@@ -119,7 +119,8 @@ def shadow_requests(config: FleetConfig, world: World, *, has_charts: bool = Tru
     """The running settings and two alternatives.
 
     The first alternative is `adaptive` with its default goal. The second is `adaptive` with a price of waiting, or the
-    best published policies: a price changes next to nothing where billing periods are long or machines cost nothing.
+    best published policies: where billing periods are long a price matters for short tasks only, and not at all where
+    machines cost nothing.
     """
     config = simulated_settings(config, world)
     plain = {"policy": "adaptive", "wait_goal_s": None, "price_of_waiting": None}

@@ -89,7 +89,7 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
 
     needed = spawns_needed(load, memory, played_goal_s, late_slack_s, ages_s[:counted]) if load.queued else 0
     floor = 0
-    if price and not is_long_unit:
+    if price:
         floor = adaptive_keep.cheapest_workers(load, memory, price, PATIENCE_WITH_PRICE)
         if load.queued:
             needed = max(needed, floor - load.workers)

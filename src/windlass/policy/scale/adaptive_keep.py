@@ -7,7 +7,8 @@ the timeout and a restart.
 
 Where a steady load is served cheaper by a constant number of workers than it was in the last WINDOW_S, at least that
 many are kept (the replay floor). With a price of waiting the floor is the number with the least machine seconds plus
-priced waiting, and it is also spawned. Where billing periods are long, keeping costs nothing until the period ends.
+priced waiting, and it is also spawned. Where billing periods are long, keeping costs nothing until the period ends, so
+that the floor is spawned only.
 """
 
 from bisect import bisect_right
@@ -147,10 +148,12 @@ def cheapest_workers(load: FleetLoad, memory: AdaptiveMemory, price: float, pati
     work = sum(record.tasks for record in records) * duration_s / slots
     if work < MIN_UTILISATION * span_s:
         return 0
+    # Where billing periods are long, a worker must have saved its whole period in waiting (ski rental).
+    charged_s = max(span_s, load.billing_unit_s)
     workers, best, best_cost = max(1, int(work / span_s)), 0, inf
     # The cost falls with every worker and then rises. Steps of a sixteenth bound the search for large fleets.
     while workers <= load.max_workers:
-        cost = workers * span_s + price * _waiting_s(records, workers * slots, duration_s)
+        cost = workers * charged_s + price * _waiting_s(records, workers * slots, duration_s)
         if cost >= best_cost:
             break
         best, best_cost = workers, cost
