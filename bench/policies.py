@@ -1,6 +1,7 @@
 """The tables and plots of docs/policies.md: every policy and baseline on a folder of traces.
 
     python -m bench.policies results --traces ../shared/traces --images docs/images
+    python -m bench.policies own-policies --traces ../shared/traces    `threshold`, `buffered` and `clear-time`
     python -m bench.policies boots --traces ../shared/traces       random boots, three seeds
     python -m bench.policies hold-out --traces ../shared/traces    constants chosen without the trace that is scored
     python -m bench.policies others --traces ../shared/traces      shifted, thinned, scaled and resampled traces
@@ -9,7 +10,8 @@
     python -m bench.policies speed                                 100,000 tasks over 14 days, both paths
 
 R has one slot, boots of 120 s and bills by the second. H has two slots, boots of 90 s and bills by the hour. A score
-is the geometric mean over the traces. One process; `results` takes about 20 minutes, all else together about as long.
+is the geometric mean over the traces. One process. `own-policies` and `paths` run the full plan() in every cycle and
+take about half an hour of processor time each; the others take one to three minutes.
 """
 
 import argparse
@@ -41,7 +43,8 @@ adaptive = importlib.import_module("windlass.policy.scale.adaptive")
 GOAL_MARGIN_S = 10.0
 # Never reached by `adaptive`. The others may have as many machines as run all tasks at once: the default of `simulate`.
 MAX_WORKERS = 1000
-PRICE = {"price_of_waiting": 1.0}
+NO_PRICE: dict[str, Any] = {}
+PRICE: dict[str, Any] = {"price_of_waiting": 1.0}
 # The shared traces, in the order of the table, and their columns.
 SHARED = {
     "genai_image_a": "image",
@@ -53,7 +56,7 @@ SHARED = {
 SIGMA = 0.5
 BOOT_SEEDS = (1, 2, 3)
 # Constants that `hold-out` chooses. Each is tried with all values of the others.
-HELD_OUT = {
+HELD_OUT: dict[str, dict[tuple[Any, str], tuple[float, ...]]] = {
     "R": {
         (adaptive_load, "ASSUMED_DURATION_S"): (5.0, 10.0, 20.0, 40.0),
         (adaptive, "RESTART_BOOTS"): (0.6, 0.8, 1.0),
@@ -74,8 +77,14 @@ def run(
 ) -> RunResult:
     world = world or WORLDS[setting]
     most = MAX_WORKERS if policy == "adaptive" else max(1, -(-peak_concurrency(trace) // world.slots))
-    values = {"max_workers": most, "concurrency": world.slots, "spawn_timeout_s": 3600.0} | settings
-    config = FleetConfig(policy=policy if policy in WINDLASS_POLICIES else "adaptive", **values)
+    chosen = policy if policy in WINDLASS_POLICIES else "adaptive"
+    values: dict[str, Any] = {
+        "policy": chosen,
+        "max_workers": most,
+        "concurrency": world.slots,
+        "spawn_timeout_s": 3600.0,
+    } | settings
+    config = FleetConfig(**values)
     return run_policy(RunRequest(policy, config, world, is_full=is_full), trace)
 
 
@@ -110,21 +119,23 @@ def shared_traces(folder: Path) -> list[Trace]:
 
 # ------------------------------------------------------------------------------------------------------------ results
 
-ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+Row = tuple[str, str, dict[str, Any]]
+ROWS: tuple[Row, ...] = (
     ("`adaptive`", "adaptive", {}),
     ("`adaptive`, `price_of_waiting = 1`", "adaptive", PRICE),
     *((f"`{name}`", name, {}) for name in BASELINES),
     ("`optimum`", OPTIMUM, {}),
-    *((f"`{name}`", name, {}) for name in WINDLASS_POLICIES if name != "adaptive"),
 )
+# Through the full plan() in every cycle: a hundred times as slow as the rows above.
+OWN_ROWS = tuple((f"`{name}`", name, dict[str, Any]()) for name in WINDLASS_POLICIES if name != "adaptive")
 
 
-def results(folder: Path, images: Path | None) -> None:
+def results(folder: Path, chosen: Sequence[Row], settings_of: Sequence[str], images: Path | None) -> None:
     traces = shared_traces(folder)
     rows = []
-    for setting, world in WORLDS.items():
-        points = []
-        for label, policy, settings in ROWS:
+    for setting in settings_of:
+        world, points = WORLDS[setting], list[tuple[str, float, float]]()
+        for label, policy, settings in chosen:
             found = [run(policy, setting, trace, **settings) for trace in traces]
             rows.append([setting, label, *scores(found, setting)])
             print(" | ".join(rows[-1]), flush=True)
@@ -156,9 +167,9 @@ def hold_out(folder: Path) -> None:
     """Constants are chosen on all traces but one (goal held first, then the score) and scored on that one."""
     traces, rows = shared_traces(folder), []
     for setting, constants, price, score in (
-        ("R", "R", {}, "cost_ratio"),
+        ("R", "R", NO_PRICE, "cost_ratio"),
         ("R", "R, price", PRICE, "joint_ratio"),
-        ("H", "H", {}, "cost_ratio"),
+        ("H", "H", NO_PRICE, "cost_ratio"),
         ("H", "H", PRICE, "joint_ratio"),
     ):
         tried: list[tuple[tuple[float, ...], list[RunResult]]] = []
@@ -238,7 +249,7 @@ def each(traces: Sequence[Trace]) -> None:
     for trace in traces:
         cells = [trace.name]
         for setting, is_priced in product(WORLDS, (False, True)):
-            result = run("adaptive", setting, trace, **(PRICE if is_priced else {}))
+            result = run("adaptive", setting, trace, **(PRICE if is_priced else NO_PRICE))
             all_found.setdefault((setting, is_priced), []).append(result)
             score = result.joint_ratio if is_priced else result.cost_ratio
             cells.append(f"{score:.3f}, {wait_text(result.wait_p95_s)}{'' if is_held(result, setting) else ' late'}")
@@ -256,7 +267,7 @@ def each(traces: Sequence[Trace]) -> None:
 def paths(folder: Path) -> None:
     """Every result of the fast path again through the full plan(), in every cycle of the whole trace."""
     different = 0
-    for trace, setting, sigma, price in product(shared_traces(folder), WORLDS, (0.0, SIGMA), ({}, PRICE)):
+    for trace, setting, sigma, price in product(shared_traces(folder), WORLDS, (0.0, SIGMA), (NO_PRICE, PRICE)):
         world = replace(WORLDS[setting], boot_sigma=sigma)
         fast, full = (
             json.dumps(run("adaptive", setting, trace, world, is_full=is_full, **price).to_plain())
@@ -280,14 +291,19 @@ def speed() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("results", "boots", "hold-out", "others", "each", "paths", "speed"))
+    parser.add_argument(
+        "part", choices=("results", "own-policies", "boots", "hold-out", "others", "each", "paths", "speed")
+    )
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--settings", nargs="*", choices=tuple(WORLDS), default=tuple(WORLDS))
     parser.add_argument("--images", type=Path, help="write the plots of `results` to this folder")
     arguments = parser.parse_args()
     folder: Path = arguments.traces
     match arguments.part:
         case "results":
-            results(folder, arguments.images)
+            results(folder, ROWS, arguments.settings, arguments.images)
+        case "own-policies":
+            results(folder, OWN_ROWS, arguments.settings, None)
         case "boots":
             boots(folder)
         case "hold-out":
