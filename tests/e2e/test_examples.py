@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +73,37 @@ def test_ffmpeg_transcodes_a_batch(tmp_path: Path, dsn: str) -> None:
         found = results(dsn, 2, tmp_path / "up.log")
         assert [result["output"] for result in found] == ["one.mp4", "two.mp4"]
         assert all(b"ftyp" in (windlass.folder / result["output"]).read_bytes()[:32] for result in found)
+
+
+def test_commands_of_the_adopted_table_run_as_they_stand(reachable_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLES / "adopt", reachable_path / "adopt")
+    database, worker, look = re.findall(r"```\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    place = {"cwd": folder, "env": {"PATH": path, "HOME": str(folder)}, "text": True}
+    (export,) = {line for line in (database + worker).splitlines() if line.startswith("export ")}
+
+    def printed(command: str) -> str:
+        shell = ["bash", "-c", f"{export}\n{command}"]
+        return subprocess.run(shell, **place, check=False, capture_output=True, timeout=LIMIT_S).stdout
+
+    def until(command: str, count: int, sign: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while printed(command).count(sign) != count:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    log = reachable_path / "log"
+    terminals = []
+    with log.open("w") as out:
+        try:
+            for block, command, count, sign in ((database, "windlass db url", 1, "://"), (worker, look, 3, "Complete")):
+                shell = ["bash", "-ec", block]
+                terminals.append(subprocess.Popen(shell, **place, stdout=out, stderr=out, start_new_session=True))
+                until(command, count, sign)
+        finally:
+            for terminal in reversed(terminals):
+                os.killpg(terminal.pid, signal.SIGTERM)
+                terminal.wait(LIMIT_S)
 
 
 @pytest.mark.slow
