@@ -201,6 +201,91 @@ async def test_casts_of_the_table_owner_get_no_rights_of_windlass(
     assert set(users.split()) == {"shop_owner"}
 
 
+@pytest.fixture
+async def foreign_table(each_dsn: str, role_dsn: RoleDsn, connection: Any) -> Any:
+    """app.renders of shop_owner, adopted, with the trigger app.hook() before each update. The connection is a
+    superuser's."""
+    await create_role(connection, "shop_owner", "nologin")
+    await connection.execute("create schema app authorization shop_owner; set role shop_owner")
+    await connection.execute(RENDERS.replace("public.", "app."))
+    await connection.execute("create table app.users (name text); grant usage on schema app to public")
+    await connection.execute(HOOK.format(""))
+    await connection.execute(
+        "create trigger hook before update on app.renders for each row execute function app.hook()"
+    )
+    await connection.execute("reset role")
+    await adoption.apply(each_dsn, "renders", RENDERS_CONFIG.model_copy(update={"table": "app.renders"}))
+    await connection.execute("select windlass.register_worker('w', 'default', '{renders}')")
+    await connection.execute("set role shop_owner; insert into app.renders (prompt) values ('x'); reset role")
+    return connection
+
+
+HOOK = """
+create or replace function app.hook() returns trigger language plpgsql as $$
+begin
+  {}
+  insert into app.users values (current_user);
+  return new;
+end $$
+"""
+CLAIM = "select * from windlass.claim_tasks('w', '{renders}', 5)"
+
+
+async def test_table_owner_cannot_alter_functions_to_run_as_windlass(foreign_table: Any) -> None:
+    sql = foreign_table
+    functions = await sql.fetch(
+        "select p.oid::regprocedure::text as name from pg_proc p join pg_roles r on r.oid = p.proowner"
+        " where p.pronamespace = 'windlass_adopt'::regnamespace and r.rolname = 'shop_owner'"
+    )
+    await sql.execute("set role shop_owner; grant all on app.renders, app.users to windlass_owner")
+    for function in functions:
+        await sql.execute(f"alter function {function['name']} security invoker")
+    await sql.execute("reset role")
+    assert len(await sql.fetch(CLAIM)) == 1
+    assert await sql.fetchval("select count(*) from app.users") == 0
+    reason = await sql.fetchval("select reason from windlass.deferred_rows")
+    assert "no longer runs as its owner" in reason
+    with pytest.raises(asyncpg.RaiseError, match="no longer runs as its owner"):
+        await sql.fetch("select * from windlass_internal.compare_rows('renders')")
+    assert await sql.fetchval("select windlass_internal.settle_rows(p_is_forced => true)") == 0
+    assert await sql.fetchval("select count(*) from app.users") == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("search_path", "app, pg_catalog"),
+        ("windlass.now", "2050-01-01"),
+        ("windlass.actor", "token:boss#1"),
+        ("windlass.withdraws", "orders"),
+    ],
+)
+async def test_trigger_of_table_owner_cannot_change_our_settings(foreign_table: Any, setting: str, value: str) -> None:
+    sql = foreign_table
+    read = "select coalesce(current_setting($1, true), '')"
+    before = await sql.fetchval(read, setting)
+    await sql.execute(HOOK.format(f"perform set_config('{setting}', '{value}', false);"))
+    assert len(await sql.fetch(CLAIM)) == 1
+    assert await sql.fetchval(read, setting) == before
+    # The row is behind, with a reason that names the fix.
+    assert await sql.fetchval("select state from app.renders") == "waiting"
+    assert "give its function a SET clause" in await sql.fetchval("select reason from windlass.deferred_rows")
+    assert await sql.fetchval("select windlass_internal.settle_rows(p_is_forced => true)") == 0
+    assert await sql.fetchval(read, setting) == before
+    await sql.execute(HOOK.format(f"perform set_config('{setting}', current_setting('{setting}', true), true);"))
+    assert await sql.fetchval("select windlass_internal.settle_rows(p_is_forced => true)") == 1
+    assert await sql.fetchval("select state from app.renders") == "working"
+
+
+async def test_trigger_of_table_owner_cannot_set_role(foreign_table: Any) -> None:
+    await foreign_table.execute(HOOK.format("set role none;"))
+    assert len(await foreign_table.fetch(CLAIM)) == 1
+    assert "role" in await foreign_table.fetchval("select reason from windlass.deferred_rows")
+    await foreign_table.execute(HOOK.format(""))
+    assert await foreign_table.fetchval("select windlass_internal.settle_rows(p_is_forced => true)") == 1
+    assert await foreign_table.fetchval("select name from app.users") == "shop_owner"
+
+
 async def test_only_the_table_owner_may_report_rows(supabase: str) -> None:
     async with signed_in(supabase, ALICE) as sql:
         with pytest.raises(asyncpg.InsufficientPrivilegeError):

@@ -3,6 +3,7 @@
 select
   c.relkind::text as kind,
   o.rolname as owner,
+  o.rolsuper as is_owner_superuser,
   w.rolname as windlass_owner,
   c.relrowsecurity as has_rls,
   c.relforcerowsecurity and not (o.rolsuper or o.rolbypassrls) as is_rls_forced,

@@ -56,6 +56,11 @@ def _check_rights(place: tuple[str, str], table: Mapping[str, Any]) -> Iterator[
             yield AdoptionFinding(
                 "privileges", f"this user may not act as {role}", f"grant {role} to this user", is_error=True
             )
+    if table["owner"] != table["windlass_owner"] and not table["is_owner_superuser"]:
+        yield AdoptionFinding(
+            "table owner",
+            f"{table['owner']} must be trusted: triggers of the table run in database sessions of Windlass",
+        )
     if table["is_rls_forced"]:
         yield AdoptionFinding(
             "row security",

@@ -126,12 +126,23 @@ def _names(name: str, schema: str, table: str) -> dict[str, str]:
         "schema_text": literal(schema),
         "table_name_text": literal(table),
         "write_text": literal(write),
+        **{f"check_user_of_{name}": _check_user(functions[name]) for name in ("write", "rows", "next", "active_rows")},
         "report_arguments": _REPORT_ARGUMENTS,
         "grant_report": literal(
             f"grant execute on function windlass_adopt.{functions['report']}({_REPORT_ARGUMENTS}) to %I"
         ),
         "grant_functions": literal(f"grant execute on function {write}, {read} to %I"),
     }
+
+
+def _check_user(function: str) -> str:
+    name = literal(f"windlass_adopt.{function}")
+    return (
+        "if (select pg_catalog.pg_get_userbyid(p.proowner) operator(pg_catalog.<>) current_user from pg_catalog.pg_proc p"
+        f" where p.oid operator(pg_catalog.=) {name}::pg_catalog.regproc) then"
+        " raise exception 'this function no longer runs as its owner: run `windlass db adopt` with --apply again';"
+        " end if;"
+    )
 
 
 def _queue(name: str, config: AdoptionConfig) -> str:

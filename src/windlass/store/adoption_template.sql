@@ -75,6 +75,7 @@ as @q@
 declare
   v_before text := @status_of_old@;
   v_after text := @status_of_new@;
+  v_settings text[] := windlass_internal.session_settings();
   v_outcome text;
 begin
   if current_setting('windlass.withdraws', true) = @name@ then
@@ -83,6 +84,7 @@ begin
   begin
     v_outcome := windlass_adopt.@write@(new.unique_key, array[v_before, v_after], v_after, new.attempts,
       new.worker_id, new.started_at, new.finished_at, new.progress, new.result, new.error_code::text, new.error);
+    perform windlass_internal.check_session_settings(v_settings);
   exception
     when others then
       perform windlass_internal.defer_rejected_row(@name@, new.unique_key, v_before, sqlerrm, new.id);
@@ -161,6 +163,9 @@ begin
 end
 @q@;
 
+-- The next functions belong to the table's owner, who cannot replace them but could alter them to run with the rights of
+-- their caller: Windlass. Each checks that before any other expression, and with names that no search_path changes.
+
 -- Write the state of a task into its row: written, locked, missing, or changed (its status is not one of p_expected).
 create or replace function windlass_adopt.@write@(
   p_key text, p_expected text[], p_status text, p_attempts integer, p_worker text, p_started_at timestamptz,
@@ -171,24 +176,27 @@ set search_path = pg_catalog, @schema@, pg_temp
 set lock_timeout = '2s'
 as @q@
 #variable_conflict use_variable
-declare
-  v_key @table@.@key@%type := p_key;
-  v_found text;
-@declarations@
 begin
-  select t.@status@::text into v_found from @table@ t where t.@key@ = v_key for no key update skip locked;
-  if not found then
-    return case when exists (select from @table@ t where t.@key@ = v_key) then 'locked' else 'missing' end;
-  end if;
-  if v_found is null or v_found <> all (p_expected) then
-    return 'changed';
-  end if;
-  perform set_config('windlass.written_row', @name@ || ' ' || p_key || ' ' || p_status, true);
-  update @table@ t
-  set @assignments@
-  where t.@key@ = v_key;
-  perform set_config('windlass.written_row', '', true);
-  return 'written';
+  @check_user_of_write@
+  declare
+    v_key @table@.@key@%type := p_key;
+    v_found text;
+@declarations@
+  begin
+    select t.@status@::text into v_found from @table@ t where t.@key@ = v_key for no key update skip locked;
+    if not found then
+      return case when exists (select from @table@ t where t.@key@ = v_key) then 'locked' else 'missing' end;
+    end if;
+    if v_found is null or v_found <> all (p_expected) then
+      return 'changed';
+    end if;
+    perform set_config('windlass.written_row', @name@ || ' ' || p_key || ' ' || p_status, true);
+    update @table@ t
+    set @assignments@
+    where t.@key@ = v_key;
+    perform set_config('windlass.written_row', '', true);
+    return 'written';
+  end;
 end
 @q@;
 
@@ -202,27 +210,30 @@ language plpgsql security definer
 set search_path = pg_catalog, @schema@, pg_temp
 as @q@
 #variable_conflict use_variable
-declare
-  v_key @table@.@key@%type;
-  r record;
 begin
-  foreach row_key in array p_keys loop
-    v_key := row_key;
-    select t.* into r from @table@ t where t.@key@ = v_key for no key update skip locked;
-    is_held := found;
-    if is_held then
-      row_status := r.@status@::text;
-      means := @means_of_r@;
-      queue := @queue_of_r@;
-      payload := @payload_of_r@;
-      priority := @priority_of_r@;
-      run_after := @run_after_of_r@;
-      owner := @owner_of_r@;
-      return next;
-    elsif exists (select from @table@ t where t.@key@ = v_key) then
-      return next;
-    end if;
-  end loop;
+  @check_user_of_rows@
+  declare
+    v_key @table@.@key@%type;
+    r record;
+  begin
+    foreach row_key in array p_keys loop
+      v_key := row_key;
+      select t.* into r from @table@ t where t.@key@ = v_key for no key update skip locked;
+      is_held := found;
+      if is_held then
+        row_status := r.@status@::text;
+        means := @means_of_r@;
+        queue := @queue_of_r@;
+        payload := @payload_of_r@;
+        priority := @priority_of_r@;
+        run_after := @run_after_of_r@;
+        owner := @owner_of_r@;
+        return next;
+      elsif exists (select from @table@ t where t.@key@ = v_key) then
+        return next;
+      end if;
+    end loop;
+  end;
 end
 @q@;
 
@@ -233,23 +244,26 @@ language plpgsql stable security definer
 set search_path = pg_catalog, @schema@, pg_temp
 as @q@
 #variable_conflict use_variable
-declare
-  v_order @table@.@order@%type;
-  v_key @table@.@key@%type;
 begin
-  if p_after is null then
+  @check_user_of_next@
+  declare
+    v_order @table@.@order@%type;
+    v_key @table@.@key@%type;
+  begin
+    if p_after is null then
+      return query
+        select t.@key@::text, jsonb_build_array(t.@order@, t.@key@) from @table@ t
+        where t.@status@::text = @queued@
+        order by @order_list@ limit p_limit;
+      return;
+    end if;
+    v_order := p_after ->> 0;
+    v_key := p_after ->> 1;
     return query
       select t.@key@::text, jsonb_build_array(t.@order@, t.@key@) from @table@ t
-      where t.@status@::text = @queued@
+      where t.@status@::text = @queued@ and @after@
       order by @order_list@ limit p_limit;
-    return;
-  end if;
-  v_order := p_after ->> 0;
-  v_key := p_after ->> 1;
-  return query
-    select t.@key@::text, jsonb_build_array(t.@order@, t.@key@) from @table@ t
-    where t.@status@::text = @queued@ and @after@
-    order by @order_list@ limit p_limit;
+  end;
 end
 @q@;
 
@@ -261,6 +275,7 @@ set search_path = pg_catalog, @schema@, pg_temp
 as @q@
 #variable_conflict use_variable
 begin
+  @check_user_of_active_rows@
   return query
     select t.@key@::text, t.@status@::text from @table@ t where t.@status@::text = any (@active@);
 end

@@ -20,7 +20,8 @@ $$;
 
 -- Attempts were ended with invalid claims. Those that repeat an accepted result (its answer was lost) are fine. Returns
 -- the others: they are counted and change nothing. One update and one event, however many there are: made-up claims
--- must cost the database no more than a valid one.
+-- must cost the database no more than a valid one. An id without a worker leaves no event: it is made up too, or its
+-- worker was deleted long ago.
 create function windlass_internal.reject_late_results(
   p_worker_id text, p_task_ids bigint[], p_tokens uuid[], p_statuses text[]
 ) returns table (task_id bigint, token uuid)
@@ -45,14 +46,16 @@ begin
   end if;
   update windlass.workers set late_results = least(late_results::bigint + v_count, 2147483647) where id = p_worker_id
   returning fleet into v_fleet;
-  perform windlass_internal.add_event(
-    'LATE_RESULT',
-    case v_count
-      when 1 then 'result rejected: its claim is no longer valid'
-      else format('%s results rejected: their claims are no longer valid', v_count)
-    end,
-    v_fleet, p_worker_id, v_task_ids[1],
-    case when v_count > 1 then jsonb_build_object('count', v_count, 'task_ids', to_jsonb(v_task_ids[1:20])) end);
+  if found then
+    perform windlass_internal.add_event(
+      'LATE_RESULT',
+      case v_count
+        when 1 then 'result rejected: its claim is no longer valid'
+        else format('%s results rejected: their claims are no longer valid', v_count)
+      end,
+      v_fleet, p_worker_id, v_task_ids[1],
+      case when v_count > 1 then jsonb_build_object('count', v_count, 'task_ids', to_jsonb(v_task_ids[1:20])) end);
+  end if;
   return query select * from unnest(v_task_ids, v_tokens);
 end
 $$;

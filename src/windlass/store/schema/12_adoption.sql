@@ -48,6 +48,28 @@ create index deferred_rows_row on windlass.deferred_rows (adoption, row_key);
 create index deferred_rows_rejected on windlass.deferred_rows (adoption, row_key) where is_rejected;
 create index deferred_rows_due on windlass.deferred_rows (retry_at);
 
+-- The settings of the session that Windlass relies on. Triggers, casts and defaults of a table's owner run in it, and a
+-- plain SET in them outlives their function. A changed setting raises, which undoes the change with the write.
+create function windlass_internal.session_settings() returns text[]
+language sql
+as $$
+  select array[
+    current_setting('search_path'), coalesce(current_setting('windlass.now', true), ''),
+    coalesce(current_setting('windlass.actor', true), ''), coalesce(current_setting('windlass.withdraws', true), '')
+  ]
+$$;
+
+create function windlass_internal.check_session_settings(p_before text[]) returns void
+language plpgsql
+as $$
+begin
+  if windlass_internal.session_settings() <> p_before then
+    raise exception 'code of the table changed search_path or a setting of windlass: give its function a SET clause'
+      using errcode = 'insufficient_privilege';
+  end if;
+end
+$$;
+
 -- The state of a task in the terms of windlass.adoptions.states.
 create function windlass_internal.adopted_state(p_status text, p_error_code text) returns text
 language sql immutable parallel safe
@@ -265,6 +287,7 @@ declare
   v_row record;
   v_outcome text;
   v_status text;
+  v_settings text[] := windlass_internal.session_settings();
 begin
   select t.* into v_task from windlass.tasks t
   where t.adoption = p_adoption and t.unique_key = p_key and t.adoption is not null
@@ -274,6 +297,7 @@ begin
     return false;
   end if;
   execute format('select * from windlass_adopt.%I($1)', p_adoption || '_rows') into v_row using array[p_key];
+  perform windlass_internal.check_session_settings(v_settings);
   if v_row.row_key is null then
     if v_has_task and v_task.status in ('queued', 'running', 'error') then
       perform windlass_internal.withdraw_tasks(p_adoption, array[v_task.id], 'its row was deleted');
@@ -293,6 +317,7 @@ begin
     into v_outcome
     using p_key, array[v_row.row_status], v_status, v_task.attempts, v_task.worker_id, v_task.started_at,
       v_task.finished_at, v_task.progress, v_task.result, v_task.error_code::text, v_task.error;
+    perform windlass_internal.check_session_settings(v_settings);
     return v_outcome = 'written';
   end if;
   perform windlass_internal.adopt_row(p_adoption, p_key, v_row.row_status, v_row.means, true, v_row.queue,
@@ -386,6 +411,8 @@ create function windlass_internal.compare_rows(p_adoption text)
 returns table (row_key text, difference text, row_status text, task_status text, is_deferred boolean)
 language plpgsql stable
 as $$
+declare
+  v_settings text[] := windlass_internal.session_settings();
 begin
   return query execute format(
     $query$
@@ -415,6 +442,7 @@ begin
       select d.row_key, d.difference, d.row_status, d.task_status, windlass_internal.is_deferred($1, d.row_key)
       from differing d
     $query$, p_adoption || '_active') using p_adoption;
+  perform windlass_internal.check_session_settings(v_settings);
 end
 $$;
 
@@ -454,8 +482,10 @@ language plpgsql
 as $$
 declare
   v_row record;
+  v_settings text[] := windlass_internal.session_settings();
 begin
   execute format('select * from windlass_adopt.%I($1)', p_adoption || '_rows') into v_row using array[p_key];
+  perform windlass_internal.check_session_settings(v_settings);
   if not v_row.is_held then
     perform windlass_internal.defer_row(p_adoption, p_key, p_queued, 'its row was locked');
   elsif 'queued' = any (v_row.means) and not exists (
@@ -484,6 +514,7 @@ declare
   v_keys text[];
   v_after jsonb;
   v_single text[];
+  v_settings text[] := windlass_internal.session_settings();
 begin
   select a.* into v_adoption from windlass.adoptions a where a.name = p_adoption for no key update;
   if not found then
@@ -499,6 +530,7 @@ begin
     'select array_agg(n.row_key), (array_agg(n.place))[count(*)] from windlass_adopt.%I($1, $2) as n',
     p_adoption || '_next')
   into v_keys, v_after using v_adoption.backfill_after, least(p_limit, 10000);
+  perform windlass_internal.check_session_settings(v_settings);
   if v_keys is null then
     is_finished := true;
     update windlass.adoptions a set backfilled_at = windlass.now() where a.name = p_adoption;
@@ -526,6 +558,7 @@ begin
         where not f.is_held or 'queued' = any (f.means) and f.row_key not in (select a.unique_key from added a)
       $query$, p_adoption || '_rows')
     into v_single using v_keys, p_adoption, v_adoption.max_attempts::integer, v_adoption.timeout_s::double precision;
+    perform windlass_internal.check_session_settings(v_settings);
   exception
     -- A row of the batch has a value that cannot be read or stored. Find it.
     when others then
@@ -553,6 +586,7 @@ as $$
 declare
   v_task windlass.tasks;
   v_states jsonb := (select a.states from windlass.adoptions a where a.name = p_adoption);
+  v_settings text[] := windlass_internal.session_settings();
   v_outcome text;
 begin
   withdrawn := 0;
@@ -569,6 +603,7 @@ begin
       using v_task.unique_key,
         array[v_states ->> 'queued', v_states ->> windlass_internal.adopted_state(v_task.status, v_task.error_code)],
         v_states ->> 'queued';
+      perform windlass_internal.check_session_settings(v_settings);
     exception
       when lock_not_available then
         exit;

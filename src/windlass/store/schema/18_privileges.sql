@@ -45,10 +45,11 @@ as $$
           windlass.orchestrator_status,windlass.active_workers_health,windlass.boot_phases,windlass.boot_times,
           windlass.machine_hosts,windlass.worker_performance,windlass.recent_errors,windlass.cost_estimates,windlass.daily_costs,
           windlass.task_costs,windlass.health,windlass.worker_counts,windlass.terminations,windlass.processing_rate,
-          windlass.worker_log_lines,windlass.worker_diagnostics,
           windlass_internal.component_name
         }'
       ),
+      -- What handlers print may quote payloads.
+      ('{orchestrator}', '{windlass.worker_log_lines,windlass.worker_diagnostics}'),
       ('{end_user}', '{windlass.submit_task,windlass.my_tasks}'),
       (
         '{orchestrator}',
