@@ -17,8 +17,6 @@ from windlass.store.export_sql import ROLES
 PLACE = Path(__file__).parent.parent.parent
 SUPABASE = ("anon", "authenticated", "service_role")
 VIEWS = {
-    "worker_log_lines",
-    "worker_diagnostics",
     "active_workers_health",
     "boot_phases",
     "boot_times",
@@ -217,6 +215,10 @@ async def test_role_of_viewers_reads_no_text_of_a_handler(roles: RoleDsn, connec
     task_id = await connection.fetchval("select windlass.enqueue('a', '\"a private prompt\"', p_max_attempts => 1)")
     await connection.execute("select windlass.register_worker('w1', 'default', '{a}')")
     token = await connection.fetchval("select token from windlass.claim_task('w1', '{a}')")
+    chunk = json.dumps([{"lines": ["printed a private prompt"], "task_id": task_id, "attempt": 1}])
+    assert await connection.fetchval("select windlass.append_logs('w1', gen_random_uuid(), $1)", chunk) == 1
+    note = json.dumps([{"task_id": task_id, "token": str(token), "progress": 0.5, "note": "a private note"}])
+    await connection.execute("select from windlass.heartbeat('w1', $1)", note)
     fail = "select windlass.fail_task('w1', $1, $2, 'cannot draw a private prompt')"
     assert await connection.fetchval(fail, task_id, token) == "failed"
     (error,) = await connection.fetch("select * from windlass.recent_errors")
@@ -227,6 +229,12 @@ async def test_role_of_viewers_reads_no_text_of_a_handler(roles: RoleDsn, connec
     assert json.loads(error["detail"])["error_code"] == "HANDLER_ERROR"
     assert error["reason"] == "attempt 1 of 1: ********"
     assert "private" not in str(error)
+    # With its last lines as diagnostics.
+    await connection.execute("select windlass_internal.terminate_worker('w1', 'no longer needed')")
+    assert "private" in await connection.fetchval("select diagnostics::text from windlass.worker_diagnostics")
+    async with acting_as(roles, "windlass_viewer") as sql:
+        for view in VIEWS | {"queue_depth"}:
+            assert "private" not in str(await sql.fetch(f"select * from windlass.{view}")), view
 
 
 async def test_views_of_the_control_plane_have_no_hashes(roles: RoleDsn, connection: Any) -> None:
@@ -235,6 +243,19 @@ async def test_views_of_the_control_plane_have_no_hashes(roles: RoleDsn, connect
         " where table_schema = 'windlass_internal' and (column_name like '%hash%' or data_type = 'bytea')"
     )
     assert hashes == []
+
+
+async def test_new_function_and_table_are_closed_at_once(roles: RoleDsn, connection: Any) -> None:
+    await connection.execute(
+        "set role windlass_owner; create table windlass.new_keys (value text);"
+        "create function windlass.new_function() returns integer language sql as 'select 1';"
+        "select windlass_internal.apply_roles(); reset role"
+    )
+    async with acting_as(roles, "windlass_worker") as sql:
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await sql.fetch("select windlass.new_function()")
+    hides = "select relrowsecurity from pg_class where oid = 'windlass.new_keys'::regclass"
+    assert await connection.fetchval(hides)
 
 
 async def test_new_column_and_table_are_hidden_from_the_control_plane(roles: RoleDsn, connection: Any) -> None:

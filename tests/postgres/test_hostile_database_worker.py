@@ -64,3 +64,58 @@ async def test_result_is_limited(sql: Any, claim: Claiming, connection: Any) -> 
 async def test_id_of_a_worker_has_no_control_characters(sql: Any, worker_id: str) -> None:
     with pytest.raises(asyncpg.InvalidParameterValueError, match="without control characters"):
         await sql.execute("select windlass.register_worker($1, p_queues => '{q}', p_secret => $2)", worker_id, SECRET)
+
+
+@pytest.mark.parametrize("worker_id", ["nobody", "fleet-production-7", "\x1b[2Jevil", "w" * 200_000])
+async def test_result_of_an_unknown_worker_leaves_no_trace(sql: Any, connection: Any, worker_id: str) -> None:
+    before = await connection.fetchval("select count(*) from windlass.events")
+    token = "gen_random_uuid()"
+    assert not await sql.fetchval(f"select windlass.complete_task($1, 1, {token}, null, $2)", worker_id, SECRET)
+    assert not await sql.fetchval(f"select windlass.fail_task($1, 1, {token}, 'e', p_secret => $2)", worker_id, SECRET)
+    assert not await sql.fetchval(
+        f"select windlass.release_task($1, 1, {token}, 'r', p_secret => $2)", worker_id, SECRET
+    )
+    finish = f"select count(*) from windlass.finish_and_claim($1, '{{1}}', array[{token}], '{{1}}', '{{q}}', 0, $2)"
+    await sql.fetchval(finish, worker_id, SECRET)
+    await sql.execute("select windlass.deregister_worker($1, 'bye', $2)", worker_id, SECRET)
+    assert await connection.fetchval("select count(*) from windlass.events") == before
+
+
+@pytest.mark.parametrize("setting", ["p_host", "p_version", "p_start_id"])
+async def test_registration_has_no_control_characters(sql: Any, setting: str) -> None:
+    with pytest.raises(asyncpg.InvalidParameterValueError, match="without control characters"):
+        await sql.execute(
+            f"select windlass.register_worker('w2', p_queues => '{{q}}', {setting} => $1, p_secret => $2)",
+            "host\x1b[2J",
+            SECRET,
+        )
+
+
+async def test_reasons_of_a_worker_have_no_control_characters(sql: Any, claim: Claiming, connection: Any) -> None:
+    task_id, token = await claim()
+    await sql.fetchval("select windlass.release_task('w1', $1, $2, E'not\x1b[2J now', 1, $3)", task_id, token, SECRET)
+    task_id, token = await claim()
+    with pytest.raises(asyncpg.CheckViolationError, match="error_code"):
+        fail = "select windlass.fail_task('w1', $1, $2, 'e', E'CODE\x1b[2J', p_secret => $3)"
+        await sql.fetchval(fail, task_id, token, SECRET)
+    fail = "select windlass.fail_task('w1', $1, $2, E'first\x1b[2J line\n\tsecond', p_secret => $3)"
+    await sql.fetchval(fail, task_id, token, SECRET)
+    await sql.execute("select windlass.deregister_worker('w1', E'bye\x1b[2J', $1)", SECRET)
+    reasons = [row["reason"] for row in await connection.fetch("select reason from windlass.events order by id")]
+    reasons.append(await connection.fetchval("select reason from windlass.workers where id = 'w1'"))
+    assert not any("\x1b" in reason for reason in reasons)
+    assert reasons[-1] == "bye?[2J"
+
+
+async def test_number_of_dropped_lines_cannot_overflow(sql: Any, connection: Any) -> None:
+    chunk = '{"lines": ["x"], "dropped": 9223372036854775807}'
+    for _ in range(2):
+        await sql.execute("select windlass.append_logs('w1', gen_random_uuid(), $1, $2)", f"[{chunk}, {chunk}]", SECRET)
+    assert await connection.fetchval("select dropped_lines from windlass.worker_log_totals") == 4_000_000_000
+
+
+async def test_long_note_of_progress_is_cut(sql: Any, claim: Claiming, connection: Any) -> None:
+    task_id, token = await claim()
+    claims = f'[{{"task_id": {task_id}, "token": "{token}", "progress": 0.5, "note": "{"n" * 600}"}}]'
+    await sql.execute("select from windlass.heartbeat('w1', $1, '{}', $2)", claims, SECRET)
+    assert await connection.fetchval("select length(progress_note) from windlass.tasks where id = $1", task_id) == 500

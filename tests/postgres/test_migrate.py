@@ -220,6 +220,17 @@ async def test_failing_migration_leaves_the_schema_unchanged(empty_dsn: str, mon
         pass
 
 
+async def test_objects_of_a_migration_are_closed_to_others(empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sql = "create table windlass.next (id integer); create function windlass.f() returns int language sql as 'select 1'"
+    await migrate(empty_dsn)
+    with monkeypatch.context() as next_release:
+        pretend_migrations(next_release, [*MIGRATIONS, Migration(LATEST_VERSION + 1, "next", sql)])
+        await migrate(empty_dsn)
+    async with connected(empty_dsn) as connection:
+        assert not await connection.fetchval("select has_function_privilege('public', 'windlass.f()', 'execute')")
+        assert await connection.fetchval("select relrowsecurity from pg_class where oid = 'windlass.next'::regclass")
+
+
 async def test_migration_waits_for_a_lock_only_until_its_timeout(
     empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

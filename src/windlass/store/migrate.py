@@ -337,6 +337,8 @@ async def _insert_row(connection: Any, migration: Migration) -> None:
 async def _update_roles(connection: Any) -> None:
     if await connection.fetchval(_HAS_ROLES):
         await connection.execute("select windlass_internal.apply_roles()")
+    else:
+        await connection.execute("select windlass_internal.secure_objects()")
 
 
 async def apply_roles(dsn: str, script: str) -> None:

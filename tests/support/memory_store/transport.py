@@ -220,8 +220,10 @@ class MemoryTransport(MemoryWorkSignal):
         if not late:
             return []
         worker = self._workers.get(worker_id)
-        if worker is not None:
-            worker.late_results += len(late)
+        # An id without a worker leaves no trace.
+        if worker is None:
+            return [token for _, token in late]
+        worker.late_results += len(late)
         is_one = len(late) == 1
         ids = [task_id for task_id, _ in late]
         self._add_event(
@@ -229,7 +231,7 @@ class MemoryTransport(MemoryWorkSignal):
             "result rejected: its claim is no longer valid"
             if is_one
             else f"{len(late)} results rejected: their claims are no longer valid",
-            fleet=worker.fleet if worker is not None else None,
+            fleet=worker.fleet,
             worker_id=worker_id,
             task_id=ids[0],
             **({} if is_one else {"detail": {"count": len(late), "task_ids": ids[:20]}}),

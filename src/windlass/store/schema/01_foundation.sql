@@ -50,7 +50,10 @@ create domain windlass.attempt_limit as integer check (value >= 1);
 -- At most ten years, like every duration of the configuration.
 create domain windlass.time_limit_s as double precision check (value > 0 and value <= 315360000);
 -- A code for programs, such as HANDLER_ERROR. Workers choose it.
-create domain windlass.error_code as text check (length(value) <= 100);
+create domain windlass.error_code as text check (length(value) <= 100 and value !~ '[[:cntrl:]]');
+-- Who enqueued a task: an actor (model/actor.py), or an end user as an adopted table names it.
+create domain windlass.task_owner as text check (length(value) <= 1000);
+create domain windlass.progress_note as text check (length(value) <= 500);
 -- The range that every client's calendar can represent in every time zone. A client could not read any list that
 -- contains a time outside it.
 create domain windlass.due_time as timestamptz

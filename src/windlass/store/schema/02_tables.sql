@@ -274,7 +274,7 @@ create table windlass.tasks (
   worker_id text,
   unique_key windlass.task_key,
   progress real,
-  progress_note text,
+  progress_note windlass.progress_note,
   error_code windlass.error_code,
   error text,
   payload jsonb not null default 'null',
@@ -282,7 +282,7 @@ create table windlass.tasks (
   result jsonb check (pg_column_size(result) <= 67108864),
   -- Who enqueued it: the actor of the session (model/actor.py), or the signed-in end user of PostgREST (`jwt:SUB`). A
   -- producer's token reads its own tasks only.
-  owner text default nullif(current_setting('windlass.actor', true), ''),
+  owner windlass.task_owner default nullif(current_setting('windlass.actor', true), ''),
   -- The adopted table (windlass.adoptions) whose row this task belongs to. Its unique_key is then the key of the row.
   adoption text
 )
@@ -347,7 +347,7 @@ create table windlass.events (
   code text not null,
   reason text not null,
   fleet text,
-  worker_id text,
+  worker_id text check (length(worker_id) <= 200),
   task_id bigint,
   cycle_id bigint,
   detail jsonb,

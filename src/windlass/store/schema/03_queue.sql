@@ -66,6 +66,11 @@ as $$
   end
 $$;
 
+-- Without control characters but tab and line feed: a terminal that shows the text must not obey it.
+create function windlass_internal.printable(p_text text) returns text
+language sql immutable parallel safe
+as $$ select regexp_replace(p_text, '[\u0001-\u0008\u000b-\u001f\u007f-\u009f]', '?', 'g') $$;
+
 -- Workers and producers choose some reasons: the list of events stays readable whatever they send.
 create function windlass_internal.add_event(
   p_code text, p_reason text, p_fleet text, p_worker_id text, p_task_id bigint, p_detail jsonb default null
@@ -73,7 +78,7 @@ create function windlass_internal.add_event(
 language sql
 as $$
   insert into windlass.events (code, reason, fleet, worker_id, task_id, detail)
-  values (p_code, left(p_reason, 8000), p_fleet, p_worker_id, p_task_id, p_detail)
+  values (p_code, windlass_internal.printable(left(p_reason, 8000)), p_fleet, p_worker_id, p_task_id, p_detail)
 $$;
 
 -- Seconds to wait before attempt p_attempts + 1: doubles from 5 s to at most 15 min, less a random share of up to half,

@@ -38,8 +38,10 @@ begin
     raise exception 'a worker id has 1 to 200 characters, without control characters'
       using errcode = 'invalid_parameter_value';
   end if;
-  if length(p_host) > 255 or length(p_version) > 100 or length(p_start_id) > 100 then
-    raise exception 'host has at most 255 characters, version and start_id at most 100'
+  if length(p_host) > 255 or length(p_version) > 100 or length(p_start_id) > 100
+    or concat(p_host, p_version, p_start_id) ~ '[[:cntrl:]]'
+  then
+    raise exception 'host has at most 255 characters, version and start_id at most 100, without control characters'
       using errcode = 'invalid_parameter_value';
   end if;
   if length(p_secret) not between 32 and 200 then
@@ -338,7 +340,7 @@ begin
 
     -- A locked task is being finished or requeued right now. Waiting for it would delay these heartbeats, and could
     -- deadlock: the holder of the task may need the worker's row, which this call holds.
-    select array_agg(r.id), array_agg(h.progress), array_agg(h.note)
+    select array_agg(r.id), array_agg(h.progress), array_agg(left(h.note, 500))
     into v_changed_ids, v_changed_progress, v_changed_notes
     from unnest(p_holder_ids, p_task_ids, p_tokens, p_progress, p_notes) as h (
       holder_id, task_id, token, progress, note
@@ -347,7 +349,7 @@ begin
       select t.id from windlass.tasks t
       where t.id = h.task_id and t.claim_token = h.token and t.finished_at is null
         and (t.worker_id = h.holder_id or windlass_internal.acts_for(h.holder_id, t.worker_id))
-        and (t.progress, t.progress_note) is distinct from (h.progress, h.note)
+        and (t.progress, t.progress_note) is distinct from (h.progress, left(h.note, 500))
       for no key update skip locked
     ) as r
     where h.progress is not null;
@@ -418,7 +420,7 @@ begin
       using errcode = 'program_limit_exceeded';
   end if;
   select array_agg((c ->> 'task_id')::bigint), array_agg((c ->> 'token')::uuid), array_agg((c ->> 'progress')::real),
-    array_agg(left(c ->> 'note', 500))
+    array_agg(c ->> 'note')
   into v_ids, v_tokens, v_progress, v_notes
   from jsonb_array_elements(p_claims) as c;
 
@@ -449,7 +451,7 @@ begin
   set status = case when slot is null then 'terminated' else 'terminating' end,
       terminated_at = case when slot is null then v_now end,
       terminating_at = coalesce(terminating_at, v_now),
-      code = coalesce(code, 'DEREGISTERED'), reason = coalesce(reason, left(p_reason, 8000))
+      code = coalesce(code, 'DEREGISTERED'), reason = coalesce(reason, windlass_internal.printable(left(p_reason, 8000)))
   where id = p_worker_id and status in ('spawning', 'active', 'terminating')
   returning * into v_worker;
   if found then

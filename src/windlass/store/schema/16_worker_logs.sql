@@ -56,6 +56,8 @@ create table windlass.diagnostics (
 -- megabyte. p_batch_id is new for every batch and the same for a repeated call, which changes nothing. Lines of an
 -- attempt that the worker never had are stored as the worker's own. A dispatcher sends the output of attempts on its
 -- nodes, which is stored as that of their nodes. Returns the number of stored lines.
+--
+-- A number of dropped lines is cut to a billion per chunk, so that no sum of them overflows.
 create function windlass.append_logs(
   p_worker_id text, p_batch_id uuid, p_chunks jsonb, p_secret text default null
 ) returns integer
@@ -98,7 +100,8 @@ begin
 
   -- A worker that keeps to its own limits sends far less than 16 MiB per minute.
   if v_totals.minute_bytes + octet_length(p_chunks::text) > 16777216 then
-    select coalesce(sum(jsonb_array_length(c -> 'lines') + coalesce((c ->> 'dropped')::bigint, 0)), 0) into v_dropped
+    select coalesce(sum(jsonb_array_length(c -> 'lines') + least(1000000000, greatest(0, (c ->> 'dropped')::bigint))), 0)
+    into v_dropped
     from jsonb_array_elements(p_chunks) as c;
     update windlass.worker_log_totals t
     set dropped_lines = t.dropped_lines + v_dropped, last_batch = p_batch_id, minute_at = v_totals.minute_at,
@@ -110,7 +113,7 @@ begin
     with sent as (
       select
         c.place, (c.chunk ->> 'task_id')::bigint as task_id, (c.chunk ->> 'attempt')::integer as attempt,
-        greatest(0, coalesce((c.chunk ->> 'dropped')::bigint, 0)) as dropped, l.body, l.lines, l.ages_ms
+        least(1000000000, greatest(0, (c.chunk ->> 'dropped')::bigint)) as dropped, l.body, l.lines, l.ages_ms
       from jsonb_array_elements(p_chunks) with ordinality as c (chunk, place)
       cross join lateral (
         select

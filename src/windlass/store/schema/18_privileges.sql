@@ -4,10 +4,6 @@
 -- row. The functions and views below are the only way in: they run with the rights of the schema's owner, functions with
 -- a search_path of their own. Functions and views that this file does not name are closed to all roles but the owner.
 
-revoke all on schema windlass, windlass_internal from public;
-revoke execute on all functions in schema windlass, windlass_internal from public;
-revoke all on all tables in schema windlass, windlass_internal from public;
-
 -- The functions and views of each role, by name.
 --   orchestrator  `windlass up`, the HTTP server, operators with the command line
 --   producer      programs that enqueue; Supabase's service_role
@@ -95,16 +91,29 @@ as $$
   }'::text[])
 $$;
 
-do $$
+-- Close all objects of the schemas to PUBLIC, hide all rows, and give the functions of roles the owner's rights. After
+-- the schema and after every migration: a new function or table begins with PostgreSQL's open defaults.
+create function windlass_internal.secure_objects() returns void
+language plpgsql
+as $$
 declare
   v_name text;
 begin
-  for v_name in select format('windlass.%I', t.tablename) from pg_tables t where t.schemaname = 'windlass' loop
+  revoke all on schema windlass, windlass_internal from public;
+  revoke execute on all functions in schema windlass, windlass_internal from public;
+  revoke all on all tables in schema windlass, windlass_internal from public;
+  -- Only what is missing: the statement locks the whole table.
+  for v_name in
+    select format('windlass.%I', t.tablename) from pg_tables t where t.schemaname = 'windlass' and not t.rowsecurity
+  loop
     execute format('alter table %s enable row level security', v_name);
   end loop;
   for v_name in
-    select distinct r.object from windlass_internal.rights() r
-    where to_regclass(r.object) is null and not windlass_internal.is_plain(r.object)
+    select f.oid::regprocedure from pg_proc f
+    join pg_namespace n on n.oid = f.pronamespace
+    join (select distinct r.object from windlass_internal.rights() r) as r on r.object = format('%s.%s', n.nspname, f.proname)
+    where not windlass_internal.is_plain(r.object)
+      and not (f.prosecdef and coalesce('search_path=pg_catalog, pg_temp' = any (f.proconfig), false))
   loop
     execute format('alter function %s security definer', v_name);
     execute format('alter function %s set search_path = pg_catalog, pg_temp', v_name);
@@ -121,6 +130,7 @@ declare
   v_role record;
   v_object text;
 begin
+  perform windlass_internal.secure_objects();
   for v_role in
     select n.kind, n.name
     from (
@@ -154,7 +164,5 @@ begin
   end loop;
 end
 $$;
-revoke execute on function
-  windlass_internal.rights, windlass_internal.is_plain, windlass_internal.apply_roles,
-  windlass_internal.shown_columns, windlass_internal.create_table_views
-from public;
+
+select windlass_internal.secure_objects();
