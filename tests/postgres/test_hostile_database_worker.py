@@ -75,7 +75,7 @@ async def test_result_of_an_unknown_worker_leaves_no_trace(sql: Any, connection:
     assert not await sql.fetchval(
         f"select windlass.release_task($1, 1, {token}, 'r', p_secret => $2)", worker_id, SECRET
     )
-    finish = f"select count(*) from windlass.finish_and_claim($1, '{{1}}', array[{token}], '{{1}}', '{{q}}', 0, $2)"
+    finish = f"select count(*) from windlass.finish_and_claim($1, '{{1}}', array[{token}], '{{1}}', '{{q}}', 0, $2)"  # noqa: S608
     await sql.fetchval(finish, worker_id, SECRET)
     await sql.execute("select windlass.deregister_worker($1, 'bye', $2)", worker_id, SECRET)
     assert await connection.fetchval("select count(*) from windlass.events") == before

@@ -136,10 +136,10 @@ def _names(name: str, schema: str, table: str) -> dict[str, str]:
 
 
 def _check_user(function: str) -> str:
-    name = literal(f"windlass_adopt.{function}")
+    is_function = f"p.oid operator(pg_catalog.=) {literal(f'windlass_adopt.{function}')}::pg_catalog.regproc"
     return (
-        "if (select pg_catalog.pg_get_userbyid(p.proowner) operator(pg_catalog.<>) current_user from pg_catalog.pg_proc p"
-        f" where p.oid operator(pg_catalog.=) {name}::pg_catalog.regproc) then"
+        f"if current_user operator(pg_catalog.<>) (select pg_catalog.pg_get_userbyid(p.proowner)"  # noqa: S608
+        f" from pg_catalog.pg_proc p where {is_function}) then"
         " raise exception 'this function no longer runs as its owner: run `windlass db adopt` with --apply again';"
         " end if;"
     )
