@@ -32,7 +32,7 @@ from windlass.model.config import Config
 from windlass.model.errors import WORDS_OF_TYPES, ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.provider_defaults import reason_without_effect
-from windlass.model.redaction import HIDDEN, masked, secrets_in
+from windlass.model.redaction import HIDDEN, masked, secrets_in, secrets_in_addresses
 from windlass.model.urls import is_database_url, problem_of_database_url
 
 
@@ -176,6 +176,7 @@ def secrets_of(config: Config) -> set[str]:
     for fleet in config.fleets.values():
         environment = {**fleet.env, **fleet.runpod.env}
         found |= secrets_in(environment)
+        found |= secrets_in_addresses(" ".join((*fleet.bootstrap.requirements, *fleet.bootstrap.setup)))
     return found
 
 

@@ -7,7 +7,10 @@ the dashboard, metrics, user data, pod environments and command lines are search
 
 import asyncio
 import base64
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -23,7 +26,10 @@ import psutil
 import pytest
 
 from support.command_line import CommandLine
+from windlass.config_sources import fields, is_secret, read_sources
 from windlass.model.auth import Role
+from windlass.model.config import Config
+from windlass.server import routes
 from windlass.server.routes.login import create_login_link
 from windlass.store.connect import connected
 from windlass_emulators.hetzner import HetznerEmulator
@@ -33,7 +39,8 @@ from windlass_emulators.runpod.settings import RunpodEmulatorSettings
 from windlass_emulators.serve import serving
 
 TIMEOUT_S = 100.0
-PAGES = ("/", "/workers", "/tasks", "/tasks?which=failed", "/cycles", "/cost", "/audit", "/access", "/metrics")
+# Filters of lists, besides every page that has a route.
+OTHER_PAGES = ("/tasks?which=failed", "/errors?queue=near", "/metrics", "/healthz", "/readyz")
 APP = """
 import base64, html, json, os
 from urllib.parse import quote, quote_plus
@@ -147,6 +154,7 @@ port = {port}
 in_database = true
 [alerts]
 webhook_url = "http://127.0.0.1:1/hook/{marks.in_url("webhook")}"
+apprise_urls = "json://user:{marks.in_url("apprise")}@127.0.0.1:1/"
 slack_url = "http://127.0.0.1:1/slack/{marks.in_url("slack")}"
 email_to = ["ops@example.com"]
 smtp_url = "smtp://user:{marks.in_url("mailPassword")}@127.0.0.1:1"
@@ -168,8 +176,8 @@ max_workers = 1
 poll_interval_s = 0.5
 env = {{FAR_TOKEN = {marks.in_toml("farEnv")}}}
 [fleets.far.bootstrap]
-requirements = ["--extra-index-url https://user:not-a-setting@pypi.example/simple"]
-setup = ["git clone https://not-a-setting-either@git.example/app"]
+requirements = ["--extra-index-url https://user:{marks.in_url("packageIndex")}@pypi.example/simple"]
+setup = ["git clone https://{marks.in_url("gitToken")}@git.example/app"]
 [fleets.pods]
 provider = "runpod"
 queues = ["pods"]
@@ -210,6 +218,14 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.2)
 
 
+async def test_every_secret_setting_has_a_marker(installation: Installation) -> None:
+    folder, environment = installation.windlass.folder, installation.windlass.environment()
+    given = read_sources(folder / "windlass.toml", "this test", environment).values
+    secrets = {key for key, info in fields(Config) if is_secret(info)}
+    assert len(secrets) > 5
+    assert {key for key in secrets if not installation.markers.found_in(str(given.get(key)))} == set()
+
+
 async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: Installation) -> None:
     it, marks = installation, installation.markers
     prompt = marks.new("privatePrompt")
@@ -225,6 +241,7 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
 
         await until(is_done)
         command_lines = [" ".join(process.cmdline()) for process in psutil.process_iter() if _is_marked(process)]
+        environments = [process.environ() for process in psutil.process_iter() if _is_handler(process)]
         error = await connection.fetchval(
             "select error from windlass.tasks where error is not null order by id limit 1"
         )
@@ -241,6 +258,9 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
             "select string_agg((to_jsonb(t) - 'payload')::text, ' ') from windlass.tasks t"
         )
     assert len(command_lines) >= 2
+    # Handlers see the environment of their fleet, and a DATABASE_URL that is in the environment of `up`.
+    seen = {name: found for each in environments for name, value in each.items() if (found := marks.found_in(value))}
+    assert seen == {"NEAR_KEY": {"nearEnv"}, "PLAIN_NAME": {"plainlyNamedEnv"}, "DATABASE_URL": {"databasePassword"}}
     user_data = " ".join(server.user_data for server in it.hetzner.project.servers.values())
     assert "wlj_" in user_data
     places = {
@@ -257,12 +277,22 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
     }
     for name in ("events", "cycles", "logs", "workers", "fleets"):
         assert places[f"table {name}"], name
-    assert {place: found for place, text in places.items() if (found := marks.found_in(text))} == {}
+    found = {place: names for place, text in places.items() if (names := marks.found_in(text))}
+    # The machine runs these commands before it joins.
+    assert found.pop("user data") == {"packageIndex", "gitToken"}
+    assert found == {}
 
 
 def _is_marked(process: psutil.Process) -> bool:
     try:
         return process.environ().get("MARKED_PROCESS") == "yes"
+    except psutil.Error:
+        return False
+
+
+def _is_handler(process: psutil.Process) -> bool:
+    try:
+        return _is_marked(process) and "windlass.worker.child" in process.cmdline()
     except psutil.Error:
         return False
 
@@ -273,6 +303,16 @@ def _worker(text: str) -> str:
     return found[0]
 
 
+def _pages() -> Iterator[str]:
+    """The path of every page, as the modules of routes declare them."""
+    for info in pkgutil.iter_modules(routes.__path__):
+        module = importlib.import_module(f"{routes.__name__}.{info.name}")
+        for place, name in re.findall(
+            r'@router\.get\(\s*(?:"([^"]+)"|(\w+)).*include_in_schema=False', inspect.getsource(module)
+        ):
+            yield place or getattr(module, name)
+
+
 async def _read_pages(it: Installation) -> dict[str, str]:
     """Every page and every GET of the API as an administrator, and the task as a viewer."""
     from support.stores import PostgresStores
@@ -281,8 +321,6 @@ async def _read_pages(it: Installation) -> dict[str, str]:
     found: dict[str, str] = {}
     async with PostgresStores(it.dsn) as store, httpx.AsyncClient(base_url=url, timeout=60) as browser:
         (await browser.get(await create_login_link(store, url, Role.ADMIN))).raise_for_status()
-        for path in PAGES:
-            found[path] = (await browser.get(path)).raise_for_status().text
         description = (await browser.get("/api/v1/openapi.json")).json()
         task_ids = [task.id for task in await store.tasks()]
         workers = [worker.id for worker in await store.workers(include_terminated=True)]
@@ -297,10 +335,12 @@ async def _read_pages(it: Installation) -> dict[str, str]:
             for value in values.get(names[0], []) if names else [""]:
                 filled = re.sub(r"\{\w+\}", quote(str(value)), path)
                 found[filled] = (await browser.get(filled)).text
-        for path in (*(f"/tasks/{id_}" for id_ in task_ids), *(f"/workers/{id_}" for id_ in workers)):
-            found[path] = (await browser.get(path)).raise_for_status().text
-        for cycle_id in cycle_ids:
-            found[f"/cycles/{cycle_id}"] = (await browser.get(f"/cycles/{cycle_id}")).text
+        values |= {"queue": ["near", "far", "pods"], "code": ["HANDLER_ERROR"]}
+        for path in (*OTHER_PAGES, *_pages()):
+            names = re.findall(r"\{(\w+)", path)
+            for value in values[names[0]] if names else [""]:
+                filled = re.sub(r"\{.+\}", quote(str(value)), path)
+                found[filled] = (await browser.get(filled, follow_redirects=True)).raise_for_status().text
     async with PostgresStores(it.dsn) as store, httpx.AsyncClient(base_url=url, timeout=60) as viewer:
         (await viewer.get(await create_login_link(store, url, Role.VIEWER))).raise_for_status()
         near = [task.id for task in await store.tasks(queue="near")]

@@ -135,6 +135,15 @@ def test_shown_settings_mask_env_values() -> None:
     assert "hf-secret-4" in secrets_of(Config(fleets={"pods": fleet}))
 
 
+def test_tokens_in_addresses_of_a_bootstrap_are_secrets() -> None:
+    bootstrap = BootstrapSettings(
+        requirements=("--extra-index-url https://ci:pa55%2Bword@pypi.example/simple",),
+        setup=("git clone https://ghp-token@git.example/app && curl https://get.example",),
+    )
+    fleet = FleetConfig(provider="hetzner", handler="app:work", bootstrap=bootstrap)
+    assert secrets_of(Config(fleets={"far": fleet})) == {"pa55%2Bword", "pa55+word", "ghp-token"}
+
+
 def test_shown_settings_mask_passwords_in_urls_and_tokens() -> None:
     setup = ("curl https://me:pa55word@get.example/setup | sh", f"join {TOKEN}")
     settings = {"bootstrap": BootstrapSettings(setup=setup).model_dump(mode="json")}

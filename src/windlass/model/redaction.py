@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, quote_plus, unquote
 
 from windlass.model.auth import without_tokens
 
@@ -61,11 +61,19 @@ _AUTHORIZATION = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 # Tokens of forges and package indexes take the place of the user.
 _WEB_USER = re.compile(r"(?<![\w+.-])((?:[\w.-]{1,20}\+)?https?://)[^\s/?#@:]+@", re.IGNORECASE)
 
+_WEB_USER_AND_PASSWORD = re.compile(r"https?://([^\s/?#@]+)@", re.IGNORECASE)
+
 
 def masked(text: str) -> str:
     """Hide the passwords of the URLs in a text, and the users of web addresses, which are tokens."""
     text = _WEB_USER.sub(rf"\1{HIDDEN}@", text) if "://" in text else text
     return _PASSWORD_IN_QUERY.sub(rf"\1={HIDDEN}", _replace_passwords(text, f":{HIDDEN}"))
+
+
+def secrets_in_addresses(text: str) -> set[str]:
+    """Passwords of the web addresses in a text, and users without a password, which are tokens; encoded and decoded."""
+    found = {user.partition(":")[2] or user for user in _WEB_USER_AND_PASSWORD.findall(text)}
+    return found | {unquote(secret) for secret in found}
 
 
 def without_password(url: str) -> str:

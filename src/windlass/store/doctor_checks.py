@@ -86,6 +86,13 @@ async def check_may_control(dsn: str) -> None:
             )
 
 
+async def user_with_owner_rights(dsn: str) -> str | None:
+    """The user of this DSN, if the control plane would run with the rights of the schema's owner."""
+    async with connected(dsn, "checking this user's privileges") as connection:
+        user: str | None = await connection.fetchval(QUERIES["owner_rights"])
+        return user
+
+
 async def dsn_with_role(dsn: str, role: str) -> str:
     """The DSN with which this user acts as `role` and without its further rights, if that is possible.
 

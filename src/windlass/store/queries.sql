@@ -176,6 +176,10 @@ select exists (
     and exists (select from pg_namespace n where n.nspname = 'windlass' and has_schema_privilege(r.oid, n.oid, 'usage'))
 );
 
+-- name: owner_rights
+-- `windlass up`: this user, if it is a superuser or may act as the owner of the schema. By oid, as above.
+select current_user from pg_namespace n where n.nspname = 'windlass' and pg_has_role(n.nspowner, 'usage');
+
 -- name: missing_control_privileges
 -- `windlass up`: privileges that the control plane needs and this user lacks: the rights of windlass_orchestrator.
 select 'usage on schema ' || name as missing

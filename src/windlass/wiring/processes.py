@@ -29,7 +29,7 @@ from windlass.wiring.stores import check_embedded_database_is_there, database, o
 from windlass.wiring.supervised_process import ProcessRole
 from windlass.wiring.supervisor import Supervisor
 from windlass.wiring.terminal import ControllingTerminal
-from windlass.wiring.up import ControlOptions, check_start, prepare_schema, run_control
+from windlass.wiring.up import ControlOptions, check_start, prepare_schema, run_control, warn_of_owner_rights
 
 if TYPE_CHECKING:
     from windlass.store.embedded import EmbeddedPostgres
@@ -75,6 +75,9 @@ def run_up(control: ControlOptions, serve: ServeOptions, *, has_servers: bool = 
         try:
             async with database(config) as dsn:
                 await prepare_schema(dsn)
+                # Only this user of the host can connect to the embedded database.
+                if config.database_url is not None:
+                    await warn_of_owner_rights(dsn)
         except BaseException:
             if embedded is not None:
                 embedded.close()

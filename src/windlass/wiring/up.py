@@ -31,7 +31,13 @@ from windlass.ports.alerts import Notifier
 from windlass.store.alerts import PostgresAlertStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
-from windlass.store.doctor_checks import ORCHESTRATOR, check_may_control, dsn_with_role, has_managed_workers
+from windlass.store.doctor_checks import (
+    ORCHESTRATOR,
+    check_may_control,
+    dsn_with_role,
+    has_managed_workers,
+    user_with_owner_rights,
+)
 from windlass.store.history import PostgresControlMaintenance
 from windlass.store.migrate import is_schema_current, migrate
 from windlass.store.overview import PostgresOverview
@@ -120,6 +126,14 @@ async def prepare_schema(dsn: str) -> None:
     if not await is_schema_current(dsn):  # a user who is not the owner could not lock the migrations
         await migrate(dsn)
     await check_may_control(await dsn_with_role(dsn, ORCHESTRATOR))
+
+
+async def warn_of_owner_rights(dsn: str) -> None:
+    """Log it if the control plane runs as the schema's owner: an error or a stolen password then reaches everything."""
+    user = await user_with_owner_rights(await dsn_with_role(dsn, ORCHESTRATOR))
+    if user is not None:
+        hint = "run `windlass db roles`, then connect as a user with the role windlass_orchestrator"
+        structlog.get_logger("windlass.up").warning("database user owns the schema", user=user, hint=hint)
 
 
 async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlOptions) -> None:
