@@ -135,6 +135,10 @@ async def test_events_name_the_token_and_the_person_of_a_session(api: ApiFixture
     page = (await browser.get("/audit")).text
     assert "session:ann" in page
     assert ops_token in page
+    # The reason does not claim a person.
+    await ops.post(f"{API}/tasks/{first}/retry")
+    (event,) = (await ops.get(f"{API}/events", params={"code": "TASK_RETRIED"})).json()["items"]
+    assert (event["reason"], event["actor"]) == ("retried on request", ops_token)
 
 
 async def test_admin_creates_and_revokes_tokens_over_http(api: ApiFixture) -> None:

@@ -14,7 +14,7 @@ from windlass.model.auth import hash_of
 from windlass.model.errors import BadInput, DatabaseUnavailable, UnknownWorker
 from windlass.model.task import Finished, NewTask, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerKind
-from windlass.store.doctor_checks import ORCHESTRATOR, check_may_control, dsn_with_role
+from windlass.store.doctor_checks import ORCHESTRATOR, check_may_control, dsn_with_role, user_with_owner_rights
 
 SECRET = "wld_" + "1" * 64
 OTHER_SECRET = "wld_" + "2" * 64
@@ -70,7 +70,10 @@ async def test_control_plane_rejects_user_with_missing_privileges(each_dsn: str,
 
 
 async def test_owner_gives_up_its_rights_once_roles_exist(each_dsn: str, role_dsn: RoleDsn) -> None:
+    assert await user_with_owner_rights(each_dsn) is not None
     dsn = await dsn_with_role(each_dsn, ORCHESTRATOR)
+    assert await user_with_owner_rights(dsn) is None
+    assert await user_with_owner_rights(role_dsn("conductor")) is None
     await check_may_control(dsn)
     async with connected(dsn) as sql:
         assert await sql.fetchval("select current_user") == "windlass_orchestrator"

@@ -121,20 +121,20 @@ class MemoryOperations(TableStore):
         row.reset_at = self._clock()
         if slot is None:
             row.restarted_at = row.reset_at
-        self._add_event("SLOTS_RESTARTED", "restart counts cleared by hand", fleet=fleet, detail={"slot": slot})
+        self._add_event("SLOTS_RESTARTED", "restart counts cleared on request", fleet=fleet, detail={"slot": slot})
         return failed
 
     async def request_workers(self, fleet: str, count: int) -> int:
         row = self._tables.known_fleet("requesting workers", fleet)
         row.requested_workers = max(0, min(row.requested_workers + count, self._tables.free_slots_for_requests(row)))
-        self._add_event("WORKERS_REQUESTED", "by hand", fleet=fleet, detail={"count": count})
+        self._add_event("WORKERS_REQUESTED", "on request", fleet=fleet, detail={"count": count})
         return row.requested_workers
 
     async def request_deploy(self, fleet: str, surge: int, max_unavailable: int, *, is_immediate: bool) -> int:
         row = self._tables.known_fleet("requesting a deploy", fleet)
         id_ = 1 if row.deploy is None else row.deploy.id + 1
         row.deploy = DeployRequest(id_, surge, max_unavailable, is_immediate)
-        self._add_event("DEPLOY_REQUESTED", "by hand", fleet=fleet, detail={"id": id_})
+        self._add_event("DEPLOY_REQUESTED", "on request", fleet=fleet, detail={"id": id_})
         return id_
 
     async def abort_deploy(self, fleet: str) -> bool:
@@ -146,7 +146,7 @@ class MemoryOperations(TableStore):
                 return False
             last = replace(last, id=last.id + 1)
         row.deploy = replace(last, is_aborted=True)
-        self._add_event("DEPLOY_ABORT_REQUESTED", "by hand", fleet=fleet)
+        self._add_event("DEPLOY_ABORT_REQUESTED", "on request", fleet=fleet)
         return True
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
@@ -155,7 +155,7 @@ class MemoryOperations(TableStore):
         rows = [worker for worker in own if worker.status in LIVE and worker.is_paused != is_paused]
         for row in rows:
             row.is_paused = is_paused
-        self._add_event("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "by hand", fleet=fleet)
+        self._add_event("FLEET_PAUSED" if is_paused else "FLEET_RESUMED", "on request", fleet=fleet)
         return len(rows)
 
     async def set_paused(self, worker_ids: Sequence[str], is_paused: bool) -> int:
@@ -164,7 +164,7 @@ class MemoryOperations(TableStore):
         for row in rows:
             row.is_paused = is_paused
             code = "WORKER_PAUSED" if is_paused else "WORKER_RESUMED"
-            self._add_event(code, "by hand", fleet=row.fleet, worker_id=row.id)
+            self._add_event(code, "on request", fleet=row.fleet, worker_id=row.id)
         return len(rows)
 
     async def set_terminating(self, worker_ids: Sequence[str], reason: str) -> int:

@@ -44,7 +44,7 @@ class MemoryTaskStore(TableStore):
             return False
         row.attempts = 0
         self._tasks.put_back(row, self._clock())
-        self._add_event("TASK_RETRIED", "retried by hand", task_id=task_id)
+        self._add_event("TASK_RETRIED", "retried on request", task_id=task_id)
         self._tables.notifications.notify(row.queue)
         return True
 

@@ -254,7 +254,7 @@ begin
   if not found then
     return false;
   end if;
-  perform windlass_internal.add_event('TASK_RETRIED', 'retried by hand', null, null, p_task_id);
+  perform windlass_internal.add_event('TASK_RETRIED', 'retried on request', null, null, p_task_id);
   perform pg_notify('windlass_tasks', v_queue);
   return true;
 end
@@ -296,7 +296,7 @@ begin
     ),
     recorded as (
       insert into windlass.events (code, reason, task_id)
-      select 'TASK_RETRIED', 'retried by hand', r.id from retried r
+      select 'TASK_RETRIED', 'retried on request', r.id from retried r
     )
     select r.id, d.finished_at from retried r join dead d on d.id = r.id order by r.id;
   if found then

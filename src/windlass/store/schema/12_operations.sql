@@ -42,7 +42,7 @@ begin
   set reset_at = windlass.now(),
       restarted_at = case when p_slot is null then windlass.now() else restarted_at end
   where name = p_fleet;
-  perform windlass_internal.add_event('SLOTS_RESTARTED', 'restart counts cleared by hand', p_fleet, null, null,
+  perform windlass_internal.add_event('SLOTS_RESTARTED', 'restart counts cleared on request', p_fleet, null, null,
     jsonb_build_object('slot', p_slot));
   return v_count;
 end
@@ -62,7 +62,7 @@ begin
     0, least(requested_workers + p_count, windlass_internal.requestable_workers(p_fleet)))
   where name = p_fleet
   returning requested_workers into v_requested;
-  perform windlass_internal.add_event('WORKERS_REQUESTED', 'by hand', p_fleet, null, null,
+  perform windlass_internal.add_event('WORKERS_REQUESTED', 'on request', p_fleet, null, null,
     jsonb_build_object('count', p_count));
   return v_requested;
 end
@@ -84,7 +84,7 @@ begin
     'is_immediate', p_immediate, 'is_aborted', false)
   where f.name = p_fleet
   returning (f.deploy ->> 'id')::bigint into v_id;
-  perform windlass_internal.add_event('DEPLOY_REQUESTED', 'by hand', p_fleet, null, null,
+  perform windlass_internal.add_event('DEPLOY_REQUESTED', 'on request', p_fleet, null, null,
     jsonb_build_object('id', v_id));
   return v_id;
 end
@@ -109,7 +109,7 @@ begin
   if not found then
     return false;
   end if;
-  perform windlass_internal.add_event('DEPLOY_ABORT_REQUESTED', 'by hand', p_fleet, null, null);
+  perform windlass_internal.add_event('DEPLOY_ABORT_REQUESTED', 'on request', p_fleet, null, null);
   return true;
 end
 $$;
@@ -126,7 +126,7 @@ begin
   update windlass.workers set paused = p_paused
   where fleet = p_fleet and status in ('spawning', 'active', 'terminating') and paused <> p_paused;
   get diagnostics v_count = row_count;
-  perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'by hand',
+  perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'on request',
     p_fleet, null, null);
   return v_count;
 end
@@ -143,7 +143,7 @@ as $$
   ),
   recorded as (
     insert into windlass.events (code, reason, fleet, worker_id)
-    select case when p_paused then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'by hand', c.fleet, c.id from changed c
+    select case when p_paused then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'on request', c.fleet, c.id from changed c
   )
   select count(*)::integer from changed
 $$;
