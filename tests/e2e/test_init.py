@@ -21,7 +21,7 @@ import yaml
 
 from support.command_line import CommandLine
 from windlass.config_loader import load_config
-from windlass.wiring.project import ProjectAnswers, project_files
+from windlass.wiring.project import ProjectAnswers, project_files, supervisor_stop_s
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 from windlass_emulators.process_host import ProcessHost
@@ -127,7 +127,9 @@ def test_dialog_asks_for_what_is_not_given(windlass: CommandLine, tmp_path: Path
     assert (fleet.provider, str(fleet.budget_per_day), fleet.hetzner.image) == ("hetzner", "7.50", "ubuntu-24.04")
     assert (fleet.min_workers, fleet.max_workers, fleet.queues) == (1, 3, ("reports",))
     assert config.api.url == URL
-    assert "TimeoutStopSec=630\n" in (tmp_path / "windlass.service").read_text(), "600 s of the fleet, and 30 s"
+    stop_s = supervisor_stop_s(fleet)
+    assert stop_s >= 600 + 15 + 3 * 2
+    assert f"TimeoutStopSec={stop_s}\n" in (tmp_path / "windlass.service").read_text()
 
 
 def test_closed_dialog_writes_nothing(windlass: CommandLine, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -176,7 +177,8 @@ def test_installed_wheel_runs_a_task(
     assert windlass("runbook", "WORKER_LOST").startswith("WORKER_LOST (Task errors)")
     windlass("init", "shop", "--yes", "--deploy", "systemd")
     unit = (ROOT / "deploy" / "systemd" / "windlass.service").read_text()
-    assert (project / "shop" / "windlass.service").read_text() == unit, "a local fleet needs no change"
+    written = (project / "shop" / "windlass.service").read_text()
+    assert re.sub(r"TimeoutStopSec=\d+", "TimeoutStopSec=790", written) == unit, "a local fleet needs no other change"
 
     (project / "app.py").write_text("def generate(task):\n    return {'prompt': task.payload['prompt'].upper()}\n")
     assert windlass("enqueue", "renders", '{"prompt": "lighthouse"}').strip() == "1"

@@ -23,6 +23,10 @@ from support.certificates import new_authority
 from support.postgres_servers import do_without
 from windlass.config_loader import load_config
 from windlass.model.auth import Role
+from windlass.model.config import WorkerConfig
+from windlass.model.fleet import FleetConfig
+from windlass.model.runpod import RunpodSettings
+from windlass.wiring.project import supervisor_stop_s
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RELEASE_WORKFLOW = DEPLOY.parent / ".github" / "workflows" / "release.yml"
@@ -74,6 +78,27 @@ def test_control_plane_unit_is_hardened(units: Path) -> None:
     exposure = re.search(r"exposure level for windlass.service: ([\d.]+)", said)
     assert exposure is not None, said
     assert float(exposure[1]) <= MAX_EXPOSURE
+
+
+def test_service_managers_wait_for_the_shutdown_of_a_cloud_fleet() -> None:
+    hetzner = FleetConfig(provider="hetzner", handler="a:b")
+    runpod = FleetConfig(provider="runpod", handler="a:b", runpod=RunpodSettings(image="i:1"))
+    longest_s = max(supervisor_stop_s(fleet) for fleet in (hetzner, runpod))
+    unit = (DEPLOY / "systemd" / "windlass.service").read_text()
+    waits_s = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert waits_s is not None and int(waits_s[1]) >= longest_s
+    compose = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())
+    grace = re.fullmatch(r"(\d+)s", compose["services"]["windlass"]["stop_grace_period"])
+    assert grace is not None and int(grace[1]) >= longest_s
+    # Kubernetes keeps the machines, so only the running cycle ends.
+    (pod,) = (
+        each["spec"]["template"]["spec"]
+        for each in yaml.safe_load_all((DEPLOY / "kubernetes" / "up.yaml").read_text())
+        if each["kind"] == "Deployment"
+    )
+    assert "--leave-workers" in pod["containers"][0]["args"]
+    worker = re.search(r"^TimeoutStopSec=(\d+)$", (DEPLOY / "systemd" / "windlass-worker@.service").read_text(), re.M)
+    assert worker is not None and int(worker[1]) > WorkerConfig().drain_timeout_s
 
 
 def test_dockerfile_passes_hadolint() -> None:

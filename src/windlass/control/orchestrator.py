@@ -40,6 +40,11 @@ SHUTDOWN_PER_MACHINE_S = 2.0
 log = structlog.get_logger(__name__)
 
 
+def shutdown_limit_s(fleet: FleetConfig, workers: int) -> float:
+    """The longest time that the shutdown of a fleet takes. Machines that are left after it stay, and are billed."""
+    return fleet.stop_timeout_s + SHUTDOWN_MARGIN_S + workers * SHUTDOWN_PER_MACHINE_S
+
+
 class Orchestrator:
     """`candidate` identifies this process in leases, as in every cycle that `make_cycle` returns."""
 
@@ -159,7 +164,7 @@ class Orchestrator:
             return
         for name, task in running.items():
             workers = task.last.summary.managed_workers if task.last is not None else None
-            limit_s = task.config.stop_timeout_s + SHUTDOWN_MARGIN_S + (workers or 0) * SHUTDOWN_PER_MACHINE_S
+            limit_s = shutdown_limit_s(task.config, workers or 0)
             hint = "stop again (Ctrl-C) to end now and leave the workers to the next start"
             log.info("shut down fleet", fleet=name, workers=workers, limit_s=limit_s, hint=hint)
             task.shut_down(limit_s)

@@ -6,6 +6,7 @@ the real loader before anything is written. `write_project` replaces no file unl
 """
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -17,9 +18,12 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from windlass.config_loader import load_config
+from windlass.control.orchestrator import shutdown_limit_s
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.store.embedded import STOP_TIMEOUT_S as DATABASE_STOP_S
+from windlass.wiring.supervisor import SERVER_STOP_S
 
 CONFIG_FILE = "windlass.toml"
 HANDLER_FILE = "app.py"
@@ -31,8 +35,14 @@ BUDGETS = {"hetzner": "5.00", "runpod": "20.00"}
 CURRENCIES = {"hetzner": "EUR", "runpod": "USD"}
 KEYS = {"hetzner": "HETZNER_API_TOKEN", "runpod": "RUNPOD_API_KEY"}
 _BUILT_IN_HANDLER = "windlass.worker.rehearsal:answer"
-# The supervisor gets this much time on top of that of its workers.
-_STOP_MARGIN_S = 30
+
+
+def supervisor_stop_s(fleet: FleetConfig) -> int:
+    """What a service manager must grant after SIGTERM: for the machines, the HTTP servers, and the embedded database.
+
+    A supervisor that is killed earlier leaves its machines running, and nothing deletes them until the next start.
+    """
+    return math.ceil(shutdown_limit_s(fleet, fleet.max_workers) + SERVER_STOP_S + DATABASE_STOP_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +149,9 @@ def _write(target: Path, text: str, *, may_replace: bool) -> None:
 def _deploy_files(answers: ProjectAnswers, fleet: FleetConfig, version: str) -> dict[str, str]:
     """Next to windlass.toml: compose and kustomize read only files of their own folder."""
     key = KEYS.get(answers.provider)
-    stop_s = int(fleet.stop_timeout_s) + _STOP_MARGIN_S
+    stop_s = supervisor_stop_s(fleet)
     if answers.deploy == "systemd":
-        unit = _replaced(_deploy_file("systemd/windlass.service"), {"TimeoutStopSec=60": f"TimeoutStopSec={stop_s}"})
+        unit = _replaced(_deploy_file("systemd/windlass.service"), {"TimeoutStopSec=790": f"TimeoutStopSec={stop_s}"})
         return {"windlass.service": unit}
     if answers.deploy == "docker":
         return {"compose.yaml": _compose_file(key, stop_s, version)}
@@ -183,7 +193,7 @@ def _compose_file(key: str | None, stop_s: int, version: str) -> str:
         "      - ./app:/app:ro\n": "".join(
             f"      - ./{name}:/app/{name}:ro\n" for name in (CONFIG_FILE, HANDLER_FILE)
         ),
-        "stop_grace_period: 60s": f"stop_grace_period: {stop_s}s",
+        "stop_grace_period: 790s": f"stop_grace_period: {stop_s}s",
     }
     if key is not None:
         name = key.lower()

@@ -117,6 +117,9 @@ create table windlass.slots (
 
 -- One incarnation of a worker, from the decision to spawn it until it is terminated. `status` is the only lifecycle
 -- field. Health is derived from the times below in every cycle and never stored.
+--
+-- A statement or transaction that writes several workers locks them in the order of their ids first (lock_workers), or
+-- skips locked ones. Different orders would deadlock. A fleet's row is locked before its workers.
 create table windlass.workers (
   id text primary key,
   fleet text not null references windlass.fleets (name),

@@ -166,6 +166,17 @@ begin
 end
 $$;
 
+-- Lock workers in the order of their ids, before a transaction writes several of them in any order.
+create function windlass_internal.lock_workers(p_worker_ids text[]) returns void
+language plpgsql
+as $$
+begin
+  perform from windlass.workers w
+  where w.id = any (p_worker_ids)
+  order by w.id for no key update;
+end
+$$;
+
 -- Make a spawning worker active.
 create function windlass_internal.promote_worker(p_worker_id text, p_reason text) returns void
 language plpgsql

@@ -149,6 +149,7 @@ begin
   perform windlass_internal.require_lease(p_lease, p_holder, p_term);
   -- Before any worker, as in pause_fleet: the other order would be a deadlock.
   perform from windlass.fleets f where f.name = p_fleet for no key update;
+  perform windlass_internal.lock_workers(array(select a ->> 'worker_id' from jsonb_array_elements(p_actions) as a));
 
   -- A cycle without actions and with the decision of the previous one is counted, not stored. One in five minutes is
   -- stored, so that `windlass explain` has a recent snapshot. Without a snapshot, which the caller omits if it is

@@ -123,6 +123,10 @@ declare
 begin
   perform windlass_internal.require_fleet(p_fleet);
   update windlass.fleets set paused = p_paused where name = p_fleet;
+  perform windlass_internal.lock_workers(array(
+    select w.id from windlass.workers w
+    where w.fleet = p_fleet and w.status in ('spawning', 'active', 'terminating') and w.paused <> p_paused
+  ));
   update windlass.workers set paused = p_paused
   where fleet = p_fleet and status in ('spawning', 'active', 'terminating') and paused <> p_paused;
   get diagnostics v_count = row_count;
@@ -136,6 +140,7 @@ $$;
 create function windlass_internal.pause_workers(p_worker_ids text[], p_paused boolean) returns integer
 language sql
 as $$
+  select windlass_internal.lock_workers(p_worker_ids);
   with changed as (
     update windlass.workers set paused = p_paused
     where id = any (p_worker_ids) and status in ('spawning', 'active', 'terminating') and paused <> p_paused
@@ -152,6 +157,7 @@ $$;
 create function windlass_internal.drain_workers(p_worker_ids text[], p_reason text) returns integer
 language sql
 as $$
+  select windlass_internal.lock_workers(p_worker_ids);
   with changed as (
     update windlass.workers
     set status = 'terminating', terminating_at = windlass.now(), code = 'MANUAL', reason = p_reason

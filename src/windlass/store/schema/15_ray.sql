@@ -23,8 +23,7 @@ begin
   -- A free slot on a node waits for this answer. After a crash of the server the task still belongs to its dispatcher,
   -- which is safe, so the commit need not wait for the disk.
   perform set_config('synchronous_commit', 'off', true);
-  -- Locked, so that a node that another transaction is draining gets no task. In the order of their ids, like
-  -- report_nodes: different orders would deadlock.
+  -- Locked, so that a node that another transaction is draining gets no task; in the order of their ids.
   v_open := array(
     select n.id from windlass.workers n
     where n.id = any (p_worker_ids) and n.kind = 'node' and n.status in ('spawning', 'active')
@@ -187,10 +186,7 @@ begin
   where not n.is_managed and not exists (select from windlass.workers w where w.id = n.worker_id);
 
   v_changes := array(select n from windlass_internal.changed_nodes(p_fleet, v_nodes, p_lease_s / 6) as n);
-  -- Locked in the order of their ids, like place_tasks.
-  perform from windlass.workers w
-  where w.id = any (array(select n.worker_id from unnest(v_changes) as n))
-  order by w.id for no key update;
+  perform windlass_internal.lock_workers(array(select n.worker_id from unnest(v_changes) as n));
 
   for v_gone in
     select w.id, coalesce(n.node ->> 'note', 'no longer in the Ray cluster') as death
