@@ -1,6 +1,7 @@
 """Settings of Runpod fleets: defaults, sources, and the messages for invalid ones."""
 
 import re
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from windlass.model.config import ApiConfig, Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.model.runpod import GpuChoice, RunpodSettings
-from windlass.wiring import providers
+from windlass.wiring import providers, reload, up
+from windlass_emulators.runpod.images import PUBLIC_IMAGES, contents_of
 
 FLEET = '[fleets.gpu]\nprovider = "runpod"\nhandler = "a:b"\n'
 
@@ -172,6 +174,42 @@ def test_auto_start_needs_an_ssh_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read SSH key"):
         providers.make_provider("gpu", fleet, missing, "this")
     assert not providers.make_provider("gpu", *_without_ssh(config), "this").traits.has_prepare_step
+
+
+@pytest.mark.parametrize("image", sorted(f"{start}x:1" if start.endswith("/") else start for start in PUBLIC_IMAGES))
+def test_public_image_that_starts_no_worker_is_refused(image: str) -> None:
+    pods = RunpodSettings(image=image)
+    assert "starts no worker. Set auto_start_worker = true" in (pods.start_problem(has_ssh=False) or "")
+    has_ssh = contents_of(image, {}).has_ssh
+    assert (pods.start_problem(has_ssh=True) is None) == has_ssh
+    for start in ({"args": "bash /workspace/start.sh"}, {"template_id": "t1"}):
+        assert RunpodSettings(image=image, **start).start_problem(has_ssh=False) is None
+
+
+@pytest.mark.parametrize("image", ["docker.io/library/python:3.12", "nvidia/cuda@sha256:0", "docker.io/runpod/base"])
+def test_public_image_is_known_by_all_its_names(image: str) -> None:
+    assert RunpodSettings(image=image).start_problem(has_ssh=False) is not None
+
+
+@pytest.mark.parametrize(
+    "image", ["ghcr.io/example/python:1", "example.org:5000/ubuntu:1", "python-of-mine/worker", "i"]
+)
+def test_image_of_ones_own_may_start_its_worker(image: str) -> None:
+    assert RunpodSettings(image=image).start_problem(has_ssh=False) is None
+
+
+async def test_fleet_that_can_never_work_is_refused_at_start_and_by_the_doctor() -> None:
+    pods = FleetConfig(provider="runpod", handler="a:b", runpod=RunpodSettings(image="runpod/pytorch:1"))
+    endpoint = "http://127.0.0.1:9/v2"
+    config = Config(fleets={"gpu": pods}, runpod_api_key="k", runpod_endpoint=endpoint, api=ApiConfig(port=8499))
+    starts: list[Callable[[], Awaitable[object]]] = [
+        lambda: up.check_start(config), lambda: up.run_cycles(config, "1"), lambda: reload.check_fleets(config)
+    ]  # fmt: skip
+    for start in starts:
+        with pytest.raises(ConfigError, match="fleet gpu: image runpod/pytorch:1 starts no worker"):
+            await start()
+    found = [each async for each in providers.check_runpod(config)]
+    assert ("image", True) in [(each.check, each.is_error) for each in found]
 
 
 def _without_ssh(config: Config) -> tuple[FleetConfig, Config]:

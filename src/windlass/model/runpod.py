@@ -28,6 +28,13 @@ _NVIDIA = ("NVIDIA ", "Tesla ")
 # An id at Runpod becomes a part of a URL.
 _ID = re.compile(r"[A-Za-z0-9_-]+")
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+_DOCKER_HUB = re.compile(r"^(?:(?:registry-1\.|index\.)?docker\.io/)?(?:library/)?")
+# Public images without Windlass: a name, or with a slash at its end all images of an owner. They start no worker.
+PUBLIC_IMAGES_WITH_SSH = ("runpod/",)
+PUBLIC_IMAGES_WITHOUT_SSH = (
+    *("python", "ubuntu", "debian", "alpine", "pytorch/pytorch", "tensorflow/tensorflow", "huggingface/"),
+    *("nvidia/cuda", "nvcr.io/nvidia/", "vllm/vllm-openai", "jupyter/", "quay.io/jupyter/", "continuumio/"),
+)
 # Larger than any machine, to find typing errors. The limits of each type are in the catalog.
 MAX_GPUS = 32
 MAX_DISK_GB = 16_384
@@ -182,6 +189,26 @@ class RunpodSettings(BaseModel):
         named = ", ".join(dict.fromkeys(place for places in wanted for place in places))
         return f"Runpod placed it in {data_center}, but {named} was requested"
 
+    def start_problem(self, *, has_ssh: bool) -> str | None:
+        """Why no pod could ever run a worker, as the end of a sentence; None if one may.
+
+        Only public images are judged. `args` and templates may start anything. `has_ssh`: with `auto_start_worker`.
+        """
+        if self.image is None or self.args or self.template_id is not None:
+            return None
+        is_bare = _is_one_of(self.image, PUBLIC_IMAGES_WITHOUT_SSH)
+        if has_ssh and is_bare:
+            return (
+                f"has no SSH server, so auto_start_worker cannot start a worker. Use an image with one, such as "
+                f"{PUBLIC_IMAGES_WITH_SSH[0]}pytorch, or start one with runpod.args"
+            )
+        if not has_ssh and (is_bare or _is_one_of(self.image, PUBLIC_IMAGES_WITH_SSH)):
+            return (
+                "starts no worker. Set auto_start_worker = true, which starts it over SSH, or use an image that does, "
+                "see deploy/images"
+            )
+        return None
+
     def opened_ports(self, *, has_ssh: bool) -> tuple[str, ...]:
         return (*self.ports, _SSH_PORT) if has_ssh and _SSH_PORT not in self.ports else self.ports
 
@@ -265,6 +292,13 @@ class RunpodSettings(BaseModel):
                 "secure cloud, so remove one of them"
             )
         return self
+
+
+def _is_one_of(image: str, names: tuple[str, ...]) -> bool:
+    name = _DOCKER_HUB.sub("", image.partition("@")[0])
+    folder, slash, last = name.rpartition("/")
+    name = f"{folder}{slash}{last.partition(':')[0]}"
+    return any(name.startswith(each) if each.endswith("/") else name == each for each in names)
 
 
 def _choice(text: str) -> GpuChoice:

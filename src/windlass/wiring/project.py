@@ -23,6 +23,7 @@ from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.store.embedded import STOP_TIMEOUT_S as DATABASE_STOP_S
+from windlass.wiring.providers import check_worker_start
 from windlass.wiring.supervisor import SERVER_STOP_S
 
 CONFIG_FILE = "windlass.toml"
@@ -109,6 +110,7 @@ def check_project(config_text: str) -> Config:
             loaded = load_config(file)
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(file), CONFIG_FILE)) from None
+    check_worker_start(loaded.config)
     if loaded.warnings:
         raise ConfigError(". ".join(loaded.warnings).replace(str(file), CONFIG_FILE))
     return loaded.config

@@ -54,6 +54,17 @@ def check_keys(config: Config) -> None:
         _runpod_key(config)
 
 
+def check_worker_start(config: Config) -> None:
+    """Raise ConfigError if no pod of a fleet could ever run a worker: each would be billed until its spawn timeout."""
+    for name, fleet in config.fleets.items():
+        if (problem := _start_problem(fleet)) is not None:
+            raise ConfigError(f"fleet {name}: image {fleet.runpod.image} {problem}.")
+
+
+def _start_problem(fleet: FleetConfig) -> str | None:
+    return fleet.runpod.start_problem(has_ssh=fleet.auto_start_worker) if fleet.provider == "runpod" else None
+
+
 def machine_url(fleet: str, config: Config) -> str:
     """The URL that machines of a fleet call. ConfigError if it is unknown."""
     if config.machine_url is None:
@@ -288,6 +299,10 @@ async def check_runpod(config: Config) -> AsyncGenerator[Diagnostic, None]:
     fleets = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "runpod"}
     if not fleets and config.runpod_api_key is None:
         return
+    for name, fleet in fleets.items():
+        if (problem := _start_problem(fleet)) is not None:
+            message, _, advice = problem.partition(". ")
+            yield Diagnostic("image", f"{fleet.runpod.image} of fleet {name} {message}", advice, is_error=True)
     settings = {name: fleet.runpod for name, fleet in fleets.items()}
     timeouts_s = (each.call_timeout_s for each in settings.values())
     account = runpod_account(config, min(timeouts_s, default=RunpodSettings().call_timeout_s))

@@ -18,7 +18,7 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.wiring.background import background_task
 from windlass.wiring.handlers import check_handlers
-from windlass.wiring.providers import check_keys, spawning_fleets
+from windlass.wiring.providers import check_keys, check_worker_start, spawning_fleets
 from windlass.wiring.ray import RaySupervisor
 from windlass.wiring.reachability import check_control_plane_url
 
@@ -89,6 +89,7 @@ class ActiveConfig:
 async def check_fleets(config: Config) -> None:
     """Raise ConfigError if machines of a fleet could not work, as far as that shows before one is rented."""
     check_keys(config)
+    check_worker_start(config)
     await check_control_plane_url(config)
     await check_handlers(config)
 

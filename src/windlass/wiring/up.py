@@ -50,7 +50,7 @@ from windlass.wiring.minimum_cost import log_minimum_costs
 from windlass.wiring.notifiers import make_notifiers
 from windlass.wiring.process_link import ProcessLink, ProcessNote, StartOrder
 from windlass.wiring.process_record import clear_remains, new_record, recorded
-from windlass.wiring.providers import check_keys, make_provider, spawning_fleets
+from windlass.wiring.providers import check_keys, check_worker_start, make_provider, spawning_fleets
 from windlass.wiring.ray import check_ray, run_ray_supervisor
 from windlass.wiring.reachability import check_control_plane_url
 from windlass.wiring.reload import ActiveConfig, ReloadRequests, check_fleets, reload_on_request
@@ -68,6 +68,7 @@ NO_FLEET = "no fleet is configured: add a table [fleets.NAME] with queues and a 
 async def run_cycles(config: Config, version: str) -> list[Summary]:
     """Run one cycle of every fleet, send alerts, apply retention, and release the lease: for cron and the like."""
     check_keys(config)
+    check_worker_start(config)
     await check_control_plane_url(config)
     await check_ray(config)
     async with database_as(ORCHESTRATOR, config) as dsn, Database(dsn, retention=config.retention) as opened:
