@@ -10,7 +10,7 @@ import pytest
 from support.memory_store.stores import MemoryStores
 from support.runpod_fixture import GPU, OTHER_GPU, EmulatedRunpod, request_for
 from support.simulator.loop import virtual_now
-from support.snapshots import ago, snapshot, task, worker
+from support.snapshots import NOW, ago, snapshot, task, worker
 from support.virtual_time import in_virtual_time
 from windlass.control.cycle import FleetCycle
 from windlass.model.action import AttemptRefund, Delete, Fail, RaiseAlert, Spawn
@@ -18,7 +18,7 @@ from windlass.model.auth import Activation, hash_of
 from windlass.model.errors import Refused
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
-from windlass.model.machine import Machine, MachineState, ProviderTraits
+from windlass.model.machine import Machine, MachineExit, MachineState, ProviderTraits
 from windlass.model.runpod import RunpodSettings
 from windlass.model.task import new_task
 from windlass.policy.plan import plan
@@ -140,6 +140,18 @@ def test_attempt_on_a_machine_that_the_vendor_took_does_not_count() -> None:
     (fail,) = of_kind(plan(later, fleet()).actions, Fail)
     assert fail.code == "MACHINE_GONE"
     assert fail.attempt_refund == AttemptRefund(later.now)
+
+
+@pytest.mark.parametrize("status", ["EXITED", "ERROR", "off"])
+def test_attempt_on_a_machine_that_was_stopped_does_not_count(status: str) -> None:
+    view = worker(created=900, heartbeat=5, machine_at=900, running=(task(7),))
+    stopped = Machine("m-w0", "w0", MachineState.EXITED, exit=MachineExit(status=status))
+    (fail,) = of_kind(plan(snapshot(view, machines=(stopped,), traits=PODS), fleet()).actions, Fail)
+    assert (fail.code, fail.attempt_refund) == ("MACHINE_GONE", AttemptRefund(NOW, max_releases=2))
+    # On this host, a process that ended is one that its task may have ended.
+    seen = snapshot(view, machines=(stopped,), traits=replace(PODS, is_remote=False))
+    (fail,) = of_kind(plan(seen, fleet()).actions, Fail)
+    assert fail.attempt_refund is None
 
 
 @in_virtual_time

@@ -26,6 +26,8 @@ class AttemptRefund:
     since: datetime
     # No other worker has done better yet, so the tasks may be at fault: each gets such a refund once.
     is_trial: bool = False
+    # A running task that was released this often as not at fault may be at fault: its attempt counts. None: no limit.
+    max_releases: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

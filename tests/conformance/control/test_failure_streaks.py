@@ -201,6 +201,23 @@ async def test_trial_refund_happens_once_per_task(store: ControlStores, ann: Lea
     assert attempts == [ready, dead, ready]
 
 
+async def test_attempts_on_stopped_machines_count_after_two_releases(store: ControlStores, ann: Leader) -> None:
+    task_id = await store.enqueue(NewTask("a", max_attempts=3))
+    attempts = []
+    for slot in range(4):
+        await ann.spawn_worker(slot)
+        await join(store, f"w{slot}")
+        assert [claim.task_id for claim in await store.claim(f"w{slot}", ("a",))] == [task_id]
+        refund = AttemptRefund(await store.now(), max_releases=2)
+        committed = await ann.commit(Fail(f"w{slot}", "MACHINE_GONE", "the pod has stopped", None, refund))
+        assert committed.requeued == 1
+        task = await store.task(task_id)
+        assert task is not None
+        attempts.append((task.status, task.attempts))
+    queued = TaskStatus.QUEUED
+    assert attempts == [(queued, 0), (queued, 0), (queued, 1), (queued, 2)]
+
+
 async def test_worker_keeps_provider_when_fleet_changes_provider(store: ControlStores, ann: Leader) -> None:
     await ann.spawn_worker(0)
     seen = await ann.observe(FLEET.model_copy(update={"provider": "hetzner"}))

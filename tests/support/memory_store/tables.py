@@ -185,7 +185,8 @@ class Tables:
             self.fleets[worker.fleet].slots[worker.slot].record_restart(now)
         if attempt_refund is not None:
             self._refund_attempts(worker_id, attempt_refund)
-            return self.release_all_of(worker_id, f"not the fault of the task: {reason}")
+            released = self._release_not_at_fault(worker_id, attempt_refund.max_releases, reason)
+            return released + self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
         return self.requeue_tasks_of(worker_id, code, f"worker {worker_id}: {reason}")
 
     def requeue_tasks_of(self, worker_id: str, code: str, reason: str) -> int:
@@ -209,6 +210,18 @@ class Tables:
                 self.notifications.notify(row.queue)
             reason = f"{count} failed attempts on worker {worker_id} refunded"
             self.event_log.add("ATTEMPTS_REFUNDED", reason, worker_id=worker_id, task_id=task_id)
+
+    def _release_not_at_fault(self, worker_id: str, limit: int | None, reason: str) -> int:
+        """Release the running tasks of a worker, but those that were released this often before."""
+        prefix = "not the fault of the task: "
+        released = 0
+        for row in self.tasks.run_by(worker_id):
+            events = self.event_log.since_retried(row.id)
+            earlier = sum(event.code == "TASK_RELEASED" and (event.reason or "").startswith(prefix) for event in events)
+            if limit is None or earlier < limit:
+                self.release(row, worker_id, f"{prefix}{reason}")
+                released += 1
+        return released
 
     def _was_refunded(self, task_id: int) -> bool:
         """Whether an attempt was refunded since the task was enqueued or retried by hand."""

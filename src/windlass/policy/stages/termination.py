@@ -12,6 +12,8 @@ from windlass.policy.planning_context import PlanningContext
 
 # A claim that was in progress when a drain was recorded has finished after this time and is visible.
 DRAIN_SETTLE_S = 0.5
+# The vendor stopped the machine, or a task on it did: after this many such ends of a task, its attempts count.
+MAX_RELEASES_OF_STOPPED = 2
 
 
 def fail_workers(context: PlanningContext) -> list[Action]:
@@ -36,6 +38,9 @@ def fail_workers(context: PlanningContext) -> list[Action]:
         elif context.snapshot.traits.is_remote and state.presence is Presence.MISSING:
             # The vendor, or a person, took the machine: no task can do that, so its attempts do not count.
             refund = AttemptRefund(context.now)
+        elif context.snapshot.traits.is_remote and state.presence is Presence.EXITED:
+            # Listed, but stopped. That is how most hosts of others end, but a task can stop its machine too.
+            refund = AttemptRefund(context.now, max_releases=MAX_RELEASES_OF_STOPPED)
         elif quarantine is not None:
             refund = AttemptRefund(quarantine.streak.since, quarantine.is_trial)
         evidence = quarantine.streak if quarantine is not None else None

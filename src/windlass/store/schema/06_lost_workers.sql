@@ -91,9 +91,10 @@ as $$
 $$;
 
 -- Set a worker to error and requeue its tasks. p_counts: it failed by itself, so its slot counts a restart. p_is_proven:
--- it had proven to work, so its fleet's failure rate does not count it. p_evidence: shown in the event. p_refund: {"since", "is_trial"}: failures since then are the worker's fault (see
--- refund_attempts), and its running tasks are released without counting the attempt. Returns the number of tasks taken
--- from it.
+-- it had proven to work, so its fleet's failure rate does not count it. p_evidence: shown in the event. p_refund: {"since", "is_trial",
+-- "max_releases"}: failures since then are the worker's fault (see refund_attempts), and its running tasks are released
+-- without counting the attempt, unless that happened to a task max_releases times since it was enqueued or retried by
+-- hand. Returns the number of tasks taken from it. Index events_task.
 create function windlass_internal.fail_worker(
   p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
   p_evidence jsonb default null, p_refund jsonb default null, p_is_proven boolean default false
@@ -105,6 +106,7 @@ declare
   v_worker windlass.workers;
   v_released integer := 0;
   v_requeued integer := 0;
+  c_release constant text := 'not the fault of the task: ';
 begin
   update windlass.workers
   set status = 'error', code = p_code, reason = p_reason, failed_at = case when p_counts then v_now end,
@@ -130,11 +132,17 @@ begin
     with held as materialized (
       select t.id, t.claim_token from windlass.tasks t
       where t.worker_id = p_worker_id and t.status = 'running'
+        and not coalesce((
+          select count(*) from windlass.events e
+          where e.task_id = t.id and e.code = 'TASK_RELEASED' and starts_with(e.reason, c_release)
+            and e.id > coalesce(
+              (select max(r.id) from windlass.events r where r.task_id = t.id and r.code = 'TASK_RETRIED'), 0)
+        ) >= (p_refund ->> 'max_releases')::integer, false)
       order by t.id for no key update skip locked
     )
     select count(*) into v_released
     from held
-    where windlass_internal.release_claim(p_worker_id, held.id, held.claim_token, 'not the fault of the task: ' || p_reason);
+    where windlass_internal.release_claim(p_worker_id, held.id, held.claim_token, c_release || p_reason);
   end if;
   select r.requeued + r.failed + v_released into v_requeued
   from windlass_internal.requeue_tasks_of(
