@@ -53,6 +53,29 @@ async def test_pod_outside_the_requested_data_center_is_misplaced() -> None:
     assert listed == {machine.id: machine.misplaced, other.id: None}
 
 
+IN_OTHER_CLOUD = f"It is {GPU} in COMMUNITY, which runpod.choices does not name"
+
+
+@pytest.mark.parametrize(
+    ("seen", "problem"),
+    [
+        ({}, None),
+        ({"cloud": "COMMUNITY"}, IN_OTHER_CLOUD),
+        ({"cloud": "COMMUNITY", "data_center": "US-KS-2"}, IN_OTHER_CLOUD),
+        ({"gpu": OTHER_GPU}, f"It is {OTHER_GPU} in SECURE, which runpod.choices does not name"),
+        ({"data_center": None}, "Runpod does not say in which data center it runs, and EU-RO-1 was requested"),
+        ({"data_center": None, "is_running": False}, None),
+        ({"gpu": "", "cloud": ""}, None),
+        ({"gpu": "", "cloud": "", "data_center": "US-KS-2"}, "Runpod placed it in US-KS-2, but EU-RO-1 was requested"),
+    ],
+)
+def test_pod_is_compared_with_gpu_cloud_and_data_center(seen: dict[str, Any], problem: str | None) -> None:
+    pod = {"gpu": GPU, "cloud": "SECURE", "data_center": "EU-RO-1", "host": None, "is_running": True, **seen}
+    assert RunpodSettings(image="i:1", choices=[HERE]).placement_problem(**pod) == problem
+    if pod["data_center"] is None:
+        assert RunpodSettings(image="i:1", choices=[GPU]).placement_problem(**pod) is None, "any place will do"
+
+
 @in_virtual_time
 async def test_excluded_data_center_and_host_are_not_used() -> None:
     cloud = EmulatedRunpod(provisioning_s=0.0, starting_s=0.0, runtime_s=0.0)

@@ -175,18 +175,28 @@ class RunpodSettings(BaseModel):
         """The folder that must be mounted before a worker is started."""
         return self.ssh.storage_path or (self.volume_path if self.network_volume_id is not None else None)
 
-    def placement_problem(self, gpu: str, cloud: str, data_center: str | None, host: str | None) -> str | None:
-        """Why a pod must not run there, as a sentence; None if it may. An unknown place is no problem."""
+    def placement_problem(
+        self, gpu: str, cloud: str, data_center: str | None, host: str | None, *, is_running: bool
+    ) -> str | None:
+        """Why a pod must not run there, as a sentence; None if it may.
+
+        An empty `gpu` or `cloud` is unknown, and no problem. Without a data center, a pod is misplaced once it runs, if
+        data centers were requested.
+        """
         if host is not None and host in self.excluded_hosts:
             return f"Its host {host} is excluded by runpod.excluded_hosts"
-        if data_center is None:
-            return None
         if data_center in self.excluded_data_centers:
             return f"Its data center {data_center} is excluded by runpod.excluded_data_centers"
-        wanted = [choice.data_centers for choice in self.ordered if (choice.gpu, choice.cloud) == (gpu, cloud)]
-        if not wanted or any(not places or data_center in places for places in wanted):
+        wanted = [choice for choice in self.ordered if gpu in ("", choice.gpu) and cloud in ("", choice.cloud)]
+        if not wanted:
+            return f"It is {gpu or 'a GPU'} in {cloud or 'an unknown cloud'}, which runpod.choices does not name"
+        if any(not choice.data_centers or data_center in choice.data_centers for choice in wanted):
             return None
-        named = ", ".join(dict.fromkeys(place for places in wanted for place in places))
+        named = ", ".join(dict.fromkeys(place for choice in wanted for place in choice.data_centers))
+        if data_center is None:
+            return (
+                f"Runpod does not say in which data center it runs, and {named} was requested" if is_running else None
+            )
         return f"Runpod placed it in {data_center}, but {named} was requested"
 
     def start_problem(self, *, has_ssh: bool) -> str | None:
