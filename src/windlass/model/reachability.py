@@ -5,9 +5,13 @@ or an address family that they do not have. A host name is never a problem here,
 plane behind a VPN that the machines join by themselves.
 """
 
+import socket
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
+
+
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost6", "localhost6.localdomain6")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +28,23 @@ class MachineNetwork:
 
 def problem_of_reach(url: str, network: MachineNetwork) -> str | None:
     """Why machines cannot reach this URL, as the end of a sentence. None if they may."""
-    host = urlsplit(url).hostname or ""
-    if host == "localhost" or host.endswith(".localhost"):
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host in _LOCAL_NAMES or host.endswith(".localhost"):
         return "only this host can reach"
-    try:
-        address = ip_address(host)
-    except ValueError:
+    address = address_of(host)
+    if address is None:
         return None
-    if address.is_loopback or address.is_unspecified:
+    # The rest of 0.0.0.0/8 is this host for some programs, and nothing for others.
+    if address.is_loopback or address.is_unspecified or (address.version == 4 and address.packed[0] == 0):
         return "only this host can reach"
+    if address.is_multicast:
+        return "is a multicast address, which no server has"
     if address.is_link_local:
         return "is an address of one network segment"
     if network.private_range is not None and _is_within(address, network.private_range):
         return None
-    if address.is_private:
+    # Also shared addresses (100.64.0.0/10), which Tailscale and carriers use, and reserved ones.
+    if not address.is_global:
         if network.private_range is not None:
             return f"is not in the machines' private network {network.private_range}"
         return None if network.has_own_network else "is an address of a private network that the machines are not in"
@@ -50,10 +57,23 @@ def problem_of_reach(url: str, network: MachineNetwork) -> str | None:
 def is_loopback_url(url: str) -> bool:
     """Whether the URL is of a server on this host, such as an emulator."""
     host = urlsplit(url).hostname or ""
+    address = address_of(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is, also in the short forms of IPv4 that programs accept, such as 127.1; None for a name.
+
+    An IPv6 address that contains one of IPv4 is that one."""
     try:
-        return host == "localhost" or ip_address(host).is_loopback
+        address = ip_address(host)
     except ValueError:
-        return False
+        try:
+            return IPv4Address(socket.inet_aton(host)) if host[:1].isdigit() else None
+        except OSError:
+            return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
 
 
 def _is_within(address: IPv4Address | IPv6Address, text: str) -> bool:

@@ -14,7 +14,7 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import PRIVATE_RANGE
-from windlass.model.reachability import MachineNetwork, is_loopback_url, problem_of_reach
+from windlass.model.reachability import MachineNetwork, address_of, is_loopback_url, problem_of_reach
 from windlass.model.urls import LOOPBACK, problem_of_control_plane_url
 from windlass.providers.diagnostic import Diagnostic
 from windlass.providers.vendor_error import VendorError
@@ -146,8 +146,7 @@ async def check_address(config: Config) -> AsyncGenerator[Diagnostic, None]:
 
 
 def _is_address(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return ":" in host or host.replace(".", "").isdigit()
+    return address_of(urlsplit(url).hostname or "") is not None
 
 
 def _url_of(address: str) -> str:
