@@ -195,6 +195,45 @@ async def test_disks_are_in_the_price_and_on_the_bill() -> None:
 
 
 @in_virtual_time
+async def test_pod_that_vanishes_before_it_reports_its_price_is_in_the_ledger() -> None:
+    cloud = EmulatedRunpod()
+    provider = cloud.provider(list_reuse_s=0.0, choices=[GPU, f"{GPU}@COMMUNITY"])
+    store = MemoryStores(virtual_now)
+    await store.enqueue(new_task("red"))
+    config = FleetConfig(**PROFILE, queues=("red",), max_workers=1, runpod=RunpodSettings(image="i:1"))
+    create = provider.create
+
+    async def create_without_price(request: Any) -> Machine:
+        machine = await create(request)
+        cloud.pods[machine.id].micros_per_hour = 0
+        return replace(machine, price_micros_per_hour=None, currency=None)
+
+    provider.create = create_without_price  # type: ignore[method-assign]
+    cycle = FleetCycle("red", config, store, provider, Candidate("ann", 60.0), Random(1))  # noqa: S311
+    await cycle.run()
+    (pod_id,) = cloud.pods
+    await asyncio.sleep(30)
+    await cycle.run()
+    assert cloud.client.delete(f"/pods/{pod_id}").status_code == 204
+    await asyncio.sleep(30)
+    await cycle.run()  # the first list that lacks it
+    missed_at = virtual_now()
+    for _ in range(4):
+        await asyncio.sleep(30)
+        await cycle.run()
+    ended = next(row for row in await store.workers(include_terminated=True) if row.machine_id == pod_id)
+    assert (ended.status, ended.code) == ("terminated", "MACHINE_GONE")
+    offer = (await provider._pods.offers())["SECURE"][GPU]  # noqa: SLF001 - the catalog's price
+    assert offer.micros_per_hour is not None
+    hourly = offer.micros_per_hour + disk_price(50)
+    await asyncio.sleep(2 * 3600)
+    await cycle.run()  # settles the hour
+    charged = [charge for charge in store.tables.ledger.charges if charge.worker_id == ended.id]
+    seconds = (missed_at - cloud.emulator.requests[0][0]).total_seconds()
+    assert sum(charge.amount_micros for charge in charged) == pytest.approx(hourly * seconds / 3600, rel=0.1)
+
+
+@in_virtual_time
 async def test_misplaced_machine_cannot_join() -> None:
     cloud = EmulatedRunpod()
     cloud.faults.next_pod(data_center="US-KS-2")

@@ -298,7 +298,7 @@ class ProviderExecutor:
 
     async def _price(self, machine: Machine) -> Machine | None:
         """The price of a machine that was deleted, or vanished, before its price was known. None: still unknown."""
-        is_known = bool(machine.id and machine.instance_type and machine.place)
+        is_known = bool(machine.id and machine.instance_type)
         if not is_known or not isinstance(self._provider, KnowsPrices):
             return None
         try:

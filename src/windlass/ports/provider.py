@@ -47,7 +47,7 @@ class KnowsPrices(Protocol):
     """A provider whose prices are published, so that a machine that is gone can still be priced."""
 
     async def price(self, machine: Machine) -> Machine:
-        """The machine, of which type, place and time of creation are known, with its price if that is known now."""
+        """The machine, of which at least the type is known, with its price if that is known now."""
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ our own creations and deletions since.
 import asyncio
 import ipaddress
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from windlass.model.runpod import RunpodSettings
 from windlass.providers.recent_changes import RecentChanges
 from windlass.providers.runpod import naming
 from windlass.providers.runpod.account import Json, PodListing, RunpodAccount
-from windlass.providers.runpod.catalog import CURRENCY, Offers, disk_gb_of, disk_price, read_price
+from windlass.providers.runpod.catalog import CURRENCY, DEFAULT_DISK_GB, Offers, disk_gb_of, disk_price, read_price
 from windlass.providers.runpod.errors import TOKEN_HINT
 from windlass.providers.runpod.ssh import Endpoint
 from windlass.providers.vendor_error import VendorError
@@ -125,6 +126,20 @@ class PodList:
             misplaced=self._settings.placement_problem(gpu, cloud, place, host, is_running=status == "RUNNING"),
             is_locked=bool(pod.get("locked")),
         )
+
+    def with_price(self, machine: Machine, offers: Offers) -> Machine:
+        """The catalog's price of a pod that is gone. Of several clouds that it may have been in, the highest price: a
+        budget must not be exceeded. Unchanged while prices are unknown."""
+        listed = self._account.last_listed(machine.id) or {}
+        wanted = {choice.cloud for choice in self._settings.ordered if choice.gpu == machine.instance_type}
+        clouds = {str(listed["cloud"])} if listed.get("cloud") else wanted
+        found = [offers.get(cloud, {}).get(machine.instance_type or "") for cloud in clouds]
+        prices = [offer.micros_per_hour for offer in found if offer is not None and offer.micros_per_hour is not None]
+        if not prices:
+            return machine
+        disk_gb = disk_gb_of(listed) or self._settings.disk_gb or DEFAULT_DISK_GB
+        price = max(prices) * self._settings.gpu_count + disk_price(disk_gb)
+        return replace(machine, price_micros_per_hour=price, currency=CURRENCY)
 
     def endpoint(self, pod: Json) -> Endpoint | None:
         """The address of the pod's own sshd. The vendor's SSH proxy runs no commands."""

@@ -141,6 +141,9 @@ class RunpodProvider:
     async def list_machines(self) -> tuple[Machine, ...]:
         return await self._pods.machines()
 
+    async def price(self, machine: Machine) -> Machine:
+        return self._pods.with_price(machine, await self._pods.offers())
+
     # ------------------------------------------------------------------------------------------------------ create
 
     async def create(self, request: MachineRequest) -> Machine:
