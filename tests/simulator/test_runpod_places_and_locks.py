@@ -223,7 +223,7 @@ async def test_pod_that_vanishes_before_it_reports_its_price_is_in_the_ledger() 
         await cycle.run()
     ended = next(row for row in await store.workers(include_terminated=True) if row.machine_id == pod_id)
     assert (ended.status, ended.code) == ("terminated", "MACHINE_GONE")
-    offer = (await provider._pods.offers())["SECURE"][GPU]  # noqa: SLF001 - the catalog's price
+    offer = (await provider._pods.offers())["SECURE"][GPU]
     assert offer.micros_per_hour is not None
     hourly = offer.micros_per_hour + disk_price(50)
     await asyncio.sleep(2 * 3600)

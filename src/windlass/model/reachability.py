@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-
 _LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost6", "localhost6.localdomain6")
 
 
