@@ -9,9 +9,10 @@ from support.hetzner_fixture import EmulatedHetzner
 from support.simulator.loop import run
 from support.virtual_time import in_virtual_time
 from windlass.model.errors import InvalidRequest, LimitReached
+from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
 from windlass.model.machine import MachineRequest
-from windlass.providers.hetzner.doctor_checks import run_checks
+from windlass.providers.hetzner.doctor_checks import check_network_sizes, run_checks
 from windlass.providers.hetzner.errors import LimitKind, limit_kind
 from windlass.providers.vendor_error import ErrorKind, VendorError
 
@@ -91,6 +92,33 @@ def test_limit_that_concerns_every_choice_is_asked_for_once(limit: str) -> None:
         assert posts(cloud) == 1
 
     run(scenario())
+
+
+def test_full_network_is_a_limit_that_another_zone_does_not_have() -> None:
+    async def scenario() -> None:
+        cloud = EmulatedHetzner(network_limit=1)
+        provider = cloud.provider(**DEFAULTS, choices=["cx23@nbg1", "cpx11@ash"])
+        machines = [await provider.create(request_for(f"red-{slot}-aa")) for slot in range(2)]
+        assert [machine.place for machine in machines] == ["nbg1", "ash"]
+        with pytest.raises(LimitReached, match="limit of servers attached to a network exceeded"):
+            await provider.create(request_for("red-2-aa"))
+
+    run(scenario())
+
+
+def test_doctor_warns_if_fleets_exceed_their_network() -> None:
+    small = FleetConfig(provider="hetzner", handler="a:b", max_workers=50)
+    other = small.model_copy(update={"hetzner": HetznerSettings(choices=("cpx11@ash",))})
+    assert check_network_sizes({"a": small, "b": small, "c": other}, None) == []
+    (found,) = check_network_sizes({"a": small, "b": small, "c": small, "d": other}, None)
+    assert not found.is_error
+    assert found.message == (
+        "network windlass-eu-central admits 100 servers, and max_workers of its fleets (a, b, c) are 150 together"
+    )
+    (found,) = check_network_sizes({"a": small, "b": small, "d": other}, 7)
+    assert found.message.startswith("network 7 admits 100 servers")
+    alone = small.model_copy(update={"hetzner": HetznerSettings(is_network_on=False, is_ipv4_on=True)})
+    assert check_network_sizes({"a": small, "b": small, "c": alone}, None) == []
 
 
 def test_server_gets_a_private_network_and_a_firewall_that_admits_nothing() -> None:

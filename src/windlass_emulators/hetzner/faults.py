@@ -12,7 +12,7 @@ from windlass_emulators.hetzner.errors import STATUS_OF_CODE, HetznerApiError
 from windlass_emulators.http import Json
 
 _ONE_SERVER = r"/v1/servers/\d+"
-LIMITS = ("server_limit", "dedicated_core_limit", "primary_ip_limit")
+LIMITS = ("server_limit", "dedicated_core_limit", "primary_ip_limit", "network_limit")
 # Actions that can fail after they were accepted.
 _FALLIBLE_ACTIONS = ("start_server", "attach_to_network", "delete_server")
 
@@ -133,7 +133,7 @@ class HetznerFaults(FaultScript):
         self.resource_limit("server_limit", limit)
 
     def resource_limit(self, name: str, limit: int | None) -> None:
-        """Maximum of one kind: server_limit, dedicated_core_limit or primary_ip_limit; None restores the setting."""
+        """Maximum of one kind, one of LIMITS; None restores the setting."""
         if name not in LIMITS:
             raise ValueError(f"{name} is not a limit; use one of {', '.join(LIMITS)}")
         if limit is None:

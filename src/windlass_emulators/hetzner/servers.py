@@ -1,6 +1,7 @@
 """/servers: creation with all published refusals, power actions, deletion."""
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 from pydantic import Field
@@ -191,12 +192,17 @@ def _check_limits(project: Project, order: ServerOrder, kind: ServerType) -> Non
     )
     wanted_cores = kind.cores if kind.cpu_type == "dedicated" else 0
     wanted_ips = order.public_net.enable_ipv4 + order.public_net.enable_ipv6
+    attached = Counter(net.network_id for each in project.servers.values() for net in each.private_nets)
     used = {
         "server_limit": (len(project.servers) + 1, "server limit exceeded"),
         "dedicated_core_limit": (dedicated + wanted_cores if wanted_cores else 0, "dedicated core limit exceeded"),
         "primary_ip_limit": (
             len(project.primary_ips) + wanted_ips if wanted_ips else 0,
             "Primary IP limit exceeded",
+        ),
+        "network_limit": (
+            max((attached[each] + 1 for each in order.networks), default=0),
+            "limit of servers attached to a network exceeded",
         ),
     }
     for name, (needed, message) in used.items():

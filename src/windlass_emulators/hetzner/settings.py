@@ -20,6 +20,8 @@ class HetznerEmulatorSettings:
     # Limits are per kind. Dedicated cores are those of the types ccx.
     dedicated_core_limit: int = 128
     primary_ip_limit: int = 250
+    # Servers in one private network.
+    network_limit: int = 100
     requests_per_hour: int = 3600
     # None accepts any token.
     token: str | None = None

@@ -1,6 +1,6 @@
 """The `windlass doctor` checks for Hetzner fleets: whether a server could be created. Only reads."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 
 from windlass.model.errors import Throttled
@@ -11,10 +11,20 @@ from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.account import PAGE_SIZE, HetznerAccount
 from windlass.providers.hetzner.errors import TOKEN_HINT
 from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, fleet_label, label_selector
+from windlass.providers.hetzner.private_network import NAME
 from windlass.providers.vendor_error import VendorError
 
 # Installing Docker takes about a minute, and pulling a gigabyte of images another.
 SLOW_BOOT_S = 300.0
+# Hetzner attaches at most this many servers to one private network, whatever the limits of the project.
+MAX_NETWORK_SERVERS = 100
+# The vendor's network zone of each location. A location that is not here counts as a zone of its own.
+ZONES = {
+    **dict.fromkeys(("fsn1", "nbg1", "hel1"), "eu-central"),
+    "ash": "us-east",
+    "hil": "us-west",
+    "sin": "ap-southeast",
+}
 
 
 async def run_checks(
@@ -54,6 +64,29 @@ def check_boot_time(fleet: str, config: FleetConfig) -> Diagnostic | None:
         f"image{'' if count == 1 else 's'} and start its worker; after that it is replaced",
         f"remove spawn_timeout_s, set it to {SLOW_BOOT_S:g} or more, or use a server image that contains them",
     )
+
+
+def check_network_sizes(fleets: Mapping[str, FleetConfig], network_id: int | None) -> list[Diagnostic]:
+    """Warnings about networks that are too small for all servers that the fleets may have at the same time."""
+    sharing: dict[str, list[str]] = {}
+    for name, fleet in fleets.items():
+        settings = fleet.hetzner
+        named = settings.network_id or network_id
+        zones = {ZONES.get(choice.location, choice.location) for choice in settings.ordered}
+        networks = [f"network {named}"] if named is not None else [f"network {NAME}-{zone}" for zone in sorted(zones)]
+        for network in networks if settings.is_network_on else ():
+            sharing.setdefault(network, []).append(name)
+    found = []
+    for network, names in sharing.items():
+        count = sum(fleets[name].max_workers for name in names)
+        if count > MAX_NETWORK_SERVERS:
+            message = (
+                f"{network} admits {MAX_NETWORK_SERVERS} servers, and max_workers of its fleets "
+                f"({', '.join(names)}) are {count} together"
+            )
+            advice = "give a fleet a network of its own with hetzner.network_id, or set is_network_on = false"
+            found.append(Diagnostic("network", message, advice))
+    return found
 
 
 async def _check_token(account: HetznerAccount, ours: str, fleets: dict[str, HetznerSettings] | None) -> Diagnostic:
