@@ -17,7 +17,7 @@ from support.http_transport_fixture import worker_api_context
 from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import RETENTION, empty_tables
 from support.stores import PostgresStores
-from windlass.model.action import Plan
+from windlass.model.action import Fail, Plan
 from windlass.model.actor import acting_as
 from windlass.model.auth import (
     API_PREFIX,
@@ -43,6 +43,7 @@ from windlass.model.outcome import Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import new_task
 from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
+from windlass.policy.plan import plan
 from windlass.server.app import make_app
 from windlass.server.long_poll import LongPollHub
 from windlass.worker.bootstrap import fetch_wheel
@@ -175,6 +176,27 @@ async def test_booting_machine_reports_steps_with_its_join_token(store: Stores, 
     assert found is not None and found.boot_step == "pulling images: ?ber 20 GB"
     other = await store.worker("w1")
     assert other is not None and other.boot_step is None
+
+
+async def test_machine_whose_boot_failed_fails_its_worker_at_once(store: Stores, tmp_path: Path) -> None:
+    token = new_token(JOIN_PREFIX, SystemRandom())
+    await spawn_worker(store, join=hash_of(token))
+    app = make_app(worker_api_context(store, store, LongPollHub(store.wait_for_work)))
+    output = tmp_path / "cloud-init-output.log"
+    output.write_text("ERROR: no matching distribution")
+    async with serve_asgi(app) as url:
+        file = tmp_path / "join.json"
+        file.write_text(json.dumps({"worker_id": "w0", "url": url, "join_token": token}))
+        options = ("--step", "failed while installing windlass", "--failed", "--output", str(output))
+        process = await asyncio.create_subprocess_exec(sys.executable, fetch_wheel.__file__, str(file), *options)
+        assert await process.wait() == 0
+    observed = await store.observe(ANN, "gpus", FLEET)
+    assert isinstance(observed, tuple)
+    (fail,) = [action for action in plan(observed[1], FLEET).actions if isinstance(action, Fail)]
+    assert (fail.code, fail.reason, fail.is_proven) == (
+        "BOOT_FAILED", "Its boot failed while installing windlass", False
+    )  # fmt: skip
+    assert [line.text for line in (await store.worker_log("w0", 10)).lines] == ["ERROR: no matching distribution"]
 
 
 async def test_start_failure_is_ignored_after_heartbeat(store: Stores) -> None:

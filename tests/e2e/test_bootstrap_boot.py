@@ -348,4 +348,5 @@ def test_failed_boot_posts_its_last_lines_with_the_join_token(root: Root, contro
         assert body["output"].endswith("line 4999: ü\n")
         assert len(body["output"].encode()) <= 12_288 + 10
     # Steps before it are posted in the background, and may arrive later.
-    assert any(body["step"].startswith("failed while") for _, _, body in control_plane.steps)
+    failures = {body["step"] for _, _, body in control_plane.steps if body["has_failed"]}
+    assert failures == {"failed while running the setup command 001"}

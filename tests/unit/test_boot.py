@@ -104,6 +104,17 @@ def test_late_server_is_kept_until_its_billed_hour_ends() -> None:
     ]
 
 
+def test_server_whose_boot_failed_is_deleted_although_its_hour_runs() -> None:
+    running = machine(MachineState.RUNNING)
+    for age_s in (90, 1300):
+        failed = late_server(age_s, running_at=ago(age_s), prepare_code="BOOT_FAILED", prepare_reason="Its boot failed")
+        planned = plan(snapshot(failed, machines=(running,), traits=HOURLY, queued=1), fleet(SERVER, max_workers=2))
+        assert [(fail.code, fail.reason) for fail in of_kind(planned.actions, Fail)] == [
+            ("BOOT_FAILED", "Its boot failed")
+        ]
+        assert len(of_kind(planned.actions, Delete)) == 1
+
+
 def test_slow_server_is_neither_late_nor_replaced_for_twice_the_timeout() -> None:
     running = machine(MachineState.RUNNING)
     seen = snapshot(late_server(1100, running_at=ago(1100)), machines=(running,), traits=HOURLY, queued=1)

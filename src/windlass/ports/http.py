@@ -132,6 +132,8 @@ class BootStepCall:
     step: Annotated[str, Field(min_length=1, max_length=MAX_BOOT_STEP_CHARACTERS, pattern=r"^[ -~]+$")]
     # The last lines that the boot printed.
     output: Annotated[str, Field(max_length=MAX_BOOT_LOG_CHARACTERS)] = ""
+    # The boot ended in this step: the machine will not join.
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from windlass.server.openapi import documented
 from windlass.server.worker_calls import check_queue_count, check_queues
 
 HANDLER_NOT_FOUND = "HANDLER_NOT_FOUND"
+BOOT_FAILED = "BOOT_FAILED"
 Worker = Annotated[WorkerCaller, Depends(worker_caller)]
 JoiningMachine = Annotated[JoinCaller, Depends(joining_caller)]
 WorkerToken = Annotated[TokenCaller, Depends(self_registering_caller)]
@@ -109,11 +110,14 @@ def _add_joining_routes(router: APIRouter, context: WorkerApiContext) -> None:
 
     @router.post(http.BOOT_STEP, status_code=204)
     async def report_boot_step(worker_id: str, call: http.BootStepCall, caller: JoiningMachine) -> Response:
-        """A machine that has not joined yet reports what its boot does. Each report proves progress."""
+        """A machine that has not joined yet reports what its boot does. Each report proves progress. With `has_failed`
+        its worker fails with code BOOT_FAILED."""
         if caller.worker_id != worker_id:
             raise forbidden(f"this join token does not belong to worker {worker_id}")
         # The control plane knows secrets that the machine does not: those of a private package index, for example.
         await store.report_boot_step(worker_id, call.step, mask_known(call.output))
+        if call.has_failed:
+            await store.cannot_start(worker_id, BOOT_FAILED, f"Its boot {call.step}")
         return Response(status_code=204)
 
     @router.post(http.SELF_REGISTER, **documented(http.SelfRegisterReply, "Register an unmanaged worker"))

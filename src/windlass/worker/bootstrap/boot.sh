@@ -21,7 +21,7 @@ MAX_ATTEMPTS=4
 step=starting
 say() { echo "windlass-boot $(date -u +%H:%M:%S) $*"; }
 # Tells the control plane what this machine does: its spawn timeout then begins again. Nothing depends on the answer.
-send() { python3 "$lib/fetch_wheel.py" "$etc/join.json" --step "$1" --output "$root/var/log/cloud-init-output.log" >/dev/null 2>&1; }
+send() { python3 "$lib/fetch_wheel.py" "$etc/join.json" --output "$root/var/log/cloud-init-output.log" --step "$@" >/dev/null 2>&1; }
 post() { send "$1" & }
 begin() { step=$1; say "$1"; post "$1"; }
 report() {
@@ -29,7 +29,11 @@ report() {
   [ "$code" = 0 ] && return
   say "FAILED while $step (exit code $code): this machine will not join"
   sleep 1
-  send "failed while $step"
+  # The control plane replaces the machine when it knows. Otherwise it waits for the spawn timeout.
+  for pause in 2 10 30 0; do
+    send "failed while $step" --failed && return
+    sleep "$pause"
+  done
 }
 trap report EXIT
 

@@ -1,7 +1,7 @@
 """Downloads the wheel of Windlass that the control plane serves, so that a machine runs the same version.
 
     python3 fetch_wheel.py JOIN_FILE FOLDER
-    python3 fetch_wheel.py JOIN_FILE --step TEXT [--output FILE]
+    python3 fetch_wheel.py JOIN_FILE --step TEXT [--output FILE] [--failed]
 
 The first form prints the path of the wheel and exits with 0, or prints an error message and exits with 1. A wheel is in
 FOLDER only if its SHA-256 matches. The second form reports a step of the boot and the last lines of FILE, once, and
@@ -74,12 +74,12 @@ class WheelSource:
         # No proxy, even if the environment has one: only the control plane may see the token.
         self._opener = urllib.request.build_opener(_NoRedirects, tls, urllib.request.ProxyHandler({}))
 
-    def report_step(self, worker_id: str, step: str, output: str = "") -> None:
-        """One attempt: a later step makes up for one that was lost. Raises OSError."""
+    def report_step(self, worker_id: str, step: str, output: str = "", *, has_failed: bool = False) -> None:
+        """One attempt: a later step makes up for a lost one, unless it `has_failed`. Raises OSError."""
         text = "".join(c if " " <= c <= "~" else "?" for c in step)[:MAX_STEP_CHARACTERS]
         path = f"/internal/workers/{urllib.parse.quote(worker_id, safe='')}/boot-step"
         headers = {**self._headers, "Content-Type": "application/json"}
-        body = json.dumps({"step": text, "output": output}, ensure_ascii=False).encode()
+        body = json.dumps({"step": text, "output": output, "has_failed": has_failed}, ensure_ascii=False).encode()
         request = urllib.request.Request(self.url + path, body, headers)  # noqa: S310 - checked above
         self._opener.open(request, timeout=STEP_TIMEOUT_S).close()
 
@@ -162,10 +162,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path, nargs="?", default=Path())
     parser.add_argument("--step")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--failed", action="store_true")
     parser.add_argument("--first-wait-s", type=float, default=FIRST_WAIT_S)
     arguments = parser.parse_args()
     if arguments.step is not None:
-        return _report_step(arguments.join_file, arguments.step, arguments.output)
+        return _report_step(arguments.join_file, arguments.step, arguments.output, has_failed=arguments.failed)
     try:
         wheel = fetch(control_plane_of(arguments.join_file), arguments.folder, arguments.first_wait_s)
     except DownloadRefused as error:
@@ -178,10 +179,11 @@ def main() -> int:
     return 0
 
 
-def _report_step(join_file: Path, step: str, output: Path | None) -> int:
+def _report_step(join_file: Path, step: str, output: Path | None, *, has_failed: bool) -> int:
     try:
         worker_id = json.loads(join_file.read_text(encoding="utf-8"))["worker_id"]
-        control_plane_of(join_file).report_step(worker_id, step, _last_lines(output) if output is not None else "")
+        lines = _last_lines(output) if output is not None else ""
+        control_plane_of(join_file).report_step(worker_id, step, lines, has_failed=has_failed)
     except (OSError, ValueError, LookupError, TypeError, DownloadRefused, http.client.HTTPException):
         return 1
     return 0
