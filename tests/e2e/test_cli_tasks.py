@@ -335,6 +335,10 @@ async def test_hosts_are_shown_with_losses_and_failed_checks(windlass: CommandLi
     assert row.split() == ["default", "EU-RO-1", "198.51.100.7", "3", "1", "33%", "1"]
     (host,) = windlass("workers", "hosts", "--json").json
     assert (host["machines"], host["lost"], host["failed_checks"]) == (3, 1, 1)
+    await ask(dsn, "update windlass.workers set machine_host = '198.51.100.8' where id = 'w2'")
+    header, row = windlass("workers", "hosts", "--by", "place").out.splitlines()
+    assert header.split() == ["fleet", "place", "machines", "lost", "loss", "rate", "failed", "checks"]
+    assert row.split() == ["default", "EU-RO-1", "3", "1", "33%", "1"]
 
 
 async def test_last_report_of_a_terminated_worker_stays_readable(windlass: CommandLine, dsn: str) -> None:

@@ -9,6 +9,7 @@ from support.api_fixture import API, SECRET, ApiFixture, problem_of
 from windlass.model.auth import Role
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Registration
+from windlass.store.connect import connected
 
 
 async def fail_task(api: ApiFixture, queue: str = "a", error: str = "RuntimeError: CUDA error") -> int:
@@ -109,6 +110,14 @@ async def test_fleet_page_shows_masked_settings_and_decisions(api: ApiFixture) -
         assert response.status_code == 200
         assert SECRET not in response.text
     page = response.text
+    assert "<h2>Places</h2>" not in page, "no machine is rented"
+    async with connected(api.dsn, "placing machines") as connection:
+        await connection.execute(
+            "update windlass.workers set machine_id = id, place = 'EU-RO-1',"
+            " code = case when slot = 0 then 'MACHINE_GONE' end where slot is not null"
+        )
+    places = (await browser.get("/fleets/gpus")).text.partition("<h2>Places</h2>")[2].partition("</table>")[0]
+    assert re.search(r"<td>EU-RO-1</td>.*<td class=\"number\">1</td><td class=\"number\">\d+ %</td>", places), places
     assert "app:work" in page
     assert re.search(r"<strong>spawn \d</strong>", page)
     assert (await browser.get("/fleets/unknown", headers={"Accept": "text/html"})).status_code == 404

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +34,13 @@ from windlass.wiring import providers, stores
 app = typer.Typer(help="List workers and show their logs.", no_args_is_help=True)
 # Phases of a boot, in order.
 PHASES = ("running_at", "reachable_at", "joined_at", "activated_at", "first_claimed_at")
+
+
+class HostGroup(StrEnum):
+    HOST = "host"
+    PLACE = "place"
+
+
 WorkerId = Annotated[str, typer.Argument(help="Id of the worker.", metavar="WORKER")]
 
 
@@ -134,26 +142,33 @@ def _text(value: object) -> object:
 @app.command()
 @command
 async def hosts(
-    fleet: FleetFilter = None, config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJson = False
+    by: Annotated[HostGroup, typer.Option("--by", help="One row per host, or per place.")] = HostGroup.HOST,
+    fleet: FleetFilter = None,
+    config: ConfigFile = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show the hosts of rented machines, with losses and failed checks.
+
+    With --by place, the machines of a data center are counted together: a host that was used once says little.
 
     A Runpod fleet can exclude data centers and hosts by runpod.excluded_data_centers and runpod.excluded_hosts.
     """
     async with stores.store(load(config, data_dir).config, may_create=False) as store:
         if fleet is not None:
             await check_fleet_is_known(store, fleet)
-        found = await store.machine_hosts(fleet)
+        found = await (store.machine_hosts(fleet) if by is HostGroup.HOST else store.machine_places(fleet))
     if as_json:
         print_json([asdict(each) | {"loss_rate": each.loss_rate} for each in found])
         return
     rows = [
-        (each.fleet, each.place, each.host, each.machines, each.lost, f"{each.loss_rate:.0%}", each.failed_checks)
+        (*where, each.machines, each.lost, f"{each.loss_rate:.0%}", each.failed_checks)
         for each in found
+        for where in [(each.fleet, each.place, each.host) if by is HostGroup.HOST else (each.fleet, each.place)]
     ]
     if rows:
         numbers = ("machines", "lost", "loss rate", "failed checks")
-        print_table(rows, "fleet", "place", "host", *numbers, right=numbers)
+        print_table(rows, "fleet", "place", *(("host",) if by is HostGroup.HOST else ()), *numbers, right=numbers)
     else:
         print("no rented machines")
 

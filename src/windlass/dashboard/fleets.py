@@ -18,6 +18,7 @@ from windlass.dashboard.workers import SlotMap
 from windlass.model.cycle import Cycle
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
+from windlass.model.listing import HostRecord
 from windlass.model.overview import FleetOverview, Sample
 from windlass.model.redaction import shown_settings
 
@@ -104,8 +105,10 @@ def fleet_page(
     changes: Sequence[Cycle],
     events: Sequence[Event],
     hand_started: int,
+    places: Sequence[HostRecord],
 ) -> str:
-    """`settings` None: no cycle with settings is stored. `hand_started`: its workers without a slot."""
+    """`settings` None: no cycle with settings is stored. `hand_started`: its workers without a slot.
+    `places`: where its machines were."""
     lines: list[CycleLine] = cycle_lines(changes)
     return render(
         "fleet.html",
@@ -120,4 +123,5 @@ def fleet_page(
         changes=lines,
         events=events,
         hand_started=hand_started,
+        places=places,
     )

@@ -46,7 +46,9 @@ class WorkerRow(Worker):
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """Machines of a fleet in one place, on one physical host where the provider tells it, and how they ended."""
+    """Machines of a fleet in one place, on one physical host where the provider tells it, and how they ended.
+
+    A record of a whole place has no host."""
 
     fleet: str
     place: str | None

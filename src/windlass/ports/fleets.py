@@ -30,6 +30,9 @@ class FleetQueries(DatabaseClock, Protocol):
     async def machine_hosts(self, fleet: str | None = None) -> list[HostRecord]:
         """Places and hosts of rented machines, by fleet, worst first. Machines that retention deleted do not count."""
 
+    async def machine_places(self, fleet: str | None = None) -> list[HostRecord]:
+        """The same with all hosts of a place together. Their host is None."""
+
     async def events(
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
     ) -> list[Event]:

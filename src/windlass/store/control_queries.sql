@@ -209,6 +209,15 @@ group by v.volume_id, v.fleet, v.currency
 having max(v.until_at) > $1
 order by v.fleet, v.volume_id limit 1000;
 
+-- name: machine_places
+-- `windlass workers hosts --by place` and the page of a fleet; the view machine_hosts, all hosts of a place in one row.
+select h.fleet, h.place, null::text as host, sum(h.machines)::bigint as machines, sum(h.lost)::bigint as lost,
+  sum(h.failed_checks)::bigint as failed_checks, max(h.last_used_at) as last_used_at
+from windlass.machine_hosts h
+where $1::text is null or h.fleet = $1
+group by h.fleet, h.place
+order by h.fleet, sum(h.lost + h.failed_checks) desc, sum(h.machines) desc, h.place limit 1000;
+
 -- name: machine_hosts
 -- `windlass workers hosts`; the view machine_hosts.
 select h.fleet, h.place, h.host, h.machines, h.lost, h.failed_checks, h.last_used_at

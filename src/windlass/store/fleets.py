@@ -45,6 +45,10 @@ class PostgresFleetQueries(PostgresFilledQueues):
         rows = await self._database.fetch("listing hosts", QUERIES["machine_hosts"], fleet)
         return [HostRecord(**dict(row)) for row in rows]
 
+    async def machine_places(self, fleet: str | None = None) -> list[HostRecord]:
+        rows = await self._database.fetch("listing places", QUERIES["machine_places"], fleet)
+        return [HostRecord(**dict(row)) for row in rows]
+
     async def events(
         self, *, task_id: int | None = None, worker_id: str | None = None, limit: int = 200
     ) -> list[Event]:

@@ -173,6 +173,10 @@ async def test_hosts_count_lost_machines_and_failed_checks(
     bad, good = await store.machine_hosts("f")
     assert (bad.place, bad.host, bad.machines, bad.lost, bad.failed_checks) == ("EU-RO-1", "198.51.100.7", 3, 1, 2)
     assert (good.host, good.machines, good.lost, good.loss_rate) == ("198.51.100.8", 1, 0, 0.0)
+    (place,) = await store.machine_places("f")
+    assert (place.fleet, place.place, place.host, place.machines) == ("f", "EU-RO-1", None, 4)
+    assert (place.lost, place.loss_rate, place.failed_checks) == (1, 0.25, 2)
+    assert await store.machine_places("other") == []
     assert (await ann.observe()).avoided_hosts == ("198.51.100.7",)
 
 

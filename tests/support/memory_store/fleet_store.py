@@ -1,8 +1,9 @@
 """Fleets, workers, events and cycles for people, in memory. Implements ports/fleets.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from support.memory_store.constraints import check_limit
 from support.memory_store.fleets import SlotRow
@@ -37,12 +38,18 @@ class MemoryFleetQueries(TableStore):
         return [row.as_worker() for row in sorted(rows.values(), key=lambda row: row.age_order)]
 
     async def machine_hosts(self, fleet: str | None = None) -> list[HostRecord]:
+        return self._host_records(fleet, lambda spawned: spawned.machine_host)
+
+    async def machine_places(self, fleet: str | None = None) -> list[HostRecord]:
+        return self._host_records(fleet, lambda _spawned: None)
+
+    def _host_records(self, fleet: str | None, host_of: Callable[[Any], str | None]) -> list[HostRecord]:
         groups: dict[tuple[str, str | None, str | None], list[MemoryWorker]] = {}
         for row in self._workers.rows.values():
             spawned = row.spawned
             is_rented = row.slot is not None and spawned.machine_id is not None and spawned.place is not None
             if is_rented and fleet in (None, row.fleet):
-                groups.setdefault((row.fleet, spawned.place, spawned.machine_host), []).append(row)
+                groups.setdefault((row.fleet, spawned.place, host_of(spawned)), []).append(row)
         found = [
             HostRecord(
                 *key,

@@ -160,6 +160,7 @@ def _add_page(router: APIRouter, context: AppContext) -> None:
                 for event in (await store.events_page(fleet=fleet, limit=EVENTS_ON_PAGE)).rows
             ],
             hand_started=sum(worker.slot is None for worker in workers.rows),
+            places=await store.machine_places(fleet),
         )
         return html(request, page)
 
