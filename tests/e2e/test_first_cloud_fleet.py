@@ -15,6 +15,8 @@ import pytest
 from support.postgres_servers import reachable_temp_dir
 from support.rehearsed_page import FolderHost, blocks
 from support.wheel_folder import write_wheels
+from windlass.config_loader import load_config
+from windlass.wiring.providers import check_worker_start
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 from windlass_emulators.process_host import ProcessHost
@@ -141,3 +143,15 @@ def test_every_command_of_the_hetzner_part_runs(host: FolderHost, tmp_path: Path
 def test_page_has_only_commands_that_a_part_runs() -> None:
     known = sum(len(blocks(PAGE, part)) for part in ("The control plane", "Runpod", "Hetzner"))
     assert PAGE.count("\n```") == 2 * known
+
+
+@pytest.mark.parametrize("part", ["Runpod", "Hetzner"])
+def test_every_configuration_of_the_page_is_valid(part: str, tmp_path: Path) -> None:
+    keys = 'runpod_api_key = "k"\nhetzner_api_token = "k"\n'
+    for number, text in enumerate(text for language, text in blocks(PAGE, part) if language == "toml"):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(f"{keys}{text}")
+        loaded = load_config(file)
+        assert loaded.warnings == ()
+        check_worker_start(loaded.config)
+        assert all(fleet.budget_per_day for fleet in loaded.config.fleets.values())

@@ -47,9 +47,9 @@ def test_creation_returns_actions_that_progress(project: ProjectUnderTest) -> No
     started = project.request("GET", f"/actions/{made['next_actions'][0]['id']}").json["action"]
     assert (started["status"], started["progress"], started["finished"]) == ("running", 50, None)
     project.clock.advance(4)
-    by_id = project.request("GET", f"/actions?id={made['action']['id']}&id={made['next_actions'][0]['id']}").json[
-        "actions"
-    ]
+    listed = project.request("GET", f"/actions?id={made['action']['id']}&id={made['next_actions'][0]['id']}").json
+    assert set(listed) == {"actions"}, "the document has no pages here"
+    by_id = listed["actions"]
     assert [(each["status"], each["progress"]) for each in by_id] == [("success", 100)] * 2
     assert by_id[1]["finished"] == "2030-01-01T00:00:08Z"
 

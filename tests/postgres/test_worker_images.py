@@ -100,9 +100,16 @@ def has_docker() -> bool:
     return subprocess.run(["docker", "info"], capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0
 
 
+# Its base image has several GB.
+CUDA_BUILD = pytest.mark.skipif(
+    "WINDLASS_BUILD_CUDA" not in os.environ, reason="set WINDLASS_BUILD_CUDA=1 to build the CUDA image too"
+)
+
+
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
 @pytest.mark.skipif(not has_docker(), reason="no Docker daemon here: images are built where one runs")
-def test_cpu_image_is_built_and_refuses_to_start_without_join_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=CUDA_BUILD)])
+def test_image_is_built_and_refuses_to_start_without_join_data(kind: str, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     for name in ("src", "deploy"):
@@ -112,9 +119,9 @@ def test_cpu_image_is_built_and_refuses_to_start_without_join_data(tmp_path: Pat
         shutil.copy(REPOSITORY / name, context / name)
     (context / "app").mkdir()
     (context / "app" / "app.py").write_text("def generate(task):\n    return task.payload\n")
-    tag = "windlass-test-worker"
+    tag = f"windlass-test-worker-{kind}"
     subprocess.run(
-        ["docker", "build", "-f", context / "deploy/images/cpu.Dockerfile", "-t", tag, context],
+        ["docker", "build", "-f", context / f"deploy/images/{kind}.Dockerfile", "-t", tag, context],
         timeout=BUILD_TIMEOUT_S, check=True,
     )  # fmt: skip
     done = subprocess.run(["docker", "run", "--rm", tag], capture_output=True, text=True, timeout=60, check=False)

@@ -1,6 +1,7 @@
 """/server_types, /locations, /images, /pricing and /actions: everything that can only be read."""
 
 from collections.abc import Callable
+from operator import itemgetter
 
 from windlass_emulators.hetzner import render
 from windlass_emulators.hetzner.errors import HetznerApiError, not_found
@@ -73,7 +74,9 @@ def list_actions_by_id(project: Project, call: ApiCall) -> Response:
             "API functionality was removed: name the actions by id",
             {"announcement": "https://docs.hetzner.cloud/changelog#2023-07-20-actions-list-endpoint-is-deprecated"},
         )
-    return _list_actions(project, call, [each for each in project.actions.values() if str(each.id) in wanted])
+    found = [render.action(project, each) for each in project.actions.values() if str(each.id) in wanted]
+    # The only list without pages.
+    return json_response(200, {"actions": sorted(found, key=itemgetter("id"))})
 
 
 def get_action(project: Project, call: ApiCall) -> Response:
