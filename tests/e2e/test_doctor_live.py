@@ -1,7 +1,11 @@
 """`windlass doctor --live`: one machine of an emulated cloud is created, joins, runs a task and is deleted."""
 
 import json
+import signal
 import socket
+import sys
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.serve import serving
 
+WAIT_S = 90.0
 STEPS = ("create", "boot", "reach", "join", "task", "delete", "cost")
 
 
@@ -45,6 +50,34 @@ def test_rehearsal_of_one_server_reports_each_step_and_the_cost(tmp_path: Path, 
             assert found["cost"][1] == "EUR 0.00560 at EUR 0.00560 per hour"
             assert emulator.project.servers == {}, "the machine is gone"
             assert emulator.bill()["total_micros"] == 5_600
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's end is Linux's")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_rehearsal_that_is_killed_leaves_no_machine_and_no_leader(
+    tmp_path: Path, dsn: str, number: signal.Signals
+) -> None:
+    # The folder of the child's log, which the killed process leaves behind.
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "TMPDIR": str(tmp_path)})
+    emulator = HetznerEmulator(lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=1, delete_s=0))
+    with serving(emulator) as endpoint, (tmp_path / "doctor.log").open("w") as log:
+        configure(tmp_path, endpoint)
+        doctor = windlass.start("doctor", "--fleet", "crunch", "--live", stdout=log, stderr=log)
+        try:
+            until(lambda: bool(emulator.project.servers), "a server")
+        finally:
+            doctor.send_signal(number)
+            doctor.wait(WAIT_S)
+        (up_log,) = tmp_path.glob("windlass-doctor-*/up.log")
+        until(lambda: '"event": "stopped"' in up_log.read_text(), f"the end of `windlass up`\n{up_log.read_text()}")
+        assert emulator.project.servers == {}, "the server is deleted"
 
 
 def test_rehearsal_says_why_a_machine_cannot_be_created(tmp_path: Path, dsn: str) -> None:

@@ -249,7 +249,13 @@ def _exit_code(task: "asyncio.Task[None]", link: ProcessLink) -> int:
 
 def _die_with(supervisor_pid: int) -> None:
     """End this process when its supervisor ends, even by SIGKILL. Elsewhere than on Linux, its event loop notices."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor_pid:
+    if not signal_at_end_of_parent(supervisor_pid, signal.SIGKILL):
         os._exit(EXIT_DEFECT)
+
+
+def signal_at_end_of_parent(parent_pid: int, number: signal.Signals) -> bool:
+    """Get this signal when the parent process ends, on Linux. A program that replaces this one keeps it. False if the
+    parent has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    return os.getppid() == parent_pid

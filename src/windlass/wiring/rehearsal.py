@@ -164,13 +164,15 @@ def _after(worker: Worker, moment: datetime) -> str:
 async def _orchestrator(
     config: Config, name: str, fleet: FleetConfig
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
-    """A `windlass up` with this fleet only. It is stopped at the end, which deletes the machine."""
+    """A `windlass up` with this fleet only. It is stopped at the end of the context, which deletes the machine, and also
+    when this process ends, whatever ends it."""
     with tempfile.TemporaryDirectory(prefix="windlass-doctor-") as folder:
         file, log = Path(folder) / "windlass.toml", Path(folder) / "up.log"
         # The folder is readable by this user only: the environment of workers may hold secrets.
         file.write_text(f"[fleets.{json.dumps(name)}]\n{_fleet_settings(name, fleet)}")
         with log.open("wb") as stream:
             process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "windlass.wiring.bound_process", str(os.getpid())),
                 *(sys.executable, "-m", "windlass", "up", "--config", str(file)),
                 env=_environment(config),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -206,6 +208,8 @@ def _fleet_settings(name: str, fleet: FleetConfig) -> str:
         "max_workers": 1,
         "policy": "buffered",
         "poll_interval_s": min(fleet.poll_interval_s, 5.0),
+        # The task takes a second, and the machine must be deleted within STOP_TIMEOUT_S.
+        "stop_timeout_s": min(fleet.stop_timeout_s, 60.0),
     }
     for setting in ("exec", "engine", "ray", "is_inline", "idle_buffer"):
         given.pop(setting, None)
