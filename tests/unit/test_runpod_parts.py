@@ -59,6 +59,10 @@ def response(status: int, detail: object = "detail", **headers: str) -> httpx.Re
             ErrorKind.NO_CAPACITY,
         ),
         (400, "gpu.count must be at most 8", ErrorKind.REFUSED),
+        (400, "Your account balance is too low to deploy a pod", ErrorKind.LIMIT),
+        (400, "Insufficient funds: add funds to your account", ErrorKind.LIMIT),
+        (400, "You have reached your spending limit of $80 per hour", ErrorKind.LIMIT),
+        (400, "the pod is locked: unlock it first", ErrorKind.PROTECTED),
         (400, "network volume 'x' not found", ErrorKind.REFUSED),
         (400, "data center 'EU-XX-1' not found", ErrorKind.REFUSED),
         (401, "no", ErrorKind.DENIED),
@@ -85,6 +89,8 @@ def test_each_response_maps_to_one_error_kind(status: int, detail: str, kind: Er
 def test_response_of_a_proxy_is_classified_by_status() -> None:
     assert str(response_error(httpx.Response(502, content=b"<html>"))) == "Bad Gateway (502)"
     assert response_error(httpx.Response(403, content=b"[1]")).kind is ErrorKind.FORBIDDEN
+    upgrade = response(400, "unlock this GPU type by a first payment")
+    assert response_error(upgrade, is_creation=True).kind is ErrorKind.REFUSED
     assert len(str(response_error(response(400, "x" * 5000)))) < MAX_MESSAGE + 10
 
 

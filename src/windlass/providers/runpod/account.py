@@ -112,7 +112,7 @@ class RunpodAccount:
         except Exception as error:
             raise transport_error(error) from error
         if not response.is_success:
-            raise response_error(response)
+            raise response_error(response, is_creation=(method, path) == ("POST", "/pods"))
         return response
 
     def _open_client(self) -> httpx.AsyncClient:

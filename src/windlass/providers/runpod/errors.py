@@ -25,12 +25,18 @@ _NO_CAPACITY = re.compile(
     r"currently (?:unavailable|no)|is unavailable in|does not have the resources",
     re.IGNORECASE,
 )
+# Documented as 402, but money is also named in answers of status 400.
+_NO_FUNDS = re.compile(
+    r"\bbalance (?:is )?too low|\b(?:insufficient|not enough|low|negative) (?:account )?(?:funds|balance|credits?)\b|"
+    r"\bspend(?:ing)? limit\b|\badd (?:more )?(?:funds|credits?)\b",
+    re.IGNORECASE,
+)
 # A person locked the pod. It refuses to be stopped or deleted, and is billed, until a person unlocks it.
 _LOCKED = re.compile(r"\bpod is locked\b|\blocked pod\b|\bunlock\b", re.IGNORECASE)
 
 
-def response_error(response: httpx.Response) -> VendorError:
-    """Classify a response that is not a success."""
+def response_error(response: httpx.Response, *, is_creation: bool = False) -> VendorError:
+    """Classify a response that is not a success. `is_creation`: of a pod, which cannot be locked yet."""
     try:
         # RFC 9457: the detail, and each violation if there are any.
         body = response.json()
@@ -38,8 +44,10 @@ def response_error(response: httpx.Response) -> VendorError:
     except (ValueError, KeyError, TypeError, AttributeError):
         message = shorten(response.reason_phrase or "no reason given")
     kind = _BY_STATUS.get(response.status_code, ErrorKind.LOST)
-    if kind in (ErrorKind.BUSY, ErrorKind.REFUSED) and _LOCKED.search(message):
+    if kind in (ErrorKind.BUSY, ErrorKind.REFUSED) and not is_creation and _LOCKED.search(message):
         kind = ErrorKind.PROTECTED
+    if kind is ErrorKind.REFUSED and _NO_FUNDS.search(message):
+        kind = ErrorKind.LIMIT
     if kind is ErrorKind.REFUSED and _NO_CAPACITY.search(message):
         kind = ErrorKind.NO_CAPACITY
     retry_after = response.headers.get("Retry-After", "")
