@@ -164,8 +164,9 @@ def _after(worker: Worker, moment: datetime) -> str:
 async def _orchestrator(
     config: Config, name: str, fleet: FleetConfig
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Path]]:
-    """A `windlass up` with this fleet only. It is stopped at the end of the context, which deletes the machine, and also
-    when this process ends, whatever ends it."""
+    """A `windlass up` with this fleet only. Stopping it deletes the machine.
+
+    It is stopped at the end of the context, and when this process ends, whatever ends it."""
     with tempfile.TemporaryDirectory(prefix="windlass-doctor-") as folder:
         file, log = Path(folder) / "windlass.toml", Path(folder) / "up.log"
         # The folder is readable by this user only: the environment of workers may hold secrets.

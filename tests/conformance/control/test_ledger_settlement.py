@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from support.control_actions import (
+    FLEET,
     PARTS,
     RETENTION,
     ControlStores,
     Leader,
     VirtualClock,
     do,
+    intent,
     reported,
 )
 from support.stores import PostgresStores
@@ -178,6 +180,29 @@ async def test_hosts_count_lost_machines_and_failed_checks(
     assert (place.lost, place.loss_rate, place.failed_checks) == (1, 0.25, 2)
     assert await store.machine_places("other") == []
     assert (await ann.observe()).avoided_hosts == ("198.51.100.7",)
+
+
+async def test_failed_checks_of_a_host_are_forgotten_with_the_image_and_by_a_restart(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    wide = FLEET.model_copy(update={"max_workers": 5})
+
+    async def fail_check(slot: int, code: str, host: str) -> None:
+        await ann.observe(wide)
+        await ann.commit(intents=(replace(intent(f"w{slot}", slot), fingerprint="bad image"),))
+        place = Machine(f"m{slot}", f"w{slot}", MachineState.RUNNING, place="EU-RO-1", host=host)
+        await ann.report(Created(f"w{slot}", place))
+        await ann.commit(Fail(f"w{slot}", code, "because"))
+        clock.advance(1)
+
+    for slot, code in enumerate(("SSH_UNREACHABLE", "DISK_FULL", "GPU_NOT_DETECTED", "STORAGE_NOT_MOUNTED")):
+        await fail_check(slot, code, "198.51.100.7" if slot < 2 else "198.51.100.8")
+    assert (await ann.observe(wide)).avoided_hosts == ("198.51.100.7", "198.51.100.8")
+    await ann.commit(intents=(replace(intent("w4", 4), fingerprint="good image"),))
+    assert (await ann.observe(wide)).avoided_hosts == ("198.51.100.8",), "the image may have had no SSH server"
+    clock.advance(1)
+    await store.restart_slots("f")
+    assert (await ann.observe(wide)).avoided_hosts == ()
 
 
 async def test_spread_costs_of_tasks_add_up_to_the_bill(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from typing import Any
 
@@ -55,6 +55,8 @@ FLEET_REFUSALS = frozenset({"LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CA
 FAILURES = ("TASK_ERROR", "TASK_FAILED")
 # Codes of checks that depend on the host of a machine.
 HOST_CHECKS = frozenset({"GPU_NOT_DETECTED", "STORAGE_NOT_MOUNTED", "DISK_FULL", "SSH_UNREACHABLE"})
+# Those for which an image may be at fault too.
+IMAGE_CHECKS = frozenset({"DISK_FULL", "SSH_UNREACHABLE"})
 
 
 def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
@@ -90,7 +92,7 @@ def observe(tables: Tables, fleet: FleetRow, config: FleetConfig) -> Snapshot:
         last_failure=_last_failure(spawned),
         storage=_storage(workers),
         failure_streaks=_failure_streaks(tasks, tables.event_log, workers, config),
-        avoided_hosts=_avoided_hosts(spawned, now),
+        avoided_hosts=_avoided_hosts(spawned, now, fleet.reset_at),
         orphaned=_orphaned(tasks, tables.workers, fleet.name, config.queues),
         is_paused=fleet.is_paused,
         boots=_boots([(w.activated_at - w.created_at).total_seconds() for w in spawned[-MAX_BOOTS:] if w.activated_at]),
@@ -265,13 +267,15 @@ def _last_failure(spawned: Sequence[MemoryWorker]) -> RecentFailure | None:
     return RecentFailure(worker.id, worker.code or "", worker.reason or "", at)
 
 
-def _avoided_hosts(spawned: Sequence[MemoryWorker], now: datetime) -> tuple[str, ...]:
+def _avoided_hosts(spawned: Sequence[MemoryWorker], now: datetime, reset_at: datetime | None) -> tuple[str, ...]:
+    since = max(now - timedelta(days=1), reset_at or datetime.min.replace(tzinfo=UTC))
     failed = Counter(
         worker.spawned.machine_host
         for worker in spawned
         if worker.spawned.failed_at is not None
-        and worker.spawned.failed_at > now - timedelta(days=1)
+        and worker.spawned.failed_at > since
         and worker.code in HOST_CHECKS
+        and (worker.code not in IMAGE_CHECKS or worker.spawned.fingerprint == spawned[-1].spawned.fingerprint)
     )
     return tuple(sorted(host for host, count in failed.items() if host is not None and count >= 2))
 

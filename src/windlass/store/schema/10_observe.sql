@@ -191,10 +191,18 @@ begin
         'has_due_rows', exists (select from windlass.deferred_rows d where d.retry_at <= v_now),
         'storage', windlass_internal.observe_storage(p_fleet),
         'avoided_hosts', array(
-          -- Index workers_failed. Codes of checks that depend on the host, not on the image.
+          -- Index workers_failed. Codes of checks that depend on the host. An image may be at fault for the last two:
+          -- they count only for the code and settings of the newest worker. `windlass restart` clears all.
           select w.machine_host from windlass.workers w
-          where w.fleet = p_fleet and w.failed_at > v_now - interval '1 day' and w.machine_host is not null
-            and w.code in ('GPU_NOT_DETECTED', 'STORAGE_NOT_MOUNTED', 'DISK_FULL', 'SSH_UNREACHABLE')
+          where w.fleet = p_fleet and w.machine_host is not null
+            and w.failed_at > greatest(v_now - interval '1 day', f.reset_at)
+            and (
+              w.code in ('GPU_NOT_DETECTED', 'STORAGE_NOT_MOUNTED')
+              or w.code in ('DISK_FULL', 'SSH_UNREACHABLE') and w.fingerprint is not distinct from (
+                select l.fingerprint from windlass.workers l where l.fleet = p_fleet and l.slot is not null
+                order by l.created_at desc, l.id collate "C" desc limit 1
+              )
+            )
           group by w.machine_host having count(*) >= 2
           order by w.machine_host collate "C" limit 1000
         ),
