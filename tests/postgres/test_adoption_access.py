@@ -18,6 +18,7 @@ from windlass.store import adoption
 from windlass.store.adoption_checks import check_table
 from windlass.store.adoption_script import apply_script
 from windlass.store.export_sql import ROLES
+from windlass.store.migrate import migrate
 
 # A table of a Supabase project: users see and insert their own rows.
 SUPABASE_TABLE = """
@@ -163,6 +164,48 @@ async def test_each_function_runs_as_the_owner_of_what_it_writes(
     assert await connection.fetchval("select state from app.renders") == "done"
     assert await adoption.remove(dsn, "renders") == 0
     assert not await connection.fetchval("select has_schema_privilege('shop_owner', 'windlass_adopt', 'usage')")
+
+
+@pytest.mark.parametrize("is_superuser", [True, False])
+async def test_adopted_table_works_after_roles_are_created(empty_dsn: str, is_superuser: bool) -> None:
+    dsn = empty_dsn
+    if not is_superuser:
+        # As `postgres` of Supabase: it owns the database and all tables, and may create roles.
+        async with connected(empty_dsn) as superuser:
+            await create_role(superuser, "project_owner", "login createrole")
+            await create_role(superuser, "windlass_owner", "nologin")
+            await superuser.execute("grant windlass_owner to project_owner with admin option")
+            await superuser.execute(
+                f"alter database {urlsplit(empty_dsn).path[1:]} owner to project_owner;"
+                "alter schema public owner to project_owner"
+            )
+        dsn = dsn_of(empty_dsn, "project_owner")
+    await migrate(dsn)
+    async with adopted_renders(dsn) as renders:
+        keys = [await renders.add() for _ in range(3)]
+        for _ in range(2):
+            await renders.sql.execute(ROLES)
+        assert not [finding for finding in await check_table(dsn, "renders", RENDERS_CONFIG) if finding.is_error]
+        keys.append(await renders.add())
+        claims = await renders.claim(3)
+        assert await renders.complete(claims[0])
+        async with connected(dsn) as owner, owner.transaction():
+            await owner.execute("select from public.renders where id = $1 for update", keys[1])
+            assert await renders.complete(claims[1])
+        assert await renders.state(keys[1]) == "working"
+        await adoption.apply(dsn, "renders", RENDERS_CONFIG)
+        assert await renders.settle() == 1
+        assert await renders.complete(claims[2])
+        assert [await renders.state(key) for key in keys] == ["done", "done", "done", "waiting"]
+        await renders.sql.execute("alter table public.renders disable trigger user")
+        await renders.set(keys[3], state="stopped")
+        await renders.sql.execute("alter table public.renders enable trigger user")
+        assert await adoption.repair(dsn, "renders") == 1
+        (compared,) = await adoption.compare(dsn, {"renders": RENDERS_CONFIG}) or []
+        assert (compared.differences, compared.deferred, compared.is_outdated) == ({}, 0, False)
+        await adoption.remove(dsn, "renders")
+        functions = "select count(*) from pg_proc where pronamespace = 'windlass_adopt'::regnamespace"
+        assert await renders.sql.fetchval(functions) == 0
 
 
 # Casts of the table's owner, which record the user they run as.

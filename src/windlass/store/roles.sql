@@ -14,6 +14,7 @@ begin;
 do $$
 declare
   v_name text;
+  v_function record;
 begin
   if to_regprocedure('windlass_internal.apply_roles()') is null then
     raise exception 'this database has no windlass schema: apply `windlass db sql` or `windlass db migrate` first';
@@ -51,6 +52,36 @@ begin
     where f.pronamespace in ('windlass'::regnamespace, 'windlass_internal'::regnamespace)
   loop
     execute v_name;
+  end loop;
+
+  -- Adopted tables (adoption_template.sql). These functions write Windlass's tables, and the table's owner calls one of
+  -- them; the others write the adopted table, belong to its owner, and Windlass calls them.
+  for v_function in
+    select f.oid::regprocedure::text as signature, o.rolname as owner,
+      row_changed.proowner::regrole::text as table_owner, s.suffix, s.is_ours,
+      has_function_privilege('windlass_owner', f.oid, 'execute') as is_granted
+    from windlass.adoptions a
+    cross join (
+      values ('report', true), ('task_changed', true), ('write', false), ('rows', false), ('next', false), ('active', false)
+    ) as s (suffix, is_ours)
+    join pg_proc f on f.pronamespace = to_regnamespace('windlass_adopt') and f.proname = a.name || '_' || s.suffix
+    join pg_roles o on o.oid = f.proowner
+    join pg_proc row_changed
+      on row_changed.pronamespace = f.pronamespace and row_changed.proname = a.name || '_row_changed'
+  loop
+    if v_function.is_ours then
+      execute format('alter function %s owner to windlass_owner', v_function.signature);
+      if v_function.suffix = 'report' then
+        execute format('grant usage on schema windlass_adopt to %s', v_function.table_owner);
+        execute format('grant execute on function %s to %s', v_function.signature, v_function.table_owner);
+      end if;
+    elsif not v_function.is_granted then
+      if not pg_has_role(v_function.owner, 'usage') then
+        raise exception 'an adopted table belongs to %, and this user may not act as it: grant % to this user first',
+          v_function.owner, v_function.owner;
+      end if;
+      execute format('grant execute on function %s to windlass_owner', v_function.signature);
+    end if;
   end loop;
 end
 $$;
