@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,20 @@ from support.postgres_servers import PORT, SystemPostgres, reachable_temp_dir, u
 from support.stores import PostgresStores
 from support.worker_harness import until
 from windlass.model.task import TaskStatus, new_task
+from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.migrate import migrate
 from windlass.wiring.stores import postgres_programs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "backup.md").read_text()
 TIMEOUT_S = 120.0
+ADOPT_TOML = """
+[adopt.tasks]
+columns = { status = "status" }
+"""
+ADOPTED_TABLE = """
+create table public.tasks (id bigint generated always as identity primary key, status text not null);
+insert into public.tasks (status) values ('Queued'), ('Queued');
+"""
 HANDLER = """
 import time
 from pathlib import Path
@@ -42,8 +51,14 @@ def blocks(heading: str, language: str = "sh( server)?") -> list[str]:
 
 
 def test_page_has_the_commands_of_every_section() -> None:
-    headings = ("Back up", "Restore", "Move from the embedded database to a server", "Failover to a standby")
-    assert [len(blocks(heading)) for heading in headings] == [1, 2, 1, 3]
+    counts_of_blocks = {
+        "Back up": 1,
+        "Restore": 4,
+        "Adopted tables": 2,
+        "Move from the embedded database to a server": 1,
+        "Failover to a standby": 3,
+    }
+    assert {heading: len(blocks(heading)) for heading in counts_of_blocks} == counts_of_blocks
 
 
 @pytest.fixture
@@ -60,8 +75,8 @@ def programs(tmp_path: Path) -> Iterator[Path]:
         yield copy / "bin"
 
 
-@pytest.fixture
-def server(programs: Path) -> Iterator[SystemPostgres]:
+@contextmanager
+def new_server(programs: Path) -> Iterator[SystemPostgres]:
     with reachable_temp_dir() as folder:
         postgres = SystemPostgres(programs, folder)
         postgres.start()
@@ -69,6 +84,19 @@ def server(programs: Path) -> Iterator[SystemPostgres]:
             yield postgres
         finally:
             postgres.stop(signal.SIGQUIT)
+
+
+@pytest.fixture
+def server(programs: Path) -> Iterator[SystemPostgres]:
+    with new_server(programs) as postgres:
+        yield postgres
+
+
+@pytest.fixture
+def other_server(programs: Path) -> Iterator[SystemPostgres]:
+    """Without the roles of the first."""
+    with new_server(programs) as postgres:
+        yield postgres
 
 
 async def create_database(server: SystemPostgres, name: str) -> str:
@@ -125,6 +153,22 @@ async def counts(dsn: str) -> dict[str, int]:
         await connection.close()
 
 
+async def execute(dsn: str, sql: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    try:
+        await connection.execute(sql)
+    finally:
+        await connection.close()
+
+
+async def fetch_value(dsn: str, query: str, *arguments: Any) -> Any:
+    connection = await asyncpg.connect(dsn)
+    try:
+        return await connection.fetchval(query, *arguments)
+    finally:
+        await connection.close()
+
+
 async def test_backup_is_taken_while_tasks_run_and_restored(
     server: SystemPostgres, programs: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +201,34 @@ async def test_backup_is_taken_while_tasks_run_and_restored(
         await until(are_complete, "all tasks of the backup", TIMEOUT_S)
 
 
+async def test_adopted_table_and_roles_are_restored_on_another_server(
+    server: SystemPostgres, other_server: SystemPostgres, programs: Path, tmp_path: Path
+) -> None:
+    dsn = await create_database(server, "app")
+    (tmp_path / "windlass.toml").write_text(ADOPT_TOML)
+    await execute(dsn, ADOPTED_TABLE)
+    await run_block(
+        "windlass db migrate; windlass db adopt tasks --apply --backfill; windlass db roles; windlass db adopt tasks --apply",
+        tmp_path, programs, DATABASE_URL=dsn,
+    )  # fmt: skip
+    await execute(dsn, "create role shop login in role windlass_producer")
+    (backup,) = blocks("Back up")
+    await run_block(backup, tmp_path, programs, DATABASE_URL=dsn)
+    await execute(dsn, "insert into public.tasks (status) values ('Queued')")
+    dump_table, restore_table = blocks("Adopted tables")
+    await run_block(dump_table, tmp_path, programs, DATABASE_URL=dsn)
+
+    restored = await create_database(other_server, "restored")
+    for commands in blocks("Restore"):
+        await run_block(commands, tmp_path, programs, RESTORED_URL=restored)
+    assert "rows and tasks agree" in await run_block(restore_table, tmp_path, programs, RESTORED_URL=restored)
+    await execute(restored, "insert into public.tasks (status) values ('Queued')")
+    assert await counts(restored) == {"queued": 4}
+    public = "select count(*) from information_schema.routine_privileges where grantee = 'PUBLIC' and routine_schema = $1"
+    for schema in ("windlass", "windlass_adopt"):
+        assert await fetch_value(restored, public, schema) == await fetch_value(dsn, public, schema)
+
+
 async def test_embedded_database_moves_to_a_server(
     server: SystemPostgres, programs: Path, tmp_path: Path, reachable_path: Path
 ) -> None:
@@ -164,14 +236,20 @@ async def test_embedded_database_moves_to_a_server(
     await run_block(
         "windlass db migrate; for n in 1 2 3; do windlass enqueue q null; done", tmp_path, programs, **variables
     )
+    (tmp_path / "windlass.toml").write_text(ADOPT_TOML)
+    with EmbeddedPostgres(reachable_path / "state") as embedded:
+        await execute(embedded.dsn, ADOPTED_TABLE)
+        await run_block("windlass db adopt tasks --apply --backfill", tmp_path, programs, **variables)
     target = await create_database(server, "moved")
     (commands,) = blocks("Move from the embedded database to a server")
     await run_block(commands, tmp_path, programs, SERVER_URL=target, **variables)
-    assert await counts(target) == {"queued": 3}
+    assert await counts(target) == {"queued": 5}
+    assert "rows and tasks agree" in await run_block("windlass doctor", tmp_path, programs, DATABASE_URL=target)
+    await execute(target, "delete from public.tasks")
     async with worker(target, tmp_path):
 
         async def are_complete() -> bool:
-            return await counts(target) == {"complete": 3}
+            return await counts(target) == {"complete": 3, "failed": 2}
 
         await until(are_complete, "the moved tasks", TIMEOUT_S)
 
@@ -222,17 +300,9 @@ async def test_workers_follow_a_failover_with_tasks_under_way(
                     return await counts(variables["STANDBY_URL"]) == {"complete": 11}
 
                 await until(are_complete, f"all tasks\n{(tmp_path / 'worker.log').read_text()[-3000:]}", TIMEOUT_S)
-            attempts: Any = await _attempts(variables["STANDBY_URL"], slow)
-            assert attempts == 1, "the running task finished on the worker that had it"
+            attempts = "select attempts from windlass.tasks where id = $1"
+            assert await fetch_value(variables["STANDBY_URL"], attempts, slow) == 1, "the running task finished on the worker that had it"
         finally:
             stop = 'pg_ctl --pgdata="$STANDBY_DATA" --mode=immediate stop'
             await run_block(stop, folder, programs, user=user, **variables)
             server.start()
-
-
-async def _attempts(dsn: str, task_id: int) -> Any:
-    connection = await asyncpg.connect(dsn)
-    try:
-        return await connection.fetchval("select attempts from windlass.tasks where id = $1", task_id)
-    finally:
-        await connection.close()
