@@ -100,6 +100,8 @@ async def rollout_report(store: OperationStore, name: str) -> RolloutReport:
     rollout = fleet.rollout
     if rollout is not None:
         because = f": {rollout.reason}" if rollout.reason else ""
+        if rollout.changes:
+            because += f"; changed: {', '.join(rollout.changes)}"
         parts.append(f"rollout of {rollout.target} {rollout.status.replace('_', ' ')}{because}")
     return RolloutReport(
         outcome=OperationOutcome.DONE,

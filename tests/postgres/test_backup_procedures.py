@@ -208,7 +208,7 @@ async def test_adopted_table_and_roles_are_restored_on_another_server(
     (tmp_path / "windlass.toml").write_text(ADOPT_TOML)
     await execute(dsn, ADOPTED_TABLE)
     await run_block(
-        "windlass db migrate; windlass db adopt tasks --apply --backfill; windlass db roles; windlass db adopt tasks --apply",
+        "windlass db migrate; windlass db adopt tasks --apply --backfill; windlass db roles",
         tmp_path, programs, DATABASE_URL=dsn,
     )  # fmt: skip
     await execute(dsn, "create role shop login in role windlass_producer")
@@ -224,7 +224,9 @@ async def test_adopted_table_and_roles_are_restored_on_another_server(
     assert "rows and tasks agree" in await run_block(restore_table, tmp_path, programs, RESTORED_URL=restored)
     await execute(restored, "insert into public.tasks (status) values ('Queued')")
     assert await counts(restored) == {"queued": 4}
-    public = "select count(*) from information_schema.routine_privileges where grantee = 'PUBLIC' and routine_schema = $1"
+    public = (
+        "select count(*) from information_schema.routine_privileges where grantee = 'PUBLIC' and routine_schema = $1"
+    )
     for schema in ("windlass", "windlass_adopt"):
         assert await fetch_value(restored, public, schema) == await fetch_value(dsn, public, schema)
 
@@ -301,7 +303,9 @@ async def test_workers_follow_a_failover_with_tasks_under_way(
 
                 await until(are_complete, f"all tasks\n{(tmp_path / 'worker.log').read_text()[-3000:]}", TIMEOUT_S)
             attempts = "select attempts from windlass.tasks where id = $1"
-            assert await fetch_value(variables["STANDBY_URL"], attempts, slow) == 1, "the running task finished on the worker that had it"
+            assert await fetch_value(variables["STANDBY_URL"], attempts, slow) == 1, (
+                "the running task finished on the worker that had it"
+            )
         finally:
             stop = 'pg_ctl --pgdata="$STANDBY_DATA" --mode=immediate stop'
             await run_block(stop, folder, programs, user=user, **variables)

@@ -24,10 +24,10 @@ PRICE = 6_000
 
 def rollout_simulation(
     *, unit_s: int = 1, lasts_s: float = 1800.0, deploy_at_s: float = 300.0, surge: int = 0, max_unavailable: int = 0,
-    tasks: int = 200, on: type[Simulation] = Simulation, **config: Any,
+    tasks: int = 200, arrivals: tuple[tuple[float, int], ...] = (), on: type[Simulation] = Simulation, **config: Any,
 ) -> Simulation:  # fmt: skip
     """One fleet of four workers and up to six, with a steady stream of tasks. Version "a" is deployed over by "b"."""
-    arrivals = tuple((10.0 * number, 2) for number in range(1, tasks))
+    arrivals = arrivals or tuple((10.0 * number, 2) for number in range(1, tasks))
     settings = {"min_workers": 4, "max_workers": 6, "poll_interval_s": 10.0} | config
     fleet = FleetScenario(
         config=fleet_config(**settings),
@@ -125,6 +125,50 @@ def test_bad_version_is_rolled_back_and_old_workers_stay(faults: WorkerFaults) -
     simulation.run()
     assert min(active) >= 4
     assert simulation.store.tables.fleets["red"].planner_state.hold is None
+
+
+def idle_after_rollback(*, restores_settings: bool) -> tuple[Simulation, list[int]]:
+    """A bad version, then two hours without a task, then tasks again. min_workers is 0."""
+    # Enough for more than one worker.
+    times = (*range(10, 1200, 10), *range(9000, 9600, 10))
+    simulation = rollout_simulation(
+        arrivals=tuple((float(at), 3) for at in times),
+        lasts_s=3 * HOUR_S,
+        min_workers=0,
+        idle_timeout_s=60.0,
+        scale_down_grace_s=30.0,
+    )
+    simulation.restores_settings = restores_settings
+    simulation.version_faults["b"] = WorkerFaults(fails_tasks=True)
+    return simulation, watch_active(simulation, 1.5 * HOUR_S, 2.4 * HOUR_S, 60.0)
+
+
+def test_fleet_that_cannot_restore_settings_keeps_idle_old_workers() -> None:
+    simulation, active = idle_after_rollback(restores_settings=False)
+    simulation.run()
+    assert min(active) >= 1, "they could not be spawned again"
+
+
+def test_fleet_that_restores_settings_spawns_the_former_version() -> None:
+    simulation, active = idle_after_rollback(restores_settings=True)
+    before = simulation.on_ready
+
+    async def look() -> None:
+        rollout, state = rollout_of(simulation), simulation.store.tables.fleets["red"].planner_state
+        assert rollout.status is RolloutStatus.ROLLED_BACK
+        assert rollout.ended_at is not None
+        assert (rollout.changes, state.fingerprint, state.hold) == (("image",), "a", None)
+        for fingerprint, is_spawned in (("a", True), ("b", False)):
+            later = [row for row in workers_of(simulation, fingerprint) if row.created_at > rollout.ended_at]
+            assert bool(later) is is_spawned
+
+    def on_ready(ready: Simulation) -> None:
+        before(ready)
+        ready.schedule(2.7 * HOUR_S, look)
+
+    simulation.on_ready = on_ready
+    simulation.run()
+    assert min(active) == 0, "idle workers drain as ever"
 
 
 def test_billed_hours_are_used_up_before_old_machines_go() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.model.fleet import FleetConfig
+from windlass.model.rollout import WorkingVersion, changed_settings
 from windlass.wiring import fingerprint as module
 from windlass.wiring.fingerprint import FingerprintReader, code_files
 
@@ -191,3 +192,71 @@ def test_deleted_files_are_forgotten(app: Path) -> None:
         extra.unlink()
     reader.compute(local(app))
     assert sorted(Path(path).name for path in reader._files) == ["app.py", "helper.py"]
+
+
+POD = FleetConfig(
+    provider="runpod",
+    handler="a:b",
+    auto_start_worker=True,
+    env={"KEY": "k"},
+    runpod={"image": "x:1", "env": {"A": "1"}, "ssh": {"checks": ["true"]}},
+    bootstrap={"requirements": ["app==1"]},
+)
+SERVER = FleetConfig(provider="hetzner", handler="a:b", bootstrap={"setup": ["true"]}, hetzner={"image": "debian-12"})
+
+
+def working_version(reader: FingerprintReader, fleet: FleetConfig) -> WorkingVersion:
+    found = reader.compute(fleet)
+    text = reader.describe(found)
+    assert text is not None
+    return WorkingVersion(found, text)
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        (POD, {"runpod": POD.runpod.model_copy(update={"image": "x:2"}), "handler": "c:d", "queues": ("z",)}),
+        (POD, {"auto_start_worker": True, "bootstrap": POD.bootstrap.model_copy(update={"requirements": ("app==2",)})}),
+        (SERVER, {"bootstrap": SERVER.bootstrap.model_copy(update={"setup": ("false",)}), "concurrency": 4}),
+        (SERVER.model_copy(update={"chdir": Path("/srv/app-14")}), {"chdir": Path("/srv/app-15")}),
+        (SERVER, {"chdir": Path("/srv/app-15")}),
+        (SERVER, {"hetzner": SERVER.hetzner.model_copy(update={"image": "debian-13"})}),
+    ],
+)
+def test_settings_of_a_rented_fleet_are_restored(before: FleetConfig, change: dict[str, Any]) -> None:
+    reader = FingerprintReader("red", "db-1", "1.0")
+    working = working_version(reader, before)
+    now = before.model_copy(update={**change, "max_workers": 17})
+    assert reader.compute(now) != working.fingerprint
+    former = reader.restore(now, working)
+    assert former == before.model_copy(update={"max_workers": 17})
+    assert "KEY" not in working.settings
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        pytest.param({"env": {"KEY": "other"}}, "1.0", id="env differs"),
+        pytest.param({"provider": "hetzner"}, "1.0", id="provider differs"),
+        pytest.param({"handler": "c:d"}, "1.1", id="Windlass differs"),
+    ],
+)
+def test_version_is_restored_exactly_or_not_at_all(change: dict[str, Any], version: str) -> None:
+    working = working_version(FingerprintReader("red", "db-1", "1.0"), POD)
+    assert FingerprintReader("red", "db-1", version).restore(POD.model_copy(update=change), working) is None
+
+
+def test_masked_settings_are_not_restored() -> None:
+    reader = FingerprintReader("red", "db-1", "1.0")
+    working = working_version(reader, POD)
+    masked = WorkingVersion(working.fingerprint, working.settings.replace("app==1", "********"))
+    assert reader.restore(POD, masked) is None
+
+
+def test_code_of_this_host_is_not_restored(app: Path) -> None:
+    reader = FingerprintReader("red", "db-1", "1.0")
+    working = working_version(reader, local(app))
+    (app / "app.py").write_text("CHANGED = True\n")
+    after = working_version(reader, local(app))
+    assert changed_settings(working.settings, after.settings) == ("code",)
+    assert reader.restore(local(app), working) is None

@@ -25,7 +25,7 @@ from support.strategies import Scenario, scenarios
 from windlass.model.action import Delete, Drain, Fail, Plan, RaiseAlert, RecordEvent, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import ProviderTraits
-from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus
+from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus, WorkingVersion
 from windlass.model.snapshot import FailureRateState, FailureStreak, ProviderRefusal, Snapshot, WorkerView
 from windlass.policy.plan import plan
 from windlass.policy.planning_context import build_context
@@ -240,6 +240,36 @@ def test_rejected_version_spawns_nothing_until_it_changes() -> None:
     assert not of_kind(held.actions, Spawn)
     fixed = plan(replace(seen(*FOUR_OLD[:2], queued=50, rollout=state), fingerprint="fixed"), FOUR)
     assert of_kind(fixed.actions, Spawn)
+
+
+@pytest.mark.parametrize("policy", ["threshold", "buffered", "adaptive"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_rejected_version_keeps_workers_that_cannot_be_spawned(policy: str, restored: bool) -> None:
+    config = fleet(policy=policy, min_workers=0, max_workers=4, heartbeat_interval_s=5)
+    state = rollout(status=RolloutStatus.ROLLED_BACK, started_at=ago(600), ended_at=ago(500), reason="it crashes")
+    idle = seen(*(old(number, created=4000) for number in range(4)), rollout=state)
+    planner_state = idle.planner_state
+    health = replace(planner_state.health, idle_since={f"w{number}": ago(400) for number in range(4)})
+    scaling = replace(planner_state.scaling, over_capacity_since=ago(400))
+    idle = replace(idle, planner_state=replace(planner_state, health=health, scaling=scaling))
+    if restored:
+        idle = replace(idle, fingerprint="old", rejected="new")
+    planned = plan(idle, config)
+    assert bool(drained(planned)) is restored
+    assert (planned.hold is None) is restored
+    assert [alert.code for alert in of_kind(planned.actions, RaiseAlert)] == ["VERSION_REJECTED"]
+
+
+def test_rollback_names_the_settings_that_changed() -> None:
+    working = WorkingVersion("old", '{"handler": "a:b", "runpod": {"image": "x:1"}, "env": "1"}')
+    asked = seen(*FOUR_OLD, deploy=DeployRequest(1))
+    asked = replace(asked, version_settings='{"handler": "a:b", "runpod": {"image": "x:2"}, "code": "2", "env": "1"}')
+    asked = replace(asked, planner_state=replace(asked.planner_state, working=working))
+    begun = rollout_of(plan(asked, FOUR))
+    assert begun.changes == ("code", "runpod.image")
+    rejected = replace(begun, status=RolloutStatus.ROLLED_BACK, ended_at=ago(1), reason="it crashes")
+    planned = plan(seen(*FOUR_OLD, rollout=rejected), FOUR)
+    assert only(planned, RaiseAlert).reason == "version new was rolled back: it crashes; changed: code, runpod.image"
 
 
 @pytest.mark.parametrize("by", ["deploy", "restart"])

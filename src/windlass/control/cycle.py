@@ -67,9 +67,11 @@ class FleetCycle:
         deployment: Deployment | None = None,
     ) -> None:
         self.name = name
+        # What cycles run with: as configured, or settings of a former version (deployment.py).
         self._config = config
         self._store = store
         self._provider = provider
+        self._configured = config, provider
         self._candidate = candidate
         self._rng = rng
         self._call_timeout_s = call_timeout_s
@@ -173,7 +175,9 @@ class FleetCycle:
         volume, volume_problem = await self._read_volume(seen.planner_state, list_timeout_s)
         if volume is not None and volume.price_micros_per_hour is not None:
             await self._store.record_volume(self.name, volume)
-        seen = await self._deployment.add_version(seen, self._config, self._wake.set)
+        seen, config = await self._deployment.add_version(seen, self._configured[0], self._wake.set)
+        if not self._run_with(config):
+            seen = replace(seen, fingerprint=seen.rejected, version_settings=None, rejected=None)
         cadence = replace(seen.planner_state.cadence, gaps_s=())
         traits = self._provider.traits
         # A machine may appear this long after its intent: a creation starts while the lease is valid, then runs up to
@@ -280,7 +284,7 @@ class FleetCycle:
     @property
     def config(self) -> FleetConfig:
         """The configuration of the next cycle."""
-        return self._config if self._reload is None else self._reload[0]
+        return self._configured[0] if self._reload is None else self._reload[0]
 
     def reconfigure(self, config: FleetConfig, provider: Provider) -> None:
         """Use these from the next cycle on. A running cycle, its calls and running workers keep the old ones."""
@@ -316,6 +320,7 @@ class FleetCycle:
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Close all providers. Machines keep running."""
         self._apply_reload()
+        self._run_with(self._configured[0])
         for provider in (*self._replaced, self._provider):
             self._start_closing(provider)
         _, late = await asyncio.wait(self._closing, timeout=timeout_s)
@@ -325,9 +330,31 @@ class FleetCycle:
 
     def _apply_reload(self) -> None:
         if self._reload is not None:
+            self._run_with(self._configured[0])
             self._replaced.append(self._provider)
-            (self._config, self._provider), self._reload = self._reload, None
-            self._executor.replace_provider(self._provider)
+            self._configured, self._reload = self._reload, None
+            self._use(*self._configured)
+
+    def _run_with(self, config: FleetConfig) -> bool:
+        """Use these settings from now on: as configured, or of a former version. False if that has no provider now."""
+        if config == self._config:
+            return True
+        configured, provider = self._configured
+        if config != configured:
+            try:
+                provider = self._deployment.make_provider(config)
+            except WindlassError as error:
+                log.warning("restore former settings failed", fleet=self.name, error=str(error))
+                self._run_with(configured)
+                return False
+        if self._provider is not self._configured[1]:
+            self._replaced.append(self._provider)
+        self._use(config, provider)
+        return True
+
+    def _use(self, config: FleetConfig, provider: Provider) -> None:
+        self._config, self._provider = config, provider
+        self._executor.replace_provider(provider)
 
     def _start_closing(self, provider: Provider) -> None:
         async def close() -> None:

@@ -2,43 +2,73 @@
 
 Before a requested rollout begins, the configuration is read again, so that `windlass deploy` also deploys changed
 settings. Meanwhile cycles go on and do not see the request.
+
+While the configured version is rejected, cycles run with the settings of the last version that worked, if they can be
+restored (wiring/fingerprint.py).
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
+from windlass.model.rollout import WorkingVersion
 from windlass.model.snapshot import Snapshot
+from windlass.ports.provider import Provider
 
 
 async def _unknown_version(_config: FleetConfig) -> str | None:
     return None
 
 
+def _not_described(_fingerprint: str) -> str | None:
+    return None
+
+
+def _no_provider(_config: FleetConfig) -> Provider:
+    raise ConfigError("no provider for former settings")
+
+
+def _not_restored(_config: FleetConfig, _working: WorkingVersion) -> FleetConfig | None:
+    return None
+
+
 class Deployment:
     """Of one fleet. `read_fingerprint` returns None if the version is unknown, and never raises.
 
-    `reload` reads the configuration again, and logs its errors; None if there is nothing to read. `is_watching`: a
-    changed version begins a rollout by itself.
+    `describe` returns what a fingerprint covers, `restore` the fleet with the settings of a former version, or None.
+    `make_provider` makes the fleet's provider for them. `reload` reads the configuration again, and logs its errors;
+    None if there is nothing to read. `is_watching`: a changed version begins a rollout by itself.
     """
 
     def __init__(
         self,
         read_fingerprint: Callable[[FleetConfig], Awaitable[str | None]] = _unknown_version,
         *,
+        describe: Callable[[str], str | None] = _not_described,
+        restore: Callable[[FleetConfig, WorkingVersion], FleetConfig | None] = _not_restored,
+        make_provider: Callable[[FleetConfig], Provider] = _no_provider,
         reload: Callable[[], Awaitable[None]] | None = None,
         is_watching: bool = False,
     ) -> None:
         self._read_fingerprint = read_fingerprint
+        self._describe = describe
+        self._restore = restore
+        self.make_provider = make_provider
         self._reload = reload
         self._is_watching = is_watching
         # The last request for which the configuration was read again, or is being read.
         self._reloaded_for = 0
         self._reloading: asyncio.Future[None] | None = None
 
-    async def add_version(self, seen: Snapshot, config: FleetConfig, wake: Callable[[], None]) -> Snapshot:
-        """The snapshot with the fleet's current version. `wake` requests a cycle once a request can be seen."""
+    async def add_version(
+        self, seen: Snapshot, config: FleetConfig, wake: Callable[[], None]
+    ) -> tuple[Snapshot, FleetConfig]:
+        """The snapshot with the fleet's current version, and the settings that it is of.
+
+        `config`: as configured. `wake` requests a cycle once a request can be seen.
+        """
         rollout, deploy = seen.planner_state.rollout, seen.deploy
         if deploy is not None and self._reload is not None:
             known = max(self._reloaded_for, rollout.id if rollout is not None else 0)
@@ -49,4 +79,21 @@ class Deployment:
         if self._reloading is not None and not self._reloading.done():
             seen = replace(seen, deploy=None)
         fingerprint = await self._read_fingerprint(config)
-        return replace(seen, fingerprint=fingerprint, is_watching=self._is_watching)
+        text = self._describe(fingerprint) if fingerprint is not None else None
+        seen = replace(seen, fingerprint=fingerprint, version_settings=text, is_watching=self._is_watching)
+        working = seen.planner_state.working
+        if working is None or not _is_rejected(seen):
+            return seen, config
+        former = self._restore(config, working)
+        if former is None:
+            return seen, config
+        seen = replace(seen, fingerprint=working.fingerprint, version_settings=working.settings, rejected=fingerprint)
+        return seen, former
+
+
+def _is_rejected(seen: Snapshot) -> bool:
+    rollout, deploy = seen.planner_state.rollout, seen.deploy
+    if rollout is None or not rollout.rejects(seen.fingerprint, seen.reset_at):
+        return False
+    # A person deploys it again.
+    return deploy is None or deploy.is_aborted or deploy.id <= rollout.id

@@ -78,7 +78,7 @@ ADVICE = {
     "TOO_MANY_DEAD": "check that workers can reach the database: they fell silent together",
     "TOO_MANY_ORPHANS": "check that this is the right database: it does not know these machines",
     "UNATTENDED": "check that the leader's windlass.toml has this fleet; without it, the fleet is shut down",
-    "VERSION_REJECTED": "fix the code or settings, then run `windlass deploy FLEET`; until then no worker is spawned",
+    "VERSION_REJECTED": "fix the code or settings, then run `windlass deploy FLEET`; no worker of it is spawned before",
     "VRAM_STALE": "check the worker: its GPU stopped responding",
     "WAS_AWAY": "nothing to do: live workers send a heartbeat within two intervals",
 }

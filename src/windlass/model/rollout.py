@@ -1,9 +1,12 @@
 """Rollouts: the replacement of a fleet's workers by workers of its current version.
 
 A version is identified by a fingerprint of the code and settings that a worker was spawned with (wiring/fingerprint.py
-computes it). `DeployRequest` is what a person asked for; `Rollout` is how far the planner is with it.
+computes it). `DeployRequest` is what a person asked for; `Rollout` is how far the planner is with it. A fleet of rented
+machines returns to its `WorkingVersion` when a rollout was rolled back.
 """
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -57,7 +60,44 @@ class Rollout:
     ended_at: datetime | None = None
     # Why it was rolled back or aborted.
     reason: str | None = None
+    # Names of the settings that differ from the last version that worked; `code` for files. Empty if that is unknown.
+    changes: tuple[str, ...] = ()
 
     @property
     def is_running(self) -> bool:
         return self.status is RolloutStatus.RUNNING
+
+    def rejects(self, fingerprint: str | None, reset_at: datetime | None) -> bool:
+        """Whether the fleet spawns none of this version. A restart after the rollback declares the cause fixed."""
+        is_reset = reset_at is not None and self.ended_at is not None and reset_at > self.ended_at
+        return self.status is RolloutStatus.ROLLED_BACK and self.target == fingerprint and not is_reset
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingVersion:
+    """The last version that all workers of the fleet had, with one that passed its probe.
+
+    `settings`: a JSON object, as in Snapshot.version_settings. It contains no value of `env`.
+    """
+
+    fingerprint: str
+    settings: str
+
+
+# Names beyond these say little. A change of the provider changes all of them.
+MAX_CHANGES = 12
+
+
+def changed_settings(before: str, after: str) -> tuple[str, ...]:
+    """The names of settings that differ, as dotted paths; at most MAX_CHANGES."""
+    one, other = dict(_flattened(json.loads(before))), dict(_flattened(json.loads(after)))
+    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return tuple(names[:MAX_CHANGES])
+
+
+def _flattened(settings: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

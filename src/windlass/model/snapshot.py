@@ -15,7 +15,7 @@ from windlass.model.cost import Bill, Spending
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine, ProviderTraits, Volume
 from windlass.model.node import NodeView
-from windlass.model.rollout import DeployRequest, Rollout
+from windlass.model.rollout import DeployRequest, Rollout, WorkingVersion
 from windlass.model.worker import WorkerStatus
 
 
@@ -349,6 +349,7 @@ class PlannerState:
     rollout: Rollout | None = None
     # Id of the last aborted DeployRequest that a plan has carried out.
     aborted_deploy: int = 0
+    working: WorkingVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +394,10 @@ class Snapshot:
     restarted_at: datetime | None = None
     # Fingerprint of the fleet's current code and settings. None: unknown.
     fingerprint: str | None = None
+    # What the fingerprint covers, as a JSON object. None: unknown.
+    version_settings: str | None = None
+    # The version of the configuration, if it was rolled back and `fingerprint` is that of the last working one instead.
+    rejected: str | None = None
     # The last `windlass deploy`, and whether a changed version begins a rollout by itself.
     deploy: DeployRequest | None = None
     is_watching: bool = False

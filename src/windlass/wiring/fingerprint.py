@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 
 from windlass.model.fleet import FleetConfig
+from windlass.model.rollout import WorkingVersion
 
 # Settings that reach a worker. The others decide how many run, where, and when they have failed.
 _RUN_SETTINGS = {"handler", "exec", "is_inline", "concurrency", "run_as", "redact", "has_gpu", "queues", "engine"}
@@ -50,7 +52,9 @@ class FingerprintReader:
         self._name = name
         self._version = version
         self._salt = instance_id.encode()
-        self._settings: tuple[FleetConfig, str] | None = None
+        self._settings: tuple[FleetConfig, dict[str, Any]] | None = None
+        # The last fingerprint, and what it covers as JSON.
+        self._described = ("", "")
         # Path to (size, modification time, hash), of the files of the last read.
         self._files: dict[str, tuple[int, int, str]] = {}
         self._last: str | None = None
@@ -96,8 +100,8 @@ class FingerprintReader:
 
     def compute(self, fleet: FleetConfig) -> str:
         if self._settings is None or self._settings[0] != fleet:
-            self._settings = fleet, _settings_hash(fleet, self._salt, self._version)
-        digest = hashlib.sha256(self._settings[1].encode())
+            self._settings = fleet, self._settings_of(fleet)
+        settings, code = self._settings[1], hashlib.sha256()
         files: dict[str, tuple[int, int, str]] = {}
         if fleet.is_of_this_host:
             base = (fleet.chdir or Path.cwd()).absolute()
@@ -107,9 +111,43 @@ class FingerprintReader:
                     files[str(path)] = found
                 # An editor replaces files, so that one may be missing for a moment.
                 content = found[2] if found is not None else "missing"
-                digest.update(f"\0{os.path.relpath(path, base)}\0{content}".encode())
+                code.update(f"\0{os.path.relpath(path, base)}\0{content}".encode())
+            settings = {**settings, "code": code.hexdigest()}
         self._files = files
-        return digest.hexdigest()[:CHARACTERS]
+        fingerprint, text = _hashed(settings)
+        self._described = (fingerprint, text)
+        return fingerprint
+
+    def describe(self, fingerprint: str) -> str | None:
+        """What the fingerprint covers, as a JSON object, if it is the last one that was read. Contains no secret."""
+        last, text = self._described
+        return text if last == fingerprint else None
+
+    def restore(self, fleet: FleetConfig, working: WorkingVersion) -> FleetConfig | None:
+        """The fleet with the settings of a former version that reach its workers; None if they cannot be restored.
+
+        They can if the fingerprint comes out as it was: then values of `env` and the version of Windlass are the same,
+        and no setting was masked when it was stored. Code on this host is not stored, so local fleets have none.
+        """
+        stored = json.loads(working.settings)
+        if fleet.is_of_this_host or stored.get("provider") != fleet.provider:
+            return None
+        values = fleet.model_dump()
+        for name, value in stored.items():
+            if name in FleetConfig.model_fields and name not in ("env", "provider"):
+                nested = isinstance(value, dict) and isinstance(values[name], dict)
+                values[name] = {**values[name], **value} if nested else value
+        values["chdir"] = None if stored["chdir"] == str(None) else stored["chdir"]
+        if "ssh" in stored:
+            values["runpod"]["ssh"] = {**values["runpod"]["ssh"], **stored["ssh"]}
+        try:
+            former = FleetConfig.model_validate(values)
+        except ValidationError:  # with other settings that changed meanwhile
+            return None
+        return former if _hashed(self._settings_of(former))[0] == working.fingerprint else None
+
+    def _settings_of(self, fleet: FleetConfig) -> dict[str, Any]:
+        return _settings(fleet, self._salt, self._version)
 
 
 def _read_file(path: Path, known: tuple[int, int, str] | None) -> tuple[int, int, str] | None:
@@ -125,7 +163,13 @@ def _read_file(path: Path, known: tuple[int, int, str] | None) -> tuple[int, int
     return found.st_size, found.st_mtime_ns, content
 
 
-def _settings_hash(fleet: FleetConfig, salt: bytes, version: str) -> str:
+def _hashed(settings: dict[str, Any]) -> tuple[str, str]:
+    """The fingerprint, and the text that it is of."""
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:CHARACTERS], text
+
+
+def _settings(fleet: FleetConfig, salt: bytes, version: str) -> dict[str, Any]:
     plain: dict[str, Any] = fleet.model_dump(mode="json", include=_RUN_SETTINGS | {"ray"})
     plain |= {"chdir": str(fleet.chdir), "windlass": version, "provider": fleet.provider}
     variables = fleet.env
@@ -141,8 +185,8 @@ def _settings_hash(fleet: FleetConfig, salt: bytes, version: str) -> str:
     if variables:
         # Slow on purpose: a short value must not be found by trying all of them. About 50 ms, once per configuration.
         text = json.dumps(variables, sort_keys=True).encode()
-        plain["env"] = hashlib.scrypt(text, salt=salt, n=2**14, r=8, p=1).hex()
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+        plain["env"] = hashlib.scrypt(text, salt=salt, n=2**14, r=8, p=1).hex()[:CHARACTERS]
+    return plain
 
 
 def code_files(fleet: FleetConfig, base: Path) -> list[Path]:

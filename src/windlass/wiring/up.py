@@ -182,6 +182,7 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
                 instance_id,
                 options.version,
                 reload=reloads.request,
+                latest=active.for_providers,
                 is_watching=options.is_watching,
             ),
             lambda name, fleet: make_provider(name, fleet, active.for_providers(), instance_id),
@@ -223,11 +224,22 @@ def make_cycle(
     version: str,
     *,
     reload: Callable[[], Awaitable[None]] | None = None,
+    latest: Callable[[], Config] | None = None,
     is_watching: bool = False,
 ) -> FleetCycle:
+    """`latest`: the configuration after reloads."""
     provider = make_provider(name, fleet, config, instance_id)
     reader = FingerprintReader(name, instance_id, version)
-    deployment = Deployment(reader.read, reload=reload, is_watching=is_watching)
+    deployment = Deployment(
+        reader.read,
+        describe=reader.describe,
+        restore=reader.restore,
+        make_provider=lambda former: make_provider(
+            name, former, latest() if latest is not None else config, instance_id
+        ),
+        reload=reload,
+        is_watching=is_watching,
+    )
     return FleetCycle(name, fleet, store, provider, candidate, random.SystemRandom(), deployment=deployment)
 
 

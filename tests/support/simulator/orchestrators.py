@@ -4,6 +4,7 @@ Each start uses a new lease holder name, because a killed process cannot renew i
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from functools import partial
 from random import Random
@@ -47,6 +48,7 @@ class SimulatedOrchestrator:
         self._wrap_service = wrap_service
         # Fleet to the fingerprint of its code and settings, which a test may change at any time.
         self._versions = versions
+        self.restores_settings = False
         self._starts = 0
         self._tasks: dict[str, FleetTask] = {}
         # After how many awaits the process of this name dies. None: it does not.
@@ -92,7 +94,7 @@ class SimulatedOrchestrator:
                 self._wrap_service(self, ProcessProvider(provider, process)),
                 candidate,
                 self._rng,
-                deployment=Deployment(partial(self._version_of, name)),
+                deployment=self._deployment(name, provider, process),
             )
             for name, (config, provider) in self.fleets.items()
         ]
@@ -107,6 +109,16 @@ class SimulatedOrchestrator:
             self._tasks = {cycle.name: FleetTask(cycle, trace_actions, self._rng) for cycle in cycles}
             for task in self._tasks.values():
                 group.create_task(task.run())
+
+    def _deployment(self, fleet: str, provider: Provider, process: SimulatedProcess) -> Deployment:
+        if not self.restores_settings:
+            return Deployment(partial(self._version_of, fleet))
+        return Deployment(
+            partial(self._version_of, fleet),
+            describe=lambda fingerprint: json.dumps({"image": fingerprint}),
+            restore=lambda config, working: config.model_copy(update={"handler": f"{working.fingerprint}:work"}),
+            make_provider=lambda _config: self._wrap_service(self, ProcessProvider(provider, process)),
+        )
 
     async def _version_of(self, fleet: str, _config: FleetConfig) -> str | None:
         return self._versions.get(fleet)

@@ -86,6 +86,8 @@ class Simulation:
     # Fleet to the fingerprint of its code and settings, and the faults of all workers of a version.
     versions: dict[str, str] = field(init=False, default_factory=dict)
     version_faults: dict[str, WorkerFaults] = field(init=False, default_factory=dict)
+    # Whether the settings of a former version can be restored after a rollback, as on rented machines.
+    restores_settings: bool = field(init=False, default=False)
     violations: list[str] = field(init=False, default_factory=list)
     coverage: Coverage = field(init=False, default_factory=Coverage)
     # The present configuration of each fleet, and the difference between the database's clock and the loop's.
@@ -198,7 +200,8 @@ class Simulation:
                 faults = WorkerFaults()
         if self.scripted_faults:
             faults = self.scripted_faults.popleft()
-        faults = self.version_faults.get(self.versions.get(record.fleet, ""), faults)
+        row = self.store.tables.workers.rows.get(record.name)
+        faults = self.version_faults.get(row.spawned.fingerprint if row is not None else "", faults)
         if faults != WorkerFaults(boots_s=faults.boots_s):
             self.trace.add(record.name, f"{faults}")
         process = SimulatedProcess(record.name)
@@ -241,6 +244,7 @@ class Simulation:
         orchestrator = SimulatedOrchestrator(
             name, fleets, open_store, self.scenario.ttl_s, rng, self.trace, self.wrap_service, self.versions
         )
+        orchestrator.restores_settings = self.restores_settings
         orchestrator.draw_death = self._draw_death
         orchestrator.on_death = self._kill_at_await
         return orchestrator

@@ -6,7 +6,8 @@ of them. A worker imports its handler before it registers. Old workers drain onl
 
 A version is rejected when MAX_FAILED of its workers failed, one was quarantined, several tasks failed on one, or
 the provider refused its settings. Its workers that passed no probe drain, old workers stay, and the fleet spawns none
-of it until a person deploys again or the version changes.
+of it until a person deploys again or the version changes. If the settings of the last working version could be restored
+(control/deployment.py), that is the current version meanwhile. If not, no old worker is spare: none could be spawned.
 
 A surge takes free slots: there are never more than max_workers machines. Where billing periods are long, an old worker
 stays until its period nearly ends, at most for one period, unless the request says otherwise. One new worker is spawned
@@ -19,7 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from windlass.model.action import Action, Drain, RecordEvent, Spawn
-from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus
+from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus, WorkingVersion, changed_settings
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import TerminationWindow
 from windlass.policy.boot import boot_limit
@@ -64,16 +65,35 @@ def advance_rollout(context: PlanningContext) -> list[Action]:
     if rollout is not None and rollout.is_running:
         events += _judge(context, rollout)
     rollout = context.planner_state.rollout
-    if rollout is not None and rollout.status is RolloutStatus.ROLLED_BACK and rollout.target == current:
-        reset_at = context.snapshot.reset_at
-        if reset_at is not None and rollout.ended_at is not None and reset_at > rollout.ended_at:
+    if rollout is not None and rollout.status is RolloutStatus.ROLLED_BACK:
+        why = f"version {rollout.target} was rolled back: {rollout.reason}"
+        changes = f"; changed: {', '.join(rollout.changes)}" if rollout.changes else ""
+        if context.snapshot.rejected == rollout.target:
+            events += context.alert(REJECTED, f"{why}{changes}; new workers get the settings of version {current}")
+        elif is_rejected(context):
+            context.hold(REJECTED, f"{why}{changes}")
+            events += context.alert(REJECTED, f"{why}{changes}")
+        elif rollout.target == current:
             # A person declared the cause fixed.
             context.remember(rollout=replace(rollout, status=RolloutStatus.ABORTED, surged=()))
-        else:
-            why = f"version {current} was rolled back: {rollout.reason}"
-            context.hold(REJECTED, why)
-            events += context.alert(REJECTED, why)
+    _remember_working(context, current)
     return events
+
+
+def is_rejected(context: PlanningContext) -> bool:
+    """The fleet's current version was rolled back, so that no worker can be spawned."""
+    rollout = context.planner_state.rollout
+    return rollout is not None and rollout.rejects(context.planner_state.fingerprint, context.snapshot.reset_at)
+
+
+def _remember_working(context: PlanningContext, current: str) -> None:
+    """Remember the settings of a version that all workers have and that works: a rollback returns to them."""
+    settings, rollout = context.snapshot.version_settings, context.planner_state.rollout
+    if settings is None or is_rejected(context) or (rollout is not None and rollout.is_running):
+        return
+    new = [s for s in context.states.values() if s.is_managed and s.worker.fingerprint == current]
+    if not _old_workers(context, current) and any(has_passed(context, state) for state in new):
+        context.remember(working=WorkingVersion(current, settings))
 
 
 def _begin(context: PlanningContext, current: str) -> list[Action]:
@@ -94,8 +114,10 @@ def _begin(context: PlanningContext, current: str) -> list[Action]:
             again = DeployRequest(rollout.id, rollout.surge, rollout.max_unavailable, rollout.is_immediate)
             return _start(context, again, current, "code or settings changed again", owed=rollout.owed)
         return []
-    is_rejected = rollout is not None and rollout.status is not RolloutStatus.COMPLETE and rollout.target == current
-    if context.snapshot.is_watching and not is_rejected and _old_workers(context, current):
+    is_refused = rollout is not None and rollout.status is not RolloutStatus.COMPLETE and rollout.target == current
+    # Workers of a rejected version that did work stay, even though they are of another version than new ones.
+    is_refused = is_refused or context.snapshot.rejected is not None
+    if context.snapshot.is_watching and not is_refused and _old_workers(context, current):
         return _start(context, DeployRequest(known, is_immediate=True), current, "code or settings changed")
     return []
 
@@ -104,8 +126,17 @@ def _start(context: PlanningContext, request: DeployRequest, target: str, cause:
     surge, max_unavailable = request.surge, request.max_unavailable
     if surge == max_unavailable == 0:
         surge = max_unavailable = 1
+    working, settings = context.planner_state.working, context.snapshot.version_settings
     rollout = Rollout(
-        request.id, target, surge, max_unavailable, request.is_immediate, context.now, owed=owed, changed_at=context.now
+        request.id,
+        target,
+        surge,
+        max_unavailable,
+        request.is_immediate,
+        context.now,
+        owed=owed,
+        changed_at=context.now,
+        changes=changed_settings(working.settings, settings) if working is not None and settings is not None else (),
     )
     context.remember(rollout=rollout)
     count = len(_old_workers(context, target))
@@ -220,8 +251,13 @@ def _old_workers(context: PlanningContext, target: str) -> list[WorkerState]:
 def spare_workers(
     context: PlanningContext, staying: list[WorkerState], spare: tuple[WorkerState, ...]
 ) -> tuple[WorkerState, ...]:
-    """Of the workers that the policy can do without: old ones, and as many fewer as there are new ones on trial."""
+    """Of the workers that the policy can do without: old ones, and as many fewer as there are new ones on trial.
+
+    While the current version is rejected, none of another version: it could not be spawned again.
+    """
     rollout = context.planner_state.rollout
+    if is_rejected(context):
+        return tuple(state for state in spare if state.worker.fingerprint == context.planner_state.fingerprint)
     if rollout is None or not rollout.is_running or not _old_workers(context, rollout.target):
         return spare
     new = [state for state in staying if state.worker.fingerprint == rollout.target]
