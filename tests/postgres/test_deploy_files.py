@@ -101,6 +101,20 @@ def test_service_managers_wait_for_the_shutdown_of_a_cloud_fleet() -> None:
     assert worker is not None and int(worker[1]) > WorkerConfig().drain_timeout_s
 
 
+def test_upgrading_page_keeps_workers_with_the_delivered_files() -> None:
+    page = (DEPLOY.parent / "docs" / "upgrading.md").read_text()
+    unit = (DEPLOY / "systemd" / "windlass.service").read_text()
+    start = re.search(r"^ExecStart=.*\n", unit, re.MULTILINE)
+    assert start is not None
+    assert f"ExecStart=\n{start[0].replace(' up ', ' up --leave-workers ')}" in page
+    command = re.search(r"^CMD (\[.*\])$", (DEPLOY / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    assert command is not None
+    described = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    kept = ["up", "--leave-workers", *yaml.safe_load(command[1])[1:]]
+    assert described == {"services": {"windlass": {"command": kept}}}
+    assert "windlass" in yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
+
+
 def test_dockerfile_passes_hadolint() -> None:
     run(BIN / "hadolint", DEPLOY / "docker" / "Dockerfile")
 

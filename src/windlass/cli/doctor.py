@@ -310,7 +310,7 @@ async def _check_adopted_tables(config: Config, dsn: str, *, is_repairing: bool)
             yield Finding(check, CheckStatus.OK, f"{repaired[each.name]:,} differences repaired")
         if each.is_outdated:
             do = f"windlass db adopt {each.name} --apply"
-            yield Finding(check, CheckStatus.WARN, "the configuration is not the one that was applied", do)
+            yield Finding(check, CheckStatus.WARN, "the configuration or Windlass changed since it was applied", do)
         if not each.is_backfilled:
             do = f"windlass db adopt {each.name} --backfill"
             yield Finding(check, CheckStatus.WARN, "rows that were queued before are not all enqueued", do)
