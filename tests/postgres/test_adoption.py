@@ -1,14 +1,19 @@
 """Adopted tables: what the owner of a row and Windlass do to it, on real PostgreSQL."""
 
+import re
+import tomllib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
 
-from support.adopted_tables import RENDERS_CONFIG, AdoptedTable, adopted_renders
+from support.adopted_tables import ORCHESTRATOR_TABLES, RENDERS_CONFIG, AdoptedTable, adopted_renders
 from support.queue_sql import connected
+from windlass.model.adoption import AdoptionConfig
 from windlass.store import adoption
+from windlass.store.adoption_checks import check_table
 from windlass.store.transport import open_postgres_transport
 
 
@@ -51,6 +56,58 @@ async def test_copied_rows_become_tasks(renders: AdoptedTable) -> None:
 async def test_payload_that_is_too_large_refuses_the_row(renders: AdoptedTable) -> None:
     with pytest.raises(asyncpg.ProgramLimitExceededError, match="payload of this row has 1100"):
         await renders.add("x" * 1_100_000)
+
+
+def documented_orchestrator_table() -> AdoptionConfig:
+    page = (Path(__file__).parents[2] / "docs" / "adopt.md").read_text()
+    (text,) = (block for block in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if '"Running"' in block)
+    return AdoptionConfig(**tomllib.loads(text)["adopt"]["tasks"])
+
+
+async def test_table_of_an_orchestrator_is_adopted_as_documented(each_dsn: str) -> None:
+    config = documented_orchestrator_table()
+    async with connected(each_dsn) as sql:
+        await sql.execute(ORCHESTRATOR_TABLES)
+        key = await sql.fetchval("insert into public.tasks (status) values ('Queued') returning id")
+        assert not [found for found in await check_table(each_dsn, "tasks", config) if found.is_error]
+        await adoption.apply(each_dsn, "tasks", config)
+        assert [rows async for rows in adoption.backfill(each_dsn, "tasks")][-1] == 1
+        await sql.execute("insert into public.tasks (status) values ('Complete'), ('Running'), ('Error'), (null)")
+        await sql.execute("select windlass.register_worker('w', 'default', '{tasks}')")
+
+        async def row() -> tuple[Any, ...]:
+            found = await sql.fetchrow(
+                "select status, attempts, worker_id, generation_started_at, generation_processed_at"
+                " from public.tasks where id = $1",
+                key,
+            )
+            status, attempts, worker, *times = found
+            return (status, attempts, worker, *(time is not None for time in times))
+
+        claim = "select * from windlass.claim_tasks('w', '{tasks}', 5)"
+        (first,) = await sql.fetch(claim)
+        assert await row() == ("Running", 1, None, True, False)
+        await sql.fetchval("select windlass.fail_task('w', $1, $2, 'boom')", first["task_id"], first["token"])
+        assert await row() == ("Error", 1, None, True, True)
+        await sql.execute("update windlass.tasks set run_after = now() where status = 'error'")
+        (second,) = await sql.fetch(claim)
+        complete = "select windlass.complete_task('w', $1, $2, '{}')"
+        assert await sql.fetchval(complete, second["task_id"], second["token"])
+        assert await row() == ("Complete", 2, None, True, True)
+
+
+async def test_check_names_the_columns_to_write_instead_of_the_defaults(each_dsn: str) -> None:
+    async with connected(each_dsn) as sql:
+        await sql.execute(ORCHESTRATOR_TABLES)
+    config = documented_orchestrator_table()
+    found = await check_table(each_dsn, "tasks", AdoptionConfig())
+    (advice,) = (each.advice for each in found if each.check == "columns" and each.is_error)
+    dropped, _, columns = advice.partition(", or add [adopt.tasks.columns] without worker: ")
+    assert dropped == "drop the foreign key"
+    assert tomllib.loads(columns.replace(", ", "\n")) == config.columns.model_dump(exclude_unset=True)
+    states = [each.message for each in found if each.check == "states"]
+    assert len(states) == 1
+    assert states[0].endswith("task_status has no value 'In Progress'; it has Queued, Running, Complete, Error, Failed")
 
 
 # ----------------------------------------------------------------------------------------------------- the way back

@@ -22,6 +22,29 @@ create table public.tasks (
   params jsonb
 )
 """
+# The tables of an orchestrator that keeps its workers in a table too. Every worker_id must be one of them.
+ORCHESTRATOR_TABLES = """
+create type public.worker_status as enum ('spawning', 'active', 'terminating', 'error', 'terminated');
+create table public.workers (
+  id text primary key,
+  instance_type text,
+  created_at timestamptz default now(),
+  last_heartbeat timestamptz,
+  status public.worker_status,
+  metadata jsonb
+);
+create type public.task_status as enum ('Queued', 'Running', 'Complete', 'Error', 'Failed');
+create table public.tasks (
+  id uuid primary key default gen_random_uuid(),
+  status public.task_status,
+  attempts int,
+  worker_id text references public.workers,
+  generation_started_at timestamptz,
+  generation_processed_at timestamptz,
+  created_at timestamptz default now()
+);
+create index on public.tasks (status, worker_id, created_at)
+"""
 # A table with a column for everything, and a status for every state.
 RENDERS = """
 create table public.renders (

@@ -108,7 +108,7 @@ def _check_columns(
         return
     yield from _check_key(config, columns)
     for setting, column in config.columns.written().items():
-        yield from _check_written(setting, columns[column], config)
+        yield from _check_written(name, setting, columns[column], config)
     run_after = config.columns.run_after
     if run_after is not None and columns[run_after]["category"] != "D":
         yield AdoptionFinding("columns", f"{run_after} is not a time", "change columns.run_after", is_error=True)
@@ -133,10 +133,16 @@ def _check_key(config: AdoptionConfig, columns: Mapping[str, Mapping[str, Any]])
         yield AdoptionFinding("order_by", f"{order} has no index: each batch of the backfill sorts", advice)
 
 
-def _check_written(setting: str, column: Mapping[str, Any], config: AdoptionConfig) -> Iterator[AdoptionFinding]:
+def _check_written(
+    adoption: str, setting: str, column: Mapping[str, Any], config: AdoptionConfig
+) -> Iterator[AdoptionFinding]:
     """Whether Windlass can write its values into the column."""
     name = column["name"]
     leave_out = f"leave out columns.{setting}"
+    if "columns" not in config.model_fields_set:
+        others = {other: value for other, value in config.columns.written().items() if other not in (setting, "status")}
+        named = ", ".join(f'{other} = "{value}"' for other, value in others.items())
+        leave_out = f"add [adopt.{adoption}.columns] without {setting}: {named}"
     problems = {
         f"{name} is generated": (column["is_generated"], leave_out),
         f"{name} must not be null, but is empty at first": (
