@@ -18,6 +18,7 @@ import psycopg
 import pytest
 
 from support.command_line import CommandLine
+from support.postgres_servers import do_without
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 90.0
@@ -63,7 +64,7 @@ def test_warm_model_is_loaded_once_per_worker(tmp_path: Path, dsn: str) -> None:
 
 def test_ffmpeg_transcodes_a_batch(tmp_path: Path, dsn: str) -> None:
     if shutil.which("ffmpeg") is None:
-        pytest.skip("ffmpeg is not installed")
+        do_without("ffmpeg not found: install the package ffmpeg")
     with running("ffmpeg", tmp_path, dsn) as windlass:
         for name in ("one", "two"):
             source = ["ffmpeg", "-nostdin", "-loglevel", "error", "-f", "lavfi", "-i", "testsrc=d=1:s=64x64:r=5"]
