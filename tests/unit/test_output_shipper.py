@@ -92,3 +92,26 @@ async def test_outage_loses_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
     transport = await shipped(monkeypatch, refuse)
     assert transport.stored == ["first", "last"]
+
+
+async def test_stopping_worker_backs_off_during_outage() -> None:
+    opened = threading.Event()
+    opens = 0
+
+    @asynccontextmanager
+    async def open_transport() -> AsyncIterator[Any]:
+        nonlocal opens
+        opens += 1
+        opened.set()
+        raise DatabaseUnavailable("away")
+        yield
+
+    buffer = OutputBuffer()
+    shipper = OutputShipper(open_transport, "w1", buffer, interval_s=0.01)
+    buffer.add(b"first\n")
+    shipper.start()
+    async with asyncio.timeout(LIMIT_S):
+        assert await asyncio.to_thread(opened.wait, LIMIT_S)
+        before = opens
+        await shipper.stop(timeout_s=1.0)
+    assert opens - before < 20

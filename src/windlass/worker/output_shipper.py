@@ -89,6 +89,9 @@ class OutputShipper:
                         log.warning("send output failed", worker_id=self._worker_id, error=_words(error))
                     if not _is_outage(error):
                         self._count_refusal(error)
+                    if self._stopping.is_set():
+                        # `_pause` does not wait any more: a draining fleet would flood a control plane that restarts.
+                        await asyncio.sleep(max(0.0, min(delay_s, self._stop_by - time.monotonic())))
             await self._pause(delay_s)
 
     def _has_output(self) -> bool:
