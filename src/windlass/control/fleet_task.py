@@ -2,7 +2,8 @@
 
 A cycle that takes longer than its interval delays the next one; cycles never overlap. Provider calls that outlast a
 cycle continue in the background, and their end starts a cycle. While the database is unavailable cycles are retried
-with back-off; any other error is logged and retried the same way, so one fleet never stops another.
+with back-off; any other error is logged and retried the same way. No error of a cycle, of a listener or of the end
+leaves the task, so one fleet never stops another.
 
 A standby runs its next cycle when the lease that it saw expires: a dead leader is replaced within one lease. The lease
 is renewed by cycles only. If they are far apart it expires in between, which is harmless because nothing is decided
@@ -13,7 +14,6 @@ orchestrator leads.
 """
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,14 +131,21 @@ class FleetTask:
     async def run(self) -> None:
         try:
             await self._run_cycles()
-            with contextlib.suppress(DatabaseUnavailable, TimeoutError):
-                async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                    await self._cycle.settle()
+            await self._settle()
         finally:
             if self._shutdown_timer is not None:
                 self._shutdown_timer.cancel()
             self._cycle.abandon()
             await self._cycle.close(self._close_timeout_s)
+
+    async def _settle(self) -> None:
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._cycle.settle()
+        except (DatabaseUnavailable, TimeoutError):
+            pass  # the next leader finds the effects
+        except Exception:
+            log.exception("record outcomes failed", fleet=self.name)
 
     async def _run_cycles(self) -> None:
         loop = asyncio.get_running_loop()
@@ -169,7 +176,10 @@ class FleetTask:
         has_no_demand = summary.managed_workers == 0 and not (summary.status or {}).get("queued_tasks")
         self._idle_queues = self.config.queues if has_no_demand and not self._is_shutting_down else ()
         self._last = LastCycle(summary, asyncio.get_running_loop().time())
-        self._on_summary(summary)
+        try:
+            self._on_summary(summary)
+        except Exception:
+            log.exception("receive summary failed", fleet=self.name)
 
     def _interval_s(self, summary: Summary) -> float:
         """Time from the start of this cycle to the start of the next."""
