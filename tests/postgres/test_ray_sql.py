@@ -9,13 +9,17 @@ import pytest
 
 from support.queue_sql import connected, eventually, is_blocked
 from support.stores import PostgresStores
+from windlass.model.action import Drain, Plan
 from windlass.model.errors import DatabaseUnavailable
-from windlass.model.lease import Candidate
+from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate, Standby
 from windlass.model.node import AliveNode, NodeVerdict, Placement, dispatcher_lease
+from windlass.model.snapshot import PlannerState
 from windlass.model.task import Claim, TaskStatus, new_task
 from windlass.model.worker import Registration, WorkerKind, WorkerStatus
 
 NAMES = ("n1", "n2", "n3")
+LEADER = Candidate("h", 60.0)
 DISPATCHER = Candidate("h", 60.0, dispatcher_lease("f"))
 Act = Callable[[PostgresStores, int], Awaitable[Any]]
 
@@ -30,9 +34,33 @@ async def report(store: PostgresStores, term: int) -> None:
     await store.report_nodes(DISPATCHER, term, "f", ["q"], 30.0, nodes)
 
 
+async def commit(store: PostgresStores, term: int) -> None:
+    del term
+    seen = await store.observe(LEADER, "f", FleetConfig(max_workers=len(NAMES)))
+    assert not isinstance(seen, Standby)
+    plan = Plan(tuple(Drain(name, "IDLE", "idle") for name in reversed(NAMES)), PlannerState(), "drain 3")
+    await store.commit_plan(LEADER, *seen, plan, [])
+
+
+async def pause_fleet(store: PostgresStores, term: int) -> None:
+    del term
+    await store.pause_fleet("f", True)
+
+
+async def pause(store: PostgresStores, term: int) -> None:
+    del term
+    await store.set_paused(list(reversed(NAMES)), True)
+
+
+async def drain(store: PostgresStores, term: int) -> None:
+    del term
+    await store.set_terminating(list(reversed(NAMES)), "by hand")
+
+
 async def add_nodes(connection: Any) -> None:
     await connection.execute("insert into windlass.fleets (name) values ('f')")
-    for slot, name in enumerate(NAMES):
+    # Not in the order of their ids in the table either.
+    for slot, name in reversed(list(enumerate(NAMES))):
         await connection.execute("insert into windlass.slots (fleet, slot) values ('f', $1)", slot)
         await connection.execute(
             "insert into windlass.workers (id, fleet, slot, status, kind) values ($1, 'f', $2, 'active', 'node')",
@@ -41,9 +69,9 @@ async def add_nodes(connection: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("act", [place, report])
+@pytest.mark.parametrize("act", [place, report, commit, pause_fleet, pause, drain])
 async def test_nodes_are_locked_in_the_order_of_their_ids(dsn: str, act: Act) -> None:
-    """Otherwise placing tasks and reporting nodes could deadlock."""
+    """Otherwise two of these could deadlock."""
     async with connected(dsn) as connection, connected(dsn) as observer:
         await add_nodes(connection)
         async with PostgresStores(dsn) as store:

@@ -62,7 +62,9 @@ def make_task(cycle: EmptyCycle, on_summary: Callable[[Summary], None]) -> Fleet
 
 
 @pytest.mark.parametrize(
-    "error", [BadInput("recording the outcomes: a value is refused"), RuntimeError("a defect")], ids=["refused", "defect"]
+    "error",
+    [BadInput("recording the outcomes: a value is refused"), RuntimeError("a defect")],
+    ids=["refused", "defect"],
 )
 async def test_fleet_whose_end_fails_does_not_stop_others(error: Exception) -> None:
     failing, other = EmptyCycle("failing", error), EmptyCycle("other")
