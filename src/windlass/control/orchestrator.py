@@ -264,8 +264,6 @@ class Orchestrator:
             except DatabaseUnavailable:
                 continue  # the cycles log it
             except Exception:
-                log.exception("apply retention failed")
-            except Exception:
                 # The next sweep must run, or finished rows are kept forever.
                 log.exception("apply retention failed")
 
