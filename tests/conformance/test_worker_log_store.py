@@ -175,6 +175,20 @@ async def test_old_output_is_deleted(store: AnyStore, clock: Any) -> None:
     assert texts(page) == ["[1 older line deleted: limits of the worker, or retention]", "new"]
 
 
+async def test_deleted_boot_output_is_not_missing_from_output(
+    store: AnyStore, clock: Any, spawn_worker: Any
+) -> None:
+    await spawn_worker("boot-0", "f", 0)
+    behind = getattr(store, "behind", store)
+    await behind.report_boot_step("boot-0", "starting", "line 1\nline 2")
+    clock.advance(RETENTION.worker_logs_s / 2 + 1)
+    await behind.heartbeat("boot-0")
+    await send(behind, "new", worker="boot-0")
+    clock.advance(RETENTION.worker_logs_s / 2)
+    await store.sweep()
+    assert texts(await store.worker_log("boot-0", 10)) == ["new"]
+
+
 async def test_all_output_together_is_bounded(store: AnyStore, clock: Any) -> None:
     await store.sweep()
     for number in range(4):

@@ -7,7 +7,19 @@ import httpx
 import pytest
 
 from support.api_fixture import API, COOKIE, RNG, ApiFixture, open_api, problem_of
-from windlass.model.auth import API_PREFIX, LINK_PREFIX, SESSION_PREFIX, Role, TokenCaller, csrf_token, new_token
+from support.queue_sql import eventually, is_blocked
+from windlass.model.auth import (
+    API_PREFIX,
+    LINK_PREFIX,
+    SESSION_PREFIX,
+    Role,
+    TokenCaller,
+    WorkerCaller,
+    csrf_token,
+    new_token,
+)
+from windlass.model.errors import BadInput
+from windlass.model.worker import Registration, WorkerStatus
 from windlass.ports.http import max_body_bytes
 from windlass.server import auth, rate_limit
 from windlass.server.auth import CSRF_HEADER, session_cookie
@@ -19,6 +31,10 @@ from windlass.wiring import http_server
 WAITING_FOR_LOCK = """
 select count(*) from pg_locks
 where not granted and database = (select oid from pg_database where datname = current_database())
+"""
+
+SELF_REGISTER = """
+select windlass_internal.self_register_worker($1, $2, 'same', 'default', '{q}', 1, 30, 'host', 1, 'version', 'start')
 """
 
 
@@ -86,6 +102,20 @@ async def test_token_of_terminated_worker_ends_at_once(api: ApiFixture) -> None:
     assert await api.store.terminate_worker(worker_id, "stolen")
     assert problem_of(await worker.get("/internal/worker/order")) == (410, "GONE")
     assert problem_of(await worker.post("/internal/worker/claim", json={"queues": ["a"]})) == (410, "GONE")
+
+
+async def test_two_workers_cannot_self_register_one_name_at_once(api: ApiFixture, dsn: str) -> None:
+    api_token, first, second = b"a" * 32, b"b" * 32, b"c" * 32
+    await api.store.create_token("anywhere", Role.WORKER, api_token)
+    async with connected(dsn, "registering") as connection, connected(dsn, "observing") as observer:
+        async with connection.transaction():
+            status = await connection.fetchval(SELF_REGISTER, api_token, first)
+            other = asyncio.create_task(api.store.self_register(api_token, second, Registration("same", ("q",))))
+            await eventually(lambda: is_blocked(observer), "the second registration waits for the first")
+        with pytest.raises(BadInput, match="a worker same exists already"):
+            await other
+    assert status == WorkerStatus.ACTIVE
+    assert await api.store.authenticate(first) == WorkerCaller("same", "default", ("q",), has_ended=False)
 
 
 async def test_client_address_is_taken_from_local_proxy_only(api: ApiFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class WorkerLogTable:
         gone = {row.id for row in rows}
         self.rows = [row for row in self.rows if row.id not in gone]
         for row in rows:
-            if row.worker_id in self.totals:
+            if row.worker_id in self.totals and row.source is LogSource.WORKER:
                 self.totals[row.worker_id].deleted_lines += len(row.chunk.lines)
         return len(rows)
 

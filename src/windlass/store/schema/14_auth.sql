@@ -164,6 +164,8 @@ begin
   if not found then
     return null;
   end if;
+  -- Of two calls for one new id, the second sees the row of the first.
+  perform pg_advisory_xact_lock(hashtext('windlass.self_register_worker'), hashtext(p_worker_id));
   if exists (
     select from windlass.workers w where w.id = p_worker_id and w.token_hash is distinct from p_token_hash
   ) then

@@ -237,8 +237,8 @@ end
 $$;
 
 -- Delete output that is older than its retention, and the oldest output beyond the bytes of the whole table; at most
--- p_limit rows of each. Returns the number of deleted rows. Output of a boot is deleted too, and not in the totals: it is at most
--- 32,768 characters per worker.
+-- p_limit rows of each. Returns the number of deleted rows. Output of a boot is deleted too, and not in the totals: it
+-- is at most 32,768 characters per worker.
 create function windlass_internal.delete_old_logs(p_limit integer) returns integer
 language plpgsql
 set enable_seqscan = off
@@ -270,8 +270,14 @@ begin
       delete from windlass.worker_logs l using old o where l.id = o.id
       returning l.worker_id, l.size_bytes, l.lines, l.source
     )
-    select d.worker_id, coalesce(sum(d.size_bytes) filter (where d.source = 'worker'), 0), sum(d.lines), count(*)
-    from deleted d group by d.worker_id order by d.worker_id
+    select
+      d.worker_id,
+      coalesce(sum(d.size_bytes) filter (where d.source = 'worker'), 0),
+      coalesce(sum(d.lines) filter (where d.source = 'worker'), 0),
+      count(*)
+    from deleted d
+    group by d.worker_id
+    order by d.worker_id
   loop
     perform windlass_internal.count_deleted_logs(v_worker_id, v_bytes, v_lines);
     v_deleted := v_deleted + v_rows;
