@@ -175,9 +175,7 @@ async def test_old_output_is_deleted(store: AnyStore, clock: Any) -> None:
     assert texts(page) == ["[1 older line deleted: limits of the worker, or retention]", "new"]
 
 
-async def test_deleted_boot_output_is_not_missing_from_output(
-    store: AnyStore, clock: Any, spawn_worker: Any
-) -> None:
+async def test_deleted_boot_output_is_not_missing_from_output(store: AnyStore, clock: Any, spawn_worker: Any) -> None:
     await spawn_worker("boot-0", "f", 0)
     behind = getattr(store, "behind", store)
     await behind.report_boot_step("boot-0", "starting", "line 1\nline 2")

@@ -3,14 +3,16 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
+import asyncpg
 import pytest
 
 from support.queue_sql import connected
 from support.stores import PostgresStores
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration
-from windlass.store import listener
+from windlass.store import channel, listener
 
 LIMIT_S = 20.0
 FOREVER_S = 3600.0
@@ -108,3 +110,33 @@ async def test_caller_cancelled_at_the_moment_of_arrival_ends(store: PostgresSto
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_watch_goes_on_after_a_malformed_answer(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a server would look every caller up until it restarts."""
+    monkeypatch.setattr(channel, "RETRY_PAUSE_S", 0.0)
+    connect, attempts = channel.connect, 0
+
+    async def fail_once(*arguments: Any, **options: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise asyncpg.ProtocolError("unexpected message")
+        return await connect(*arguments, **options)
+
+    monkeypatch.setattr(channel, "connect", fail_once)
+    is_listening = asyncio.Event()
+
+    def set_listening(value: bool) -> None:
+        if value:
+            is_listening.set()
+
+    watching = asyncio.create_task(
+        channel.watch_channel(dsn, "windlass_test", lambda _: None, set_listening, is_possible=True)
+    )
+    await asyncio.wait(
+        {watching, asyncio.ensure_future(is_listening.wait())}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+    )
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert is_listening.is_set()

@@ -20,6 +20,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.background import background_task
 from windlass.model.actor import acting_as
 from windlass.model.auth import JoinCaller, TokenCaller, WorkerCaller
 from windlass.ports import http
@@ -61,7 +62,6 @@ PAGE_CONTENT_SECURITY_POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
     b"connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-_SECURITY_HEADERS = tuple(SECURITY_HEADERS.items())
 _CLOSE = (b"connection", b"close")
 log = structlog.get_logger("windlass.server")
 
@@ -185,16 +185,11 @@ class AdmissionMiddleware:
 
     async def _run_background_tasks(self, receive: Receive, send: Send) -> None:
         await receive()
-        tasks = [asyncio.create_task(task()) for task in self.background_tasks]
-        await send({"type": "lifespan.startup.complete"})
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            for task in self.background_tasks:
+                await stack.enter_async_context(background_task(task()))
+            await send({"type": "lifespan.startup.complete"})
             await receive()
-        finally:
-            for task in tasks:
-                task.cancel()
-            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(outcome, Exception):
-                    log.error("background task failed", exc_info=outcome)
         await send({"type": "lifespan.shutdown.complete"})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import asyncpg
 
-from windlass.store.connect import connect, receives_notifications
+from windlass.store.connect import CUT_OFF, connect, receives_notifications
 
 TEST_INTERVAL_S = 10.0
 TEST_TIMEOUT_S = 5.0
@@ -51,7 +51,7 @@ async def watch_channel(
                     except TimeoutError:
                         if not await receives_notifications(connection, TEST_TIMEOUT_S):
                             break
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except (*CUT_OFF, asyncpg.PostgresError):
             pass  # other calls report that the database is unavailable
         finally:
             set_listening(False)

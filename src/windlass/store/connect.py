@@ -153,7 +153,7 @@ async def receives_notifications(connection: Any, timeout_s: float) -> bool:
         async with asyncio.timeout(timeout_s):
             await seen.wait()
         await connection.remove_listener(channel, on_notification)
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+    except (*CUT_OFF, asyncpg.PostgresError):
         return False
     return True
 

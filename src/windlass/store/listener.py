@@ -17,7 +17,7 @@ from typing import Any
 
 import asyncpg
 
-from windlass.store.connect import connect, receives_notifications
+from windlass.store.connect import CUT_OFF, connect, receives_notifications
 
 CHANNEL = "windlass_tasks"
 # Polling interval without notifications. A poll is one cheap index probe.
@@ -129,7 +129,7 @@ class Listener:
             await connection.add_listener(CHANNEL, self._on_notification)
             # Only now: a cancelled caller must not leave a connection without the listener.
             self._connection, connection = connection, None
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        except (*CUT_OFF, asyncpg.PostgresError):
             return False
         finally:
             if connection is not None:

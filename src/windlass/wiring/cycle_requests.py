@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 
 import structlog
 
+from windlass.background import background_task
 from windlass.control.summary import Summary
 from windlass.model.errors import WindlassError
 from windlass.ports.processes import ProcessStore
-from windlass.wiring.background import background_task
 
 # Interval of the search for requests, if notifications arrive and if they do not.
 SEARCH_INTERVAL_S, BLIND_SEARCH_INTERVAL_S = 10.0, 1.0

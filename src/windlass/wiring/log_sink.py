@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from windlass.background import background_task
 from windlass.model.config import Config
 from windlass.store.database import Database
 from windlass.store.log_sink import LogSink, PostgresLogStore
-from windlass.wiring.background import background_task
 
 # Registers a receiver of log lines; returns the function that removes it.
 Tap = Callable[[Callable[[Mapping[str, Any]], None]], Callable[[], None]]

@@ -12,11 +12,11 @@ from uuid import UUID, uuid4
 import psutil
 import structlog
 
+from windlass.background import background_task
 from windlass.model.counters import PROCESS_RESTARTS, CounterBuffer
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.process import PROCESS_TTL_S, ProcessKind, ProcessRecord
 from windlass.ports.processes import ProcessStore
-from windlass.wiring.background import background_task
 from windlass.wiring.process_link import ProcessNote, StartOrder
 
 # A record is renewed several times per TTL, so that one late or lost write does not remove the process.

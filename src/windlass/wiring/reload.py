@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import structlog
 
+from windlass.background import background_task
 from windlass.config_loader import Loaded, differing_keys
 from windlass.control.orchestrator import Orchestrator
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError, WindlassError
-from windlass.wiring.background import background_task
 from windlass.wiring.handlers import check_handlers
 from windlass.wiring.providers import check_keys, check_worker_start, spawning_fleets
 from windlass.wiring.ray import RaySupervisor

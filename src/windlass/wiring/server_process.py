@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from windlass.background import background_task
 from windlass.control.explain import explain
 from windlass.model.config import Config
 from windlass.model.counters import HTTP_REQUESTS, LOG_LINES_DROPPED, CounterBuffer
@@ -33,7 +34,6 @@ from windlass.server.routes.login import create_login_link
 from windlass.server.server import serving
 from windlass.server.wheel import Wheel
 from windlass.store.doctor_checks import ORCHESTRATOR
-from windlass.wiring.background import background_task
 from windlass.wiring.http_server import (
     OnDashboard,
     browser_url,

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass.background import background_task
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.redaction import masked
@@ -27,7 +28,6 @@ from windlass.store.postgres_programs import PROGRAMS, package_dir
 from windlass.store.task_lists import PostgresTaskLists
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.worker_logs import PostgresWorkerLogs
-from windlass.wiring.background import background_task
 
 if TYPE_CHECKING:
     from windlass.store.doctor_checks import DatabaseCheck

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from windlass.background import background_task
 from windlass.config_loader import Loaded
 from windlass.control.alerting import AlertManager
 from windlass.control.cycle import FleetCycle, run_once
@@ -41,7 +42,6 @@ from windlass.store.doctor_checks import (
 from windlass.store.history import PostgresControlMaintenance
 from windlass.store.migrate import is_schema_current, migrate
 from windlass.store.overview import PostgresOverview
-from windlass.wiring.background import background_task
 from windlass.wiring.boot_counter import BootCounter
 from windlass.wiring.cycle_requests import answered_cycle_requests
 from windlass.wiring.fingerprint import FingerprintReader
