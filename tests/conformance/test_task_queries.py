@@ -37,8 +37,9 @@ async def test_summaries_omit_payload_and_result(store: AnyStore) -> None:
     for queue in ("q", "q", "r"):
         await add(store, queue, {"large": "x" * 100})
     await complete(store, await claim_one(store), result="1")
-    for options in ({}, {"queue": "q"}, {"status": TaskStatus.COMPLETE}, {"limit": 2}, {"before_id": 1}):
-        summaries = await store.task_summaries(**options)
+    statuses = [{"status": status} for status in TaskStatus]
+    for options in ({}, {"queue": "q"}, *statuses, {"limit": 2}, {"before_id": 1}):
+        summaries = (await store.task_summaries(**options)).rows
         assert [asdict(summary) for summary in summaries] == [
             {name: value for name, value in asdict(task).items() if name not in ("payload", "result")}
             for task in await store.tasks(**options)
@@ -52,7 +53,7 @@ async def test_scheduled_tasks_are_listed_until_due(store: AnyStore, clock: Any)
 
     async def scheduled(limit: int = 50) -> list[int]:
         found = await store.task_summaries(status=TaskStatus.QUEUED, limit=limit, is_scheduled=True)
-        return [task.id for task in found]
+        return [task.id for task in found.rows]
 
     assert await scheduled() == [second, first]
     assert await scheduled(limit=1) == [second]

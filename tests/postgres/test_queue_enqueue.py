@@ -87,7 +87,7 @@ async def test_sql_enqueue_rejects_times_outside_range(connection: Any, what: st
 async def test_extreme_accepted_run_after_can_be_read(connection: Any, store: PostgresStores) -> None:
     last = await connection.fetchval("select windlass.enqueue('q', p_run_after => '9998-12-31 23:59:59+00')")
     first = await connection.fetchval("select windlass.enqueue('r', p_run_after => '0002-01-01 00:00+00')")
-    assert {task.id for task in await store.task_summaries()} == {first, last}
+    assert {task.id for task in (await store.task_summaries()).rows} == {first, last}
     due = await store.next_run_after(["q"])
     assert due is not None
     assert due.year == 9998

@@ -7,6 +7,8 @@ import asyncpg
 import pytest
 
 from support.queue_sql import eventually, task_reads
+from support.stores import PostgresStores
+from windlass.model.task import TaskStatus
 from windlass.store import tasks as task_store
 
 FINISHED, RUNNING, SCHEDULED, READY = 20_000, 2_000, 2_000, 200
@@ -172,3 +174,37 @@ async def test_calls_with_many_claims_look_each_up_after_the_queue_was_empty(
     assert (
         await tasks_read("select * from windlass.finish_and_claim('w', $1, $2, $3, '{q}', 0)", *finished) < 8 * CLAIMS
     )
+
+
+@pytest.mark.parametrize("status", [TaskStatus.QUEUED, TaskStatus.RUNNING, TaskStatus.ERROR])
+async def test_list_of_unfinished_tasks_reads_no_finished_ones(
+    connection: Any, second_connection: Any, status: TaskStatus
+) -> None:
+    await second_connection.execute(FILL)
+    await second_connection.execute("vacuum analyze windlass.tasks")
+    async with connection.transaction():
+        rows = await connection.fetch(
+            task_store.QUERIES["unfinished_summaries"], "r", status, None, 50, status is TaskStatus.ERROR
+        )
+        read = await task_reads(connection)
+    assert {row["queue"] for row in rows} == ({"r"} if status is TaskStatus.QUEUED else set())
+    assert read["seq_scan"] == 0
+    assert read["idx_tup_fetch"] < RUNNING + SCHEDULED + READY + 100
+
+
+async def test_search_of_finished_tasks_stops_and_continues(
+    each_dsn: str, second_connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_store, "SCAN_LIMIT", 5_000)
+    monkeypatch.setattr(task_store, "SEARCH_S", 0.0)
+    await second_connection.execute("insert into windlass.tasks (queue) values ('rare')")
+    await second_connection.execute(FILL)
+    pages, before = [], None
+    async with PostgresStores(each_dsn) as store:
+        while True:
+            page = await store.task_summaries(queue="rare", before_id=before)
+            pages.append([task.id for task in page.rows])
+            if page.next_cursor is None:
+                break
+            before = int(page.next_cursor)
+    assert pages == [[], [], [], [], [1]]

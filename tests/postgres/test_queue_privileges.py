@@ -127,7 +127,7 @@ async def test_producer_role_suffices_and_allows_nothing_more(role_dsn: RoleDsn,
         assert await shop.enqueue_many(stream()) == 1_500
         tasks = await shop.tasks(limit=2_000)
         assert [task.payload for task in tasks[-4:]] == ["0", "null", "null", '{"n": 1}']
-        assert (await shop.task_summaries(limit=1))[0].queue == "q"
+        assert (await shop.task_summaries(limit=1)).rows[0].queue == "q"
         for refused in (
             "insert into windlass.tasks (queue, payload) values ('q', '5')",
             "insert into windlass.events (code, reason) values ('ALERT', 'forged')",

@@ -39,6 +39,7 @@ from windlass.model.redaction import mask_of
 from windlass.model.task import CANCELLED, MAX_TASK_ID, Task, TaskStatus, TaskSummary
 from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import CANCEL_REASON, OperationResult
+from windlass.ports.queries import SEARCH_S
 from windlass.ports.tasks import TaskStore
 from windlass.wiring import stores
 
@@ -47,7 +48,7 @@ app = typer.Typer(help="List, retry, cancel and delete tasks.", no_args_is_help=
 # One database connection per concurrent call.
 MAX_CONCURRENT_CALLS = 4
 # Tasks that are listed, then cancelled, before the next ones are listed.
-CANCEL_BATCH = 500
+CANCEL_BATCH = 5_000
 
 TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
@@ -105,25 +106,29 @@ async def list_(
         is_scheduled = status is StatusFilter.SCHEDULED
         wanted = _STORED_STATUS.get(status) or TaskStatus(status.value) if status is not None else None
         found: Sequence[TaskSummary]
+        following: str | None = None
         if search is not None:
             which = (
                 TaskList("error" if status is StatusFilter.RETRYING else status.value) if status is not None else None
             )
             found = await search_tasks(store, search, queue=queue, which=which, limit=limit)
         else:
-            found = await store.task_summaries(
+            page = await store.task_summaries(
                 queue=queue, status=wanted, limit=limit, before_id=before, is_scheduled=is_scheduled
             )
-        if not found:
+            found, following = page.rows, page.next_cursor
+        if not found and following is None:
             await check_queue_is_known(store, queue)
         now = await store.now()
+    if following is not None and len(found) < limit:
+        print(f"the list stopped after {SEARCH_S:g} s: older tasks were not searched.", file=sys.stderr)
     if as_json:
         print_json(found)
         return
     headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "note")
     print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "due", "took"))
-    if len(found) == limit and search is None:
-        print(f"next page: --before {found[-1].id}")
+    if following is not None:
+        print(f"next page: --before {following}")
 
 
 def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
@@ -269,11 +274,14 @@ async def _cancel_queued(store: QueueStore, queue: str, reason: str) -> list[int
     semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
     with progress("cancelling", None) as advance:
         for status in (TaskStatus.QUEUED, TaskStatus.ERROR):
-            before: int | None = None
-            while found := await store.task_summaries(queue=queue, status=status, limit=CANCEL_BATCH, before_id=before):
-                before = found[-1].id
+            before: str | None = ""
+            while before is not None:
+                page = await store.task_summaries(
+                    queue=queue, status=status, limit=CANCEL_BATCH, before_id=int(before) if before else None
+                )
+                before = page.next_cursor
                 async with asyncio.TaskGroup() as group:
-                    for task in found:
+                    for task in page.rows:
                         group.create_task(cancel_one(task))
     if not cancelled:
         await check_queue_is_known(store, queue)

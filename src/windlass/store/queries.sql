@@ -27,7 +27,8 @@ select
 from windlass.task_details where id = $1;
 
 -- name: tasks
--- Tasks with payload and result; scans the primary key backwards up to the limit.
+-- Tasks with payload and result; scans the primary key backwards. For tests and measurements: a filter that few tasks
+-- match reads the whole table.
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result
@@ -38,17 +39,46 @@ where ($1::text is null or queue = $1)
 order by id desc limit $4;
 
 -- name: task_summaries
--- `windlass tasks list`; scans the primary key backwards up to the limit. Payloads and results are not read.
--- $5: only tasks whose run_after is in the future.
+-- task_summaries, of all or of finished tasks; the primary key backwards, before the id $3, at most $5 rows. Payloads and
+-- results are not read.
 select
-  id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
-  worker_id, unique_key, progress, progress_note, error_code, error, owner
-from windlass.task_details
-where ($1::text is null or queue = $1)
-  and ($2::text is null or status = $2)
-  and ($3::bigint is null or id < $3)
-  and (not $5::boolean or run_after > windlass.now())
-order by id desc limit $4;
+  s.id, s.queue, s.status, s.priority, s.attempts, s.max_attempts, s.timeout_s, s.run_after, s.created_at, s.started_at,
+  s.finished_at, s.worker_id, s.unique_key, s.progress, s.progress_note, s.error_code, s.error, s.owner
+from (
+  select t.* from windlass.task_details t where $3::bigint is null or t.id < $3 order by t.id desc limit $5
+) as s
+where ($1::text is null or s.queue = $1)
+  and ($2::text is null or s.status = $2)
+order by s.id desc limit $4;
+
+-- name: task_summaries_end
+-- The last row that a search of task_summaries examined.
+select t.id from windlass.task_details t where $1::bigint is null or t.id < $1 order by t.id desc limit 1 offset $2 - 1;
+
+-- name: unfinished_summaries
+-- task_summaries of a status of unfinished tasks; tasks_ready, tasks_scheduled, tasks_running. Materialized, or the
+-- planner would scan the primary key over all finished tasks. $5: only tasks whose run_after is in the future.
+with unfinished as materialized (
+  select t.id, t.queue from windlass.task_details t
+  where t.status = 'queued' and t.run_after is null and $2 = 'queued' and not $5::boolean
+  union all
+  select t.id, t.queue from windlass.task_details t
+  where t.run_after is not null and t.status = $2 and (not $5::boolean or t.run_after > windlass.now())
+  union all
+  select t.id, t.queue from windlass.task_details t
+  where t.status = 'running' and $2 = 'running'
+),
+newest as (
+  select u.id from unfinished u
+  where ($1::text is null or u.queue = $1) and ($3::bigint is null or u.id < $3)
+  order by u.id desc limit $4
+)
+select
+  t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner
+from newest n
+join windlass.task_details t on t.id = n.id
+order by t.id desc;
 
 -- name: known_queues
 -- Queue names to compare a mistyped name with. Skips from queue to queue in tasks_ready and tasks_scheduled, and reads

@@ -1,6 +1,7 @@
 """Tasks over PostgreSQL: enqueue, retry, cancel, read, delete. Implements ports/tasks.py."""
 
 import itertools
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
@@ -9,7 +10,9 @@ from typing import Any
 import asyncpg
 
 from windlass.model.event import QueueDepth
+from windlass.model.listing import Page
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
+from windlass.ports.queries import SCAN_LIMIT, SEARCH_S
 from windlass.store.database import BULK_TIMEOUT_S, DatabaseStore, row_count
 from windlass.store.queries import read_queries
 from windlass.store.rows import task_fields
@@ -146,11 +149,25 @@ class PostgresTaskStore(DatabaseStore):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
-    ) -> list[TaskSummary]:
-        rows = await self._database.fetch(
-            "listing tasks", QUERIES["task_summaries"], queue, status, before_id, limit, is_scheduled
-        )
-        return [TaskSummary(**task_fields(row)) for row in rows]
+    ) -> Page[TaskSummary]:
+        is_unfinished = status in (TaskStatus.QUEUED, TaskStatus.RUNNING, TaskStatus.ERROR)
+        is_search = not is_unfinished and (queue is not None or status is not None)
+        query = QUERIES["unfinished_summaries" if is_unfinished else "task_summaries"]
+        last = is_scheduled if is_unfinished else SCAN_LIMIT if is_search else limit
+        rows: list[Any] = []
+        end: int | None = None
+        until = time.monotonic() + SEARCH_S
+        async with self._database.connection("listing tasks") as connection:
+            while True:
+                rows += await connection.fetch(query, queue, status, before_id, limit - len(rows), last)
+                if len(rows) == limit or not is_search:
+                    break
+                before_id = end = await connection.fetchval(QUERIES["task_summaries_end"], before_id, SCAN_LIMIT)
+                if end is None or time.monotonic() >= until:
+                    break
+        found = tuple(TaskSummary(**task_fields(row)) for row in rows)
+        following = found[-1].id if found and len(found) == limit else end
+        return Page(found, str(following) if following is not None else None)
 
     async def known_queues(self) -> list[str]:
         rows = await self._database.fetch("listing queues", QUERIES["known_queues"])

@@ -8,6 +8,7 @@ from support.memory_store.constraints import check_limit, check_new
 from support.memory_store.interval import interval
 from support.memory_store.tables import TableStore
 from windlass.model.event import QueueDepth
+from windlass.model.listing import Page
 from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
 
 
@@ -105,12 +106,13 @@ class MemoryTaskStore(TableStore):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
-    ) -> list[TaskSummary]:
+    ) -> Page[TaskSummary]:
         scanned = self._tasks.last_id if is_scheduled else limit
         tasks = await self.tasks(queue=queue, status=status, limit=scanned, before_id=before_id)
         now = await self.now()
         found = [task for task in tasks if not is_scheduled or (task.run_after is not None and task.run_after > now)]
-        return [self._tasks.rows[task.id].as_summary() for task in found[:limit]]
+        rows = tuple(self._tasks.rows[task.id].as_summary() for task in found[:limit])
+        return Page(rows, str(rows[-1].id) if rows and len(rows) == limit else None)
 
     async def known_queues(self) -> list[str]:
         held = {row.queue for row in self._tasks.rows.values()}
