@@ -17,7 +17,7 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
-from windlass.model.snapshot import PlannerState, Snapshot
+from windlass.model.snapshot import MAX_QUEUED, PlannerState, Snapshot
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.store import control
 
@@ -226,3 +226,12 @@ async def test_record_outcomes_rejects_an_unknown_outcome_kind(each_dsn: str, co
                 "select windlass_internal.record_outcomes('f', 1, $1, '{}')",
                 f"[{outcome}]",
             )
+
+
+async def test_cycle_counts_a_bounded_number_of_queued_tasks(connection: Any) -> None:
+    await connection.execute("insert into windlass.tasks (queue) select 'deep' from generate_series(1, 20)")
+    await connection.execute("insert into windlass.tasks (queue, run_after) values ('deep', now()), ('due', now())")
+    counted = "select * from windlass_internal.count_queued('{deep,due,deep}', now(), 10) order by queue"
+    assert [tuple(row) for row in await connection.fetch(counted)] == [("deep", 11), ("due", 1)]
+    body = await connection.fetchval("select prosrc from pg_proc where proname = 'observe_queues'")
+    assert f"count_queued(p_queues, p_now, {MAX_QUEUED})" in body

@@ -21,7 +21,7 @@ from support.snapshots import (
 )
 from windlass.model.action import Delete, Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import QueueView, SlotView, Snapshot, WorkerView
+from windlass.model.snapshot import MAX_QUEUED, QueueView, SlotView, Snapshot, WorkerView
 from windlass.policy.derive import Presence, WorkerState, derive_worker_state
 from windlass.policy.plan import plan
 from windlass.policy.scale import POLICIES, Demand, ScalingDecision
@@ -496,3 +496,10 @@ def test_slow_deletion_does_not_delay_the_replacement() -> None:
     views = [worker("w0", 0, status="error", heartbeat=31), worker("w1", 1, running=(task(),))]
     planned = plan(snapshot(*views, queued=1), BUFFERED)
     assert [spawn.slot for spawn in of_kind(planned.actions, Spawn)] == [2]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_reason_says_when_queued_tasks_were_not_all_counted(policy: str) -> None:
+    config = fleet(policy=policy, min_workers=0, max_workers=10)
+    assert decide(config, MAX_QUEUED - 1).reason.startswith("999999 queued")
+    assert decide(config, MAX_QUEUED).reason.startswith("at least 1000000 queued")

@@ -18,6 +18,9 @@ from windlass.model.node import NodeView
 from windlass.model.rollout import DeployRequest, Rollout, WorkingVersion
 from windlass.model.worker import WorkerStatus
 
+# Queued tasks of a queue that a cycle counts, as in 10_observe.sql.
+MAX_QUEUED = 1_000_000
+
 
 # RunningView and WorkerView are immutable by convention only. A cycle creates thousands of them, and frozen=True
 # doubles the cost of creating one.
@@ -144,7 +147,10 @@ class QueueDurations:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """Totals over the queues of a fleet. Tasks that a dispatcher claimed and did not place yet count as queued."""
+    """Totals over the queues of a fleet. Tasks that a dispatcher claimed and did not place yet count as queued.
+
+    `queued` is exact below MAX_QUEUED tasks per queue.
+    """
 
     queued: int = 0
     running: int = 0
@@ -161,6 +167,10 @@ class QueueView:
     boots_s: tuple[float, ...] = ()
     # Each queue with queued or running tasks, by name; at most 32, those with most tasks. Empty: the fleet has one.
     each: tuple[QueueDurations, ...] = ()
+
+    @property
+    def queued_text(self) -> str:
+        return f"{self.queued} queued" if self.queued < MAX_QUEUED else f"at least {self.queued} queued"
 
 
 @dataclass(frozen=True, slots=True)

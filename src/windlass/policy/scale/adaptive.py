@@ -207,7 +207,7 @@ def adaptive(demand: Demand) -> ScalingDecision:
 
 
 def _reason(demand: Demand, load: FleetLoad, decision: AdaptiveDecision) -> str:
-    text = f"{load.queued} queued, {demand.workers_text}"
+    text = f"{demand.queue.queued_text}, {demand.workers_text}"
     if load.queued:
         known = "" if load.duration_mean_s is not None else " (assumed)"
         text += f", tasks of {load.queued_mean_s:.3g} s{known}, boot {load.boot_s:.0f} s, goal {decision.goal_s:.0f} s"

@@ -21,7 +21,7 @@ def buffered(demand: Demand) -> ScalingDecision:
     occupied = max(demand.busy, ceil((queued + demand.running) / fleet.concurrency))
     wanted = max(ceil(occupied * fleet.scale_up_multiplier) + fleet.idle_buffer, fleet.min_workers)
     needed = min(wanted, fleet.max_workers)
-    reason = f"{queued} queued, {demand.workers_text}, {wanted} wanted"
+    reason = f"{demand.queue.queued_text}, {demand.workers_text}, {wanted} wanted"
     if fleet.idle_buffer:
         reason += f" with idle_buffer {fleet.idle_buffer}"
     if capacity < needed:

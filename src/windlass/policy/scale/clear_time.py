@@ -19,7 +19,7 @@ _MIN_DURATION_S = 1e-3
 
 def clear_time(demand: Demand) -> ScalingDecision:
     fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_slots
-    reason = f"{queued} queued, {free} free slot{'' if free == 1 else 's'}"
+    reason = f"{demand.queue.queued_text}, {free} free slot{'' if free == 1 else 's'}"
     if free >= queued:
         spare = demand.unneeded
         return ScalingDecision(reason, target=demand.capacity, spare=spare, is_over_capacity=bool(spare))

@@ -19,10 +19,10 @@ def threshold(demand: Demand) -> ScalingDecision:
             return ScalingDecision("queue empty, no workers")
         first = max(1, demand.fleet.min_workers)
         return ScalingDecision(
-            f"{queued} queued, no workers", spawn=first, target=first, is_first_step=queued / first > limit
+            f"{demand.queue.queued_text}, no workers", spawn=first, target=first, is_first_step=queued / first > limit
         )
     per_worker = queued / capacity
-    reason = f"{queued} queued, {demand.workers_text}, {per_worker:.1f} queued per worker"
+    reason = f"{demand.queue.queued_text}, {demand.workers_text}, {per_worker:.1f} queued per worker"
     if per_worker > limit:
         wanted = max(demand.fleet.min_workers, ceil(queued / limit))
         return ScalingDecision(

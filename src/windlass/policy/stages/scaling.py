@@ -118,7 +118,7 @@ def _no_change_reason(
     if context.snapshot.is_paused:
         # Paused workers do not count for the policy, so its numbers would say that there are none.
         workers = f"{len(staying)} worker{'' if len(staying) == 1 else 's'}"
-        return f"paused: {demand.queue.queued} queued, {workers}"
+        return f"paused: {demand.queue.queued_text}, {workers}"
     if len(staying) >= max_workers and (proposal.spawn > 0 or proposal.target > max_workers):
         return f"at max_workers ({max_workers}): {proposal.reason}"
     if proposal.spawn > 0:

@@ -259,10 +259,33 @@ as $$
   ) as m
 $$;
 
--- The queues with queued or running tasks, and a sample of the newest 100 durations of each. At most 32 queues, those
--- with most tasks. The samples come from the newest 5,000 completed tasks of all queues (index tasks_complete), so a
--- rarely used queue next to a busy one may have none.
-create function windlass_internal.observe_each_queue(p_queues text[], p_now timestamptz) returns json
+-- The queued tasks of each queue: ready and due, each counted up to p_limit. Indexes tasks_ready and tasks_scheduled.
+create function windlass_internal.count_queued(p_queues text[], p_now timestamptz, p_limit integer)
+returns table (queue text, queued bigint)
+language sql stable
+as $$
+  select q.name, ready.n + due.n
+  from (select distinct p.name from unnest(p_queues) as p (name)) as q
+  cross join lateral (
+    select count(*) as n from (
+      select from windlass.tasks t
+      where t.queue = q.name and t.status = 'queued' and t.run_after is null
+      limit p_limit
+    ) as counted
+  ) as ready
+  cross join lateral (
+    select count(*) as n from (
+      select from windlass.tasks t
+      where t.queue = q.name and t.run_after is not null and t.run_after <= p_now
+      limit p_limit
+    ) as counted
+  ) as due
+$$;
+
+-- The queues with queued or running tasks, and a sample of the newest 100 durations of each. p_queued: the queued tasks
+-- of each of p_queues. At most 32 queues, those with most tasks. The samples come from the newest 5,000 completed tasks
+-- of all queues (index tasks_complete), so a rarely used queue next to a busy one may have none.
+create function windlass_internal.observe_each_queue(p_queues text[], p_queued bigint[]) returns json
 language sql stable
 as $$
   with running as (
@@ -276,21 +299,11 @@ as $$
     group by t.queue
   ),
   busiest as (
-    select q.name, n.queued + coalesce(r.held, 0) as queued
-    from (select distinct p.name from unnest(p_queues) as p (name)) as q
+    select q.name, q.queued + coalesce(r.held, 0) as queued
+    from unnest(p_queues, p_queued) as q (name, queued)
     left join running r on r.queue = q.name
-    cross join lateral (
-      select
-        (
-          select count(*) from windlass.tasks t
-          where t.queue = q.name and t.status = 'queued' and t.run_after is null
-        ) + (
-          select count(*) from windlass.tasks t
-          where t.queue = q.name and t.run_after is not null and t.run_after <= p_now
-        ) as queued
-    ) as n
-    where n.queued + coalesce(r.tasks, 0) > 0
-    order by n.queued + coalesce(r.tasks, 0) desc, q.name collate "C" limit 32
+    where q.queued + coalesce(r.tasks, 0) > 0
+    order by q.queued + coalesce(r.tasks, 0) desc, q.name collate "C" limit 32
   ),
   samples as (
     select
@@ -324,13 +337,18 @@ $$;
 
 -- Queued and running tasks of a fleet's queues. Due tasks count as queued; so do tasks that a dispatcher has claimed
 -- and not placed yet. p_newest_task_id: the newest task that the last plan knew; later ones have arrived since.
+--
+-- A million tasks of a queue are counted (MAX_QUEUED of model/snapshot.py), and every queue once: the cost of a cycle
+-- grew with the backlog without a limit, so cycles would stop when it is largest. Below that the count is exact, for
+-- people and for policies that divide it by tasks or seconds per worker. A million is 1,000 tasks for each of 1,000
+-- workers: every policy spawns up to max_workers long before.
 create function windlass_internal.observe_queues(
   p_queues text[], p_now timestamptz, p_fleet text, p_newest_task_id bigint
 ) returns json
 language sql stable
 as $$
   select json_build_object(
-    'queued', ready.count + due.count + claimed.held,
+    'queued', waiting.count + claimed.held,
     'running', claimed.running,
     'oldest_queued_age_s', extract(epoch from p_now - least(oldest.ready_at, claimed.oldest_held)),
     'duration_p50_s', completed.p50_s,
@@ -338,7 +356,9 @@ as $$
     'duration_mean_s', completed.mean_s,
     'arrived', arrivals.count,
     'newest_task_id', arrivals.newest_id,
-    'each', case when cardinality(p_queues) > 1 then windlass_internal.observe_each_queue(p_queues, p_now) else '[]' end,
+    'each', case
+      when cardinality(p_queues) > 1 then windlass_internal.observe_each_queue(waiting.queues, waiting.counts) else '[]'
+    end,
     'boots_s', array(
       -- Sorted boot times of the last 50 workers that became ready, among the last 200: starts may have been cancelled.
       -- Index workers_managed.
@@ -357,13 +377,9 @@ as $$
     )
   )
   from (
-    select count(*) as count from windlass.tasks t
-    where t.queue = any (p_queues) and t.status = 'queued' and t.run_after is null
-  ) as ready
-  cross join (
-    select count(*) as count from windlass.tasks t
-    where t.queue = any (p_queues) and t.run_after is not null and t.run_after <= p_now
-  ) as due
+    select coalesce(sum(c.queued), 0)::bigint as count, array_agg(c.queue) as queues, array_agg(c.queued) as counts
+    from windlass_internal.count_queued(p_queues, p_now, 1000000) as c
+  ) as waiting
   cross join (
     select
       count(*) filter (where w.kind is distinct from 'dispatcher') as running,
