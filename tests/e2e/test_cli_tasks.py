@@ -36,7 +36,8 @@ async def set_status(dsn: str, status: str, *task_ids: int, finished_days_ago: f
     """Finish tasks as a worker would."""
     connection = await asyncpg.connect(dsn)
     await connection.execute(
-        "update windlass.tasks set status = $1, attempts = 3, error_code = 'HANDLER_ERROR', error = $4,"
+        "update windlass.tasks set status = $1::text, attempts = 3, error_code = 'HANDLER_ERROR', error = $4,"
+        " run_after = case $1::text when 'error' then windlass.now() + interval '1 hour' end,"
         " finished_at = windlass.now() - make_interval(secs => $3) where id = any ($2)",
         status,
         task_ids,

@@ -69,7 +69,7 @@ class WorkerTransport(WorkSignal, Protocol):
         """End the worker. Tasks that it still holds are requeued."""
 
     async def run_maintenance(self, worker_id: str) -> list[RecoveredTasks]:
-        """Recover the tasks of lost workers, and apply retention for a bounded time."""
+        """Recover the tasks of lost workers, and now and then apply retention for a bounded time."""
 
     async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
         """Store output of the worker. A repeated call with the same batch id changes nothing.

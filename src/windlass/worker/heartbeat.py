@@ -129,7 +129,7 @@ class Heartbeat:
             await asyncio.gather(maintenance, return_exceptions=True)
 
     async def _run_maintenance(self, transport: WorkerTransport) -> None:
-        """Recover the tasks of lost workers, which may have no orchestrator, and apply retention."""
+        """Recover the tasks of lost workers, which may have no orchestrator, and sometimes apply retention."""
         # A random delay: workers that were started together do not run it together.
         await asyncio.sleep(self._maintenance_interval_s * (0.5 + random.random()))  # noqa: S311
         while True:
