@@ -6,13 +6,16 @@ from uuid import uuid4
 
 import pytest
 
+from support.queue_sql import eventually
 from support.stores import PostgresStores
+from windlass.control.summary import Summary
 from windlass.model.config import Config
 from windlass.model.counters import CYCLES, HTTP_REQUESTS, CounterBuffer
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
 from windlass.model.process import PROCESS_TTL_S, ProcessKind, ProcessRecord, RayHeadAddress
 from windlass.ports.processes import CYCLE_REQUEST_TTL_S, MAX_CYCLE_REQUESTS
+from windlass.wiring.cycle_requests import answered_cycle_requests
 from windlass.wiring.http_server import USER_CONNECTIONS, server_stores
 from windlass.wiring.server_process import DatabaseControlPlane
 
@@ -68,6 +71,24 @@ async def test_requested_cycle_is_answered_once(store: PostgresStores, clock: An
     assert await store.open_cycle_requests() == []
     await store.withdraw_cycle_request(request_id)
     assert await store.cycle_answer(request_id) is None
+
+
+async def test_operation_on_a_server_wakes_the_fleet_of_the_control_process(dsn: str) -> None:
+    woken: asyncio.Queue[str] = asyncio.Queue()
+
+    async def cycle_now() -> list[Summary]:
+        return []
+
+    async with PostgresStores(dsn) as store, PostgresStores(dsn) as server:
+        await server.observe(Candidate("ann", 60.0), "gpus", FleetConfig(max_workers=4))
+        async with answered_cycle_requests(store, cycle_now, woken.put_nowait, asyncio.Event()):
+
+            async def is_woken() -> bool:
+                await server.request_workers("gpus", 1)
+                return not woken.empty()
+
+            await eventually(is_woken, "the fleet is woken")
+        assert await woken.get() == "gpus"
 
 
 async def test_number_of_open_cycle_requests_is_bounded(store: PostgresStores, clock: Any) -> None:

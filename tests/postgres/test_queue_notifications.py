@@ -109,3 +109,35 @@ async def test_revoked_token_is_announced_to_servers(connection: Any) -> None:
     # Notifications arrive in the order of their commits.
     await connection.execute("notify windlass_identities, 'end'")
     assert await asyncio.wait_for(announced.get(), LIMIT_S) == "abcd"
+
+
+OPERATIONS = {
+    "restart": ("select windlass_internal.restart_slots('f')", True),
+    "spawn": ("select windlass_internal.request_workers('f', 1)", True),
+    "deploy": ("select windlass_internal.request_deploy('f', 1, 0, false)", True),
+    "abort a deploy": ("select windlass_internal.abort_deploy('f')", True),
+    "pause the fleet": ("select windlass_internal.pause_fleet('f', true)", True),
+    "pause workers": ("select windlass_internal.pause_workers('{w1,w2}', true)", True),
+    "drain workers": ("select windlass_internal.drain_workers('{w1,w2}', 'by hand')", True),
+    "terminate": ("select windlass_internal.terminate_worker('w1', 'by hand')", True),
+    "terminate a worker that has ended": ("select windlass_internal.terminate_worker('w3', 'by hand')", False),
+}
+
+
+@pytest.mark.parametrize(("call", "is_announced"), OPERATIONS.values(), ids=OPERATIONS)
+async def test_operation_wakes_the_control_loop_of_its_fleet(connection: Any, call: str, is_announced: bool) -> None:
+    await connection.execute(
+        "insert into windlass.fleets (name, max_workers, deploy)"
+        """ values ('f', 4, '{"id": 1, "surge": 1, "is_immediate": false, "is_aborted": false}')"""
+    )
+    await connection.execute("select windlass.register_worker(id, 'f') from unnest('{w1,w2,w3}'::text[]) as id")
+    await connection.execute("select windlass.deregister_worker('w3', 'done')")
+    announced: asyncio.Queue[str] = asyncio.Queue()
+    await connection.add_listener("windlass_cycle_requests", lambda *notified: announced.put_nowait(notified[-1]))
+    await connection.execute(call)
+    await connection.execute("notify windlass_cycle_requests, 'end'")
+    async with asyncio.timeout(LIMIT_S):
+        payloads = [await announced.get()]
+        while payloads[-1] != "end":
+            payloads.append(await announced.get())
+    assert payloads == [*(["f"] if is_announced else []), "end"]

@@ -337,6 +337,27 @@ def test_fleet_that_may_not_spawn_is_woken_once() -> None:
     run_in_virtual_time(scenario)
 
 
+def test_fleet_is_woken_by_an_operation_for_it_and_not_by_a_flood() -> None:
+    async def scenario(fixture: OrchestratorFixture) -> None:
+        fixture.fleets = {name: config(name, min_workers=0, poll_interval_s=600.0) for name in ("red", "blue")}
+        running = fixture.start()
+        await asyncio.sleep(SOON_S)
+        counts = count_cycles(fixture)
+        await fixture.store.request_workers("red", 1)
+        running.orchestrator.wake("red")
+        await asyncio.sleep(0.1)
+        assert counts == {"red": 1}
+        assert len(await fixture.workers("red")) == 1
+        for _ in range(1_000):
+            running.orchestrator.wake("red")
+            running.orchestrator.wake("unknown")
+            await asyncio.sleep(0.01)
+        assert set(counts) == {"red"}
+        assert counts["red"] <= 25, "at most two cycles per second"
+
+    run_in_virtual_time(scenario)
+
+
 def test_reload_keeps_the_old_provider_until_its_calls_end() -> None:
     async def scenario(fixture: OrchestratorFixture) -> None:
         fixture.fleets = {"red": config("red", max_workers=1)}

@@ -72,6 +72,8 @@ class Orchestrator:
         # Queues of idle fleets that are watched for tasks, and whether there are others by now.
         self._watched_queues: set[str] = set()
         self._has_new_idle_queues = asyncio.Event()
+        # Fleets that wake() will wake.
+        self._waking: set[str] = set()
         # Set by the next summary, which replaces it by a new event.
         self._next_summary = asyncio.Event()
 
@@ -195,6 +197,23 @@ class Orchestrator:
             ):
                 await self._next_summary.wait()
         return [last.summary for last in self.last_cycles().values()]
+
+    def wake(self, fleet: str) -> None:
+        """Start the next cycle of a fleet soon, if it runs here. A hint that anyone may send: not more often than idle
+        fleets are woken.
+        """
+        task = self._running().get(fleet)
+        if task is None or fleet in self._waking:
+            return
+        loop = asyncio.get_running_loop()
+        next_at = task.last.at + WAKE_INTERVAL_S if task.last is not None else 0.0
+
+        def wake() -> None:
+            self._waking.discard(fleet)
+            task.wake()
+
+        self._waking.add(fleet)
+        loop.call_later(max(0.0, next_at - loop.time()), wake)
 
     def _running(self) -> dict[str, FleetTask]:
         return {task.name: task for task in self._tasks if not task.is_ended}

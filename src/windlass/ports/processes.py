@@ -50,8 +50,13 @@ class ProcessStore(Protocol):
     async def answer_cycle_requests(self, request_ids: Sequence[int], summaries: Sequence[Mapping[str, Any]]) -> None:
         """Requests that have an answer keep it."""
 
-    async def watch_cycle_requests(self, set_listening: Callable[[bool], None], on_request: Callable[[], None]) -> None:
-        """Call `on_request` for each new request, until cancelled. While not listening, requests must be polled for."""
+    async def watch_cycle_requests(
+        self, set_listening: Callable[[bool], None], on_request: Callable[[str], None]
+    ) -> None:
+        """Call `on_request` until cancelled: with '' for a new request, or with the fleet of a person's operation.
+
+        While not listening, requests must be polled for.
+        """
 
     async def last_actions(self) -> Mapping[str, Mapping[str, int]]:
         """Action counts of the last cycle, by fleet."""

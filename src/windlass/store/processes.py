@@ -68,11 +68,13 @@ class PostgresProcessStore(DatabaseStore):
         function = "windlass_internal.answer_cycle_requests"
         await self._database.call("answering requests for cycles", function, list(request_ids), answer)
 
-    async def watch_cycle_requests(self, set_listening: Callable[[bool], None], on_request: Callable[[], None]) -> None:
+    async def watch_cycle_requests(
+        self, set_listening: Callable[[bool], None], on_request: Callable[[str], None]
+    ) -> None:
         await watch_channel(
             self._database.dsn,
             CYCLE_REQUEST_CHANNEL,
-            lambda _payload: on_request(),
+            on_request,
             set_listening,
             is_possible=not self._database.is_pooled,
         )

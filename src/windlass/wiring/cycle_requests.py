@@ -24,15 +24,27 @@ log = structlog.get_logger(__name__)
 
 @asynccontextmanager
 async def answered_cycle_requests(
-    store: ProcessStore, cycle_now: Callable[[], Awaitable[list[Summary]]], has_begun: asyncio.Event
+    store: ProcessStore,
+    cycle_now: Callable[[], Awaitable[list[Summary]]],
+    wake: Callable[[str], None],
+    has_begun: asyncio.Event,
 ) -> AsyncIterator[None]:
-    """Answer requests until the context exits, once the fleets run (`has_begun`)."""
+    """Answer requests until the context exits, once the fleets run (`has_begun`).
+
+    `wake` gets the name of a fleet for which a person requested something, so that its next cycle starts at once.
+    """
     has_request, is_listening = asyncio.Event(), False
 
     def set_listening(value: bool) -> None:
         nonlocal is_listening
         is_listening = value
         has_request.set()  # one may have come before
+
+    def receive(fleet: str) -> None:
+        if fleet:
+            wake(fleet)
+        else:
+            has_request.set()
 
     async def answer_forever() -> None:
         await has_begun.wait()
@@ -50,7 +62,7 @@ async def answered_cycle_requests(
                     await has_request.wait()
 
     async with (
-        background_task(store.watch_cycle_requests(set_listening, has_request.set)),
+        background_task(store.watch_cycle_requests(set_listening, receive)),
         background_task(answer_forever()),
     ):
         yield

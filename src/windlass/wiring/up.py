@@ -200,7 +200,7 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         async with (
             recorded(store, process, order, counters, details=lambda own: replace(own, ray_head=ray.head_address())),
             reload_on_request(orchestrator, active, options.load, ray, reloads, on_reloaded),
-            answered_cycle_requests(store, orchestrator.cycle_now, has_begun),
+            answered_cycle_requests(store, orchestrator.cycle_now, orchestrator.wake, has_begun),
             _alerting(config, dsn, listeners, notifiers, lambda *message: counters.add(ALERT_MESSAGES, message)),
             stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),
             trace_cycles(config, options.version, listeners),

@@ -10,6 +10,14 @@ begin
 end
 $$;
 
+-- The orchestrator runs the fleet's next cycle at once. It listens for requests for cycles already (16_processes.sql);
+-- those have an empty payload. A hint: without it, the cycle comes after the poll interval.
+create function windlass_internal.wake_fleet(p_fleet text) returns void
+language sql
+as $$
+  select pg_notify('windlass_cycle_requests', p_fleet)
+$$;
+
 -- Clear the restarts of a slot, so that it may be filled again, and the holds of the fleet. Null: all slots. Returns
 -- how many slots were failed.
 create function windlass_internal.restart_slots(p_fleet text, p_slot integer default null) returns integer
@@ -44,6 +52,7 @@ begin
   where name = p_fleet;
   perform windlass_internal.add_event('SLOTS_RESTARTED', 'restart counts cleared on request', p_fleet, null, null,
     jsonb_build_object('slot', p_slot));
+  perform windlass_internal.wake_fleet(p_fleet);
   return v_count;
 end
 $$;
@@ -64,6 +73,7 @@ begin
   returning requested_workers into v_requested;
   perform windlass_internal.add_event('WORKERS_REQUESTED', 'on request', p_fleet, null, null,
     jsonb_build_object('count', p_count));
+  perform windlass_internal.wake_fleet(p_fleet);
   return v_requested;
 end
 $$;
@@ -86,6 +96,7 @@ begin
   returning (f.deploy ->> 'id')::bigint into v_id;
   perform windlass_internal.add_event('DEPLOY_REQUESTED', 'on request', p_fleet, null, null,
     jsonb_build_object('id', v_id));
+  perform windlass_internal.wake_fleet(p_fleet);
   return v_id;
 end
 $$;
@@ -110,6 +121,7 @@ begin
     return false;
   end if;
   perform windlass_internal.add_event('DEPLOY_ABORT_REQUESTED', 'on request', p_fleet, null, null);
+  perform windlass_internal.wake_fleet(p_fleet);
   return true;
 end
 $$;
@@ -132,6 +144,7 @@ begin
   get diagnostics v_count = row_count;
   perform windlass_internal.add_event(case when p_paused then 'FLEET_PAUSED' else 'FLEET_RESUMED' end, 'on request',
     p_fleet, null, null);
+  perform windlass_internal.wake_fleet(p_fleet);
   return v_count;
 end
 $$;
@@ -150,7 +163,8 @@ as $$
     insert into windlass.events (code, reason, fleet, worker_id)
     select case when p_paused then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'on request', c.fleet, c.id from changed c
   )
-  select count(*)::integer from changed
+  -- As wake_fleet, whose result would be null.
+  select count(pg_notify('windlass_cycle_requests', c.fleet))::integer from changed c
 $$;
 
 -- Drain workers. Returns how many changed.
@@ -168,7 +182,8 @@ as $$
     insert into windlass.events (code, reason, fleet, worker_id)
     select 'WORKER_TERMINATING', p_reason, c.fleet, c.id from changed c
   )
-  select count(*)::integer from changed
+  -- As wake_fleet, whose result would be null.
+  select count(pg_notify('windlass_cycle_requests', c.fleet))::integer from changed c
 $$;
 
 -- Delete finished tasks of these statuses, at most p_limit of each: `windlass tasks purge`, in bounded rounds, each
@@ -211,17 +226,17 @@ create function windlass_internal.terminate_worker(p_worker_id text, p_reason te
 language plpgsql
 as $$
 declare
-  v_is_live boolean;
+  v_fleet text;
 begin
-  perform from windlass.workers w
+  select w.fleet into v_fleet from windlass.workers w
   where w.id = p_worker_id and w.status in ('spawning', 'active', 'terminating')
   for update;
-  v_is_live := found;
-  if v_is_live then
+  if v_fleet is not null then
     perform windlass_internal.fail_worker(p_worker_id, 'MANUAL', p_reason, false);
     update windlass.workers set status = 'terminated', terminated_at = windlass.now()
     where id = p_worker_id and slot is null;
+    perform windlass_internal.wake_fleet(v_fleet);
   end if;
-  return v_is_live;
+  return v_fleet is not null;
 end
 $$;
