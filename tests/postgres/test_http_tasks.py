@@ -79,6 +79,18 @@ async def test_any_stored_payload_is_returned_unchanged(api: ApiFixture, dsn: st
     assert payload[:2_000].replace("}", "")[-100:].replace('"', "&#34;") in page.text
 
 
+@pytest.mark.parametrize("large", [0, 200_000], ids=["small body", "large body"])
+async def test_payload_deeper_than_workers_accept_is_refused(api: ApiFixture, large: int) -> None:
+    headers = {**await api.auth_headers(Role.PRODUCER), "Content-Type": "application/json"}
+    for levels, status in ((898, 201), (901, 400)):
+        payload = "[" * levels + f'"{"x" * large}"' + "]" * levels
+        response = await api.remote.post(
+            f"{API}/tasks", headers=headers, content=f'{{"queue":"a","payload":{payload}}}'
+        )
+        assert response.status_code == status, response.text
+    assert "the payload is nested more than 900 levels deep" in response.text
+
+
 async def test_retry_form_refuses_invalid_queue_names(api: ApiFixture) -> None:
     browser = await api.browser()
     form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes", "back": "/tasks"}

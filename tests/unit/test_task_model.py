@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.model.errors import BadInput
-from windlass.model.task import check_queue_name, new_task, parse_json, to_json
+from windlass.model.task import check_json_text, check_queue_name, new_task, parse_json, to_json
 
 
 def test_a_task_keeps_what_it_was_given() -> None:
@@ -101,3 +101,17 @@ def test_json_up_to_900_levels_is_parsed(text: str) -> None:
 def test_json_of_901_levels_is_rejected_on_every_python() -> None:
     with pytest.raises(ValueError, match="nested more than 900 levels deep"):
         parse_json('{"a":' * 901 + "1" + "}" * 901)
+
+
+def test_json_of_901_levels_is_refused_when_it_is_enqueued() -> None:
+    def nested(levels: int) -> str:
+        return '{"a":' * levels + "1" + "}" * levels
+
+    assert check_json_text(nested(900).encode(), "it", 10_000) == nested(900)
+    assert to_json(json.loads(nested(900)), "it", 10_000) == nested(900)
+    for refuse in (
+        lambda: check_json_text(nested(901).encode(), "it", 10_000),
+        lambda: to_json(json.loads(nested(901)), "it", 10_000),
+    ):
+        with pytest.raises(BadInput, match="it is nested more than 900 levels deep"):
+            refuse()

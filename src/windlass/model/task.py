@@ -247,8 +247,7 @@ def to_json(value: Any, what: str, max_bytes: int) -> str:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{what} cannot be written as JSON ({error}): use dicts, lists, strings and numbers.") from None
-    if "\\u0000" in text and _ESCAPED_NUL.search(text):
-        raise BadInput(f"{what} contains a NUL character, which PostgreSQL cannot store: remove it.")
+    _check_storable_json(text, what)
     try:
         size_bytes = len(text.encode())
     except UnicodeEncodeError:
@@ -269,9 +268,15 @@ def check_json_text(content: bytes, what: str, max_bytes: int) -> str:
         text = content.decode()
     except UnicodeDecodeError:
         raise BadInput(f"{what} is not valid UTF-8.") from None
+    _check_storable_json(text, what)
+    return text
+
+
+def _check_storable_json(text: str, what: str) -> None:
     if "\\u0000" in text and _ESCAPED_NUL.search(text):
         raise BadInput(f"{what} contains a NUL character, which PostgreSQL cannot store: remove it.")
-    return text
+    if _is_nested_too_deeply(text):
+        raise BadInput(f"{what} is nested more than {MAX_JSON_DEPTH} levels deep: flatten it, or send it as text.")
 
 
 def parse_json(text: str) -> Any:
@@ -280,13 +285,20 @@ def parse_json(text: str) -> Any:
     The limit is ours: Python's own differs between versions, and a value that is parsed in one place must not fail in
     the next.
     """
+    if _is_nested_too_deeply(text):
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+    return json.loads(text)
+
+
+def _is_nested_too_deeply(text: str) -> bool:
+    """Whether valid JSON has more than MAX_JSON_DEPTH levels of lists and objects."""
     if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
         depth = 0
         for token in _BRACKETS_OUTSIDE_STRINGS.finditer(text):
             depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token.group(), 0)
             if depth > MAX_JSON_DEPTH:
-                raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
-    return json.loads(text)
+                return True
+    return False
 
 
 def check_payload_size(task: NewTask, max_bytes: int) -> NewTask:

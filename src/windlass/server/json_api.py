@@ -1,5 +1,6 @@
 """Shared parts of the JSON routes: the path prefix, parameter types, paging, request bodies and serialisation."""
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -110,7 +111,8 @@ class LargeBody(Generic[Body]):
     """Reads a JSON object in which one field may be large.
 
     That field is checked to be valid JSON and kept as it was written. No Python objects are made of it, so its number
-    of values costs nothing; its depth is limited by Python's recursion limit. The other fields are validated as usual.
+    of values costs nothing. `check` of `read` judges it, its size and depth for example. The other fields are validated
+    as usual.
     """
 
     def __init__(self, model: type[Body], large_field: str) -> None:
@@ -126,15 +128,15 @@ class LargeBody(Generic[Body]):
             }
         }
 
-    async def read(self, request: Request) -> tuple[Body, bytes]:
-        """The other fields, and the large one. A large body is decoded in a thread."""
+    async def read(self, request: Request, check: Callable[[bytes], str]) -> tuple[Body, str]:
+        """The other fields, and the large one as `check` returns it. A large body is decoded in a thread."""
         content = await request.body()
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (media_type == "application/json" or media_type.endswith("+json")):
             raise BadInput(f"{_NOT_AN_OBJECT}.")
-        return await decode_body(self.decode, content)
+        return await decode_body(functools.partial(self.decode, check), content)
 
-    def decode(self, content: bytes) -> tuple[Body, bytes]:
+    def decode(self, check: Callable[[bytes], str], content: bytes) -> tuple[Body, str]:
         try:
             raw = self._decoder.decode(content)
         except msgspec.ValidationError as error:
@@ -153,10 +155,11 @@ class LargeBody(Generic[Body]):
                 raise BadInput(f"invalid request: body.{name}: more than {MAX_FIELD_BYTES:,} bytes.")
         rest = b",".join(b'"%s":%s' % (name.encode(), value) for name, value in given.items() if value)
         try:
-            return self._model.model_validate_json(b"{%s}" % rest), large or b"null"
+            body = self._model.model_validate_json(b"{%s}" % rest)
         except ValidationError as error:
             problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors()]
             raise RequestValidationError(problems) from None
+        return body, check(large or b"null")
 
 
 def json_response(kind: Any, *, has_secrets: bool = False) -> Callable[[Any], Response]:

@@ -1,5 +1,6 @@
 """Tasks: JSON routes, pages and dashboard forms."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -216,6 +217,7 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
 
 def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppContext) -> None:
     store, feed = context.store, context.overview_feed
+    check_payload = functools.partial(check_json_text, what="the payload", max_bytes=context.max_payload_bytes)
 
     @producer.post(
         "/tasks",
@@ -224,9 +226,8 @@ def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppCont
     )
     async def enqueue(request: Request, scope: CallerScope) -> Response:
         """201 for a new task, 200 if the unique key already has one."""
-        body, payload = await _NEW_TASK.read(request)
-        new = new_task(**body.model_dump(exclude={"payload"}))
-        new = new._replace(payload=check_json_text(payload, "the payload", context.max_payload_bytes))
+        body, payload = await _NEW_TASK.read(request, check_payload)
+        new = new_task(**body.model_dump(exclude={"payload"}))._replace(payload=payload)
         result = await operations.enqueue_task(store, new, scope=scope)
         response = operation_response(feed, result)
         response.status_code = 201 if result.outcome is OperationOutcome.DONE else 200
