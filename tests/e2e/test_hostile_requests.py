@@ -1,7 +1,7 @@
 """Requests of strangers and of stolen tokens against a real `windlass up`.
 
-C1, H1, H4, M1 and M2 are the findings of a penetration test. Each test sends what the finding describes, as bytes, and
-fails on the version that had it.
+C1, H1, H4, M1 and M2 are the findings of a penetration test. The tests of a finding send what it describes, as bytes.
+Each finding has tests that fail on the version that had it; the others state limits that held before.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ queues = ["q"]
 exec = "true"
 """
 TOKENS = {
-    **{role: API_PREFIX + hash_of(role).hex() for role in ("viewer", "producer")},
+    **{role: API_PREFIX + hash_of(role).hex() for role in ("viewer", "producer", "worker")},
     **{name: WORKER_PREFIX + hash_of(name).hex() for name in ("w1", "w2")},
 }
 INSERT_TOKEN = "insert into windlass.tokens (name, role, hash) values ($1::text, $1::text, $2)"
@@ -61,7 +61,7 @@ class ControlPlane:
 
     async def prepare(self) -> None:
         await self.sql("insert into windlass.fleets (name, queues) values ('default', '{q}')")
-        for role in ("viewer", "producer"):
+        for role in ("viewer", "producer", "worker"):
             await self.sql(INSERT_TOKEN, role, hash_of(TOKENS[role]))
         for name in ("w1", "w2"):
             await self.sql(INSERT_WORKER, name, hash_of(TOKENS[name]))
@@ -207,8 +207,19 @@ async def test_h2_lease_of_a_worker_is_1_to_86400_seconds(plane: ControlPlane, l
 
 @pytest.mark.parametrize("queue", ["<x>", "q" * 64, "\x1b[2J"])
 async def test_m1_queue_names_of_a_worker_are_checked(plane: ControlPlane, queue: str) -> None:
-    body = {"worker_id": "w1", "queues": [queue]}
-    assert (await plane.call("/internal/worker/register", TOKENS["w1"], body))[0] in (400, 403)
+    registration = {"worker_id": "anywhere", "queues": [queue]}
+    body = {"token": WORKER_PREFIX + hash_of("anywhere").hex(), "registration": registration}
+    for path, token, given in (
+        ("/internal/worker/register", TOKENS["w1"], registration | {"worker_id": "w1"}),
+        ("/internal/workers", TOKENS["worker"], body),
+    ):
+        status, problem = await plane.call(path, token, given)
+        assert (status, problem["code"]) == (400, "BAD_INPUT")
+    assert await plane.sql("select count(*) from windlass.workers where id = 'anywhere'") == 0
+    # The name alone was refused.
+    registration["queues"] = ["q"]
+    assert (await plane.call("/internal/workers", TOKENS["worker"], body))[0] == 200
+    await plane.sql("delete from windlass.workers where id = 'anywhere'")
 
 
 async def test_m1_reason_of_a_worker_is_cut(plane: ControlPlane) -> None:
