@@ -21,7 +21,10 @@ CHUNKED = {b"transfer-encoding": b"chunked"}
 
 
 def body_of(
-    pieces: list[bytes], headers: dict[bytes, bytes] | None = None, buffered: BufferedBytes | None = None
+    pieces: list[bytes],
+    headers: dict[bytes, bytes] | None = None,
+    buffered: BufferedBytes | None = None,
+    caller: str = "",
 ) -> BodyReader:
     left = list(pieces)
 
@@ -29,7 +32,9 @@ def body_of(
         piece = left.pop(0)
         return {"type": "http.request", "body": piece, "more_body": bool(left)}
 
-    return BodyReader(receive, CHUNKED if headers is None else headers, buffered=buffered or BufferedBytes())
+    body = BodyReader(receive, CHUNKED if headers is None else headers, buffered=buffered or BufferedBytes())
+    body.caller = caller
+    return body
 
 
 async def content_of(body: BodyReader, max_bytes: int) -> bytes:
@@ -83,18 +88,30 @@ async def test_body_above_limit_is_refused_by_header_or_while_read() -> None:
 
 async def test_large_bodies_share_a_total_and_small_ones_pass() -> None:
     buffered = BufferedBytes(1_000_000)
-    first = body_of([b"x" * 600_000], buffered=buffered)
-    await content_of(first, 6 << 20)
-    with pytest.raises(ApiError, match="retry") as error:
-        await content_of(body_of([b"x" * 600_000], buffered=buffered), 6 << 20)
+    first = body_of([b"x" * 400_000], buffered=buffered, caller="a")
+    second = body_of([b"x" * 200_000, b"x" * 200_000], buffered=buffered, caller="b")
+    for body in (first, second):
+        await content_of(body, 6 << 20)
+    assert buffered.used == 800_000
+    with pytest.raises(ApiError, match="at the same time: retry") as error:
+        await content_of(body_of([b"x" * 300_000], buffered=buffered, caller="c"), 6 << 20)
     assert (error.value.status_code, error.value.headers) == (503, {"Retry-After": "1"})
-    assert await content_of(body_of([b"small"], buffered=buffered), 6 << 20) == b"small"
-    first.release()
-    last = body_of([b"x" * 300_000, b"x" * 300_000], buffered=buffered)
-    await content_of(last, 6 << 20)
-    assert buffered.used == 600_000
-    last.release()
+    assert await content_of(body_of([b"small"], buffered=buffered, caller="c"), 6 << 20) == b"small"
+    for body in (first, second):
+        body.release()
     assert buffered.used == 0
+
+
+async def test_one_caller_cannot_hold_all_memory_for_large_bodies() -> None:
+    buffered = BufferedBytes(1_000_000)
+    first = body_of([b"x" * 400_000], buffered=buffered, caller="token:cron")
+    await content_of(first, 6 << 20)
+    with pytest.raises(ApiError, match="of this caller at the same time: retry") as error:
+        await content_of(body_of([b"x" * 400_000], buffered=buffered, caller="token:cron"), 6 << 20)
+    assert error.value.status_code == 503
+    await content_of(body_of([b"x" * 400_000], buffered=buffered, caller="worker w1"), 6 << 20)
+    first.release()
+    await content_of(body_of([b"x" * 400_000], buffered=buffered, caller="token:cron"), 6 << 20)
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ class _RequestContext:
         try:
             route, self._identity = await self._middleware.admit(self._scope, self._headers, self._body)
             self._set_state(route)
+            self._body.caller = self._identity.name or address_of(self._scope)
             if route.path != http.WAIT:  # long polls do nothing but wait
                 await self._begin_turn()
             if self._scope["method"] not in SAFE_METHODS:

@@ -1,8 +1,8 @@
 """Reads request bodies within limits: size, time, the total of all requests, and the size after decompression.
 
 A size that the header announces is judged before a byte is read, any other while it is read. Large bodies of all
-requests together take at most MAX_BUFFERED_BYTES of memory; above it a large body is answered with 503, and small ones
-are still read.
+requests together take at most MAX_BUFFERED_BYTES of memory, those of one caller half of it; above it a large body is
+answered with 503, and small ones are still read.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 # Time for a body, plus the time that the bytes received so far take at MIN_BODY_BYTES_PER_S.
 BODY_TIMEOUT_S = 60.0
 MAX_BUFFERED_BYTES = 256 << 20
+# Of it, for one caller: otherwise one token could keep all workers from delivering large results.
+MAX_SHARE_OF_CALLER = 0.5
 # Large bodies of one worker at the same time: a batch of results, and output.
 MAX_LARGE_PER_WORKER = 2
 # Decompressed at once: the limits are judged after each piece.
@@ -38,15 +40,23 @@ class BufferedBytes:
 
     def __init__(self, limit: int = MAX_BUFFERED_BYTES) -> None:
         self._limit = limit
-        self.used = 0
+        self._held: Counter[str] = Counter()
 
-    def take(self, size_bytes: int) -> None:
+    @property
+    def used(self) -> int:
+        return self._held.total()
+
+    def take(self, size_bytes: int, caller: str) -> None:
         if self.used + size_bytes > self._limit:
             raise unavailable("too many large requests at the same time: retry")
-        self.used += size_bytes
+        if self._held[caller] + size_bytes > self._limit * MAX_SHARE_OF_CALLER:
+            raise unavailable("too many large requests of this caller at the same time: retry")
+        self._held[caller] += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
-        self.used -= size_bytes
+    def give_back(self, size_bytes: int, caller: str) -> None:
+        self._held[caller] -= size_bytes
+        if not self._held[caller]:
+            del self._held[caller]
 
 
 class WorkerBodies:
@@ -73,7 +83,7 @@ class BodyReader:
 
     __slots__ = (
         *("_buffered", "_content", "_encoding", "_max_bytes", "_receive", "_received_bytes", "_started_at"),
-        *("_taken_bytes", "announced_bytes", "is_complete"),
+        *("_taken_bytes", "announced_bytes", "caller", "is_complete"),
     )
 
     def __init__(self, receive: Receive, headers: Mapping[bytes, bytes], *, buffered: BufferedBytes) -> None:
@@ -83,6 +93,8 @@ class BodyReader:
         self.announced_bytes = None if b"transfer-encoding" in headers or not length.isdigit() else int(length)
         self._encoding = headers.get(b"content-encoding", b"identity").lower()
         self._buffered = buffered
+        # Its bytes are counted for this caller. Set before the body is read.
+        self.caller = ""
         self._taken_bytes = 0
         self._max_bytes = MAX_SMALL_BODY_BYTES
         self._received_bytes = 0
@@ -157,7 +169,7 @@ class BodyReader:
     def release(self) -> None:
         """The request has ended."""
         if self._taken_bytes:
-            self._buffered.give_back(self._taken_bytes)
+            self._buffered.give_back(self._taken_bytes, self.caller)
             self._taken_bytes = 0
 
     async def _receive_limited(self) -> Message:
@@ -187,7 +199,7 @@ class BodyReader:
 
     def _take(self, held_bytes: int) -> None:
         if held_bytes > self._taken_bytes:
-            self._buffered.take(held_bytes - self._taken_bytes)
+            self._buffered.take(held_bytes - self._taken_bytes, self.caller)
             self._taken_bytes = held_bytes
 
     async def _inflate(self, compressed: bytes) -> bytes:
@@ -195,7 +207,7 @@ class BodyReader:
         before = self._taken_bytes
         self._take(before + min(self._max_bytes, _max_by_ratio(compressed)))
         content = await asyncio.to_thread(inflate, compressed, self._max_bytes)
-        self._buffered.give_back(self._taken_bytes - before - len(content))
+        self._buffered.give_back(self._taken_bytes - before - len(content), self.caller)
         self._taken_bytes = before + len(content)
         return content
 
