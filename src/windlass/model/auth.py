@@ -116,8 +116,6 @@ class ApiToken:
 
 # Of the name of a session's person.
 MAX_PERSON_CHARACTERS = 100
-# Roles that a browser session can have.
-SESSION_ROLES = (Role.VIEWER, Role.OPERATOR, Role.ADMIN)
 
 
 @dataclass(frozen=True, slots=True)

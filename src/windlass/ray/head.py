@@ -6,7 +6,6 @@ task is placed on it. Nodes and drivers need its token.
 """
 
 import asyncio
-import math
 import os
 import secrets
 import socket
@@ -103,7 +102,7 @@ async def _start(head: HeadAddress, temp_dir: Path) -> ProcessGroup:
                 *("--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"),
             ],
             env={**os.environ, **head.env},
-            max_output_bytes=math.inf,
+            limits_output=False,
             # Its output is also in the logs of its directory. Here it would hide our own.
             forwards_output=False,
         )

@@ -9,7 +9,6 @@ SIGKILL, Ray's processes are killed with it.
 import asyncio
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -175,7 +174,7 @@ class NodeProgram:
 
     async def _run_ray(self, transport: WorkerTransport, temp_dir: Path) -> ExitReason:
         command = ray_start_command(self._settings, temp_dir)
-        group = await start_group(command, env={**os.environ, **MATCH_MINOR_ENV}, max_output_bytes=math.inf)
+        group = await start_group(command, env={**os.environ, **MATCH_MINOR_ENV}, limits_output=False)
         group.call_on_exit(self._changed.set)
         watching = asyncio.create_task(self._watch_raylet(group))
         try:

@@ -6,7 +6,6 @@ The orchestrator must outlive any head, so it holds no such client and uses this
 
 import asyncio
 import json
-import math
 import os
 import sys
 
@@ -26,7 +25,7 @@ async def probe_head(address: str, timeout_s: float) -> Versions:
         [sys.executable, "-P", "-m", "windlass.ray.probe", address, str(timeout_s)],
         env=os.environ,
         max_answer_bytes=MAX_ANSWER_BYTES,
-        max_output_bytes=math.inf,
+        limits_output=False,
         forwards_output=False,
     )
     try:

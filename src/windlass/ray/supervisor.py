@@ -6,7 +6,6 @@ even by SIGKILL, its programs are killed too.
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import time
@@ -75,7 +74,7 @@ async def _run_until_stopped(
     while not stop.is_set():
         started = time.monotonic()
         try:
-            group = await start_group(program.command, env=program.env, max_output_bytes=math.inf)
+            group = await start_group(program.command, env=program.env, limits_output=False)
         except OSError as error:
             # The host is out of processes or memory, which may be temporary.
             exit_description = f"did not start ({error})"

@@ -60,10 +60,6 @@ class RouteEntry:
         match = _pattern(self.path).match(path)
         return match.groupdict() if match is not None else {}
 
-    @property
-    def has_large_body(self) -> bool:
-        return self.max_body_bytes > MAX_SMALL_BODY_BYTES
-
 
 def large_bodies(max_payload_bytes: int) -> dict[str, int]:
     """Limits of the bodies that carry payloads, results and output, by path."""

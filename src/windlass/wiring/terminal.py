@@ -10,7 +10,6 @@ import signal
 
 # The kernel may send the signal just before it takes the terminal away: ask again for this long.
 SETTLE_S = 0.5
-SETTLE_STEPS = 10
 
 
 class ControllingTerminal:

@@ -80,7 +80,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         self,
         memory_limit_bytes: int | None,
         max_answer_bytes: int | None,
-        max_output_bytes: float | None = None,
+        limits_output: bool = True,
         *,
         forwards_output: bool = True,
     ) -> None:
@@ -92,7 +92,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         self.output_bytes = 0
         self._memory_limit_bytes = memory_limit_bytes
         self._max_answer_bytes = max_answer_bytes
-        self._max_output_bytes = MAX_OUTPUT_BYTES if max_output_bytes is None else max_output_bytes
+        self._limits_output = limits_output
         self._forwards_output = forwards_output
         self._attempts = 0
         self._attempt: AttemptKey | None = None
@@ -275,7 +275,7 @@ class ProcessGroup(asyncio.SubprocessProtocol):
         if len(self._tail) > 2 * TAIL_BYTES:
             del self._tail[:-TAIL_BYTES]
         self.output_bytes += len(data)
-        if self.output_bytes > self._max_output_bytes:
+        if self._limits_output and self.output_bytes > MAX_OUTPUT_BYTES:
             self._fail("OUTPUT_LIMIT", f"the attempt printed more than {MAX_OUTPUT_BYTES >> 20} MiB")
             return
         if self._forwards_output:
@@ -325,7 +325,7 @@ async def start_group(
     pass_fds: Sequence[int] = (),
     memory_limit_bytes: int | None = None,
     max_answer_bytes: int | None = None,
-    max_output_bytes: float | None = None,
+    limits_output: bool = True,
     forwards_output: bool = True,
     run_as: HandlerUser | None = None,
 ) -> ProcessGroup:
@@ -338,7 +338,9 @@ async def start_group(
     if run_as is not None:
         user = {"user": run_as.uid, "group": run_as.gid, "extra_groups": run_as.groups}
     _, group = await asyncio.get_running_loop().subprocess_exec(
-        lambda: ProcessGroup(memory_limit_bytes, max_answer_bytes, max_output_bytes, forwards_output=forwards_output),
+        lambda: ProcessGroup(
+            memory_limit_bytes, max_answer_bytes, limits_output=limits_output, forwards_output=forwards_output
+        ),
         *command,
         stdin=subprocess.PIPE if has_answer else subprocess.DEVNULL,
         stdout=subprocess.PIPE,

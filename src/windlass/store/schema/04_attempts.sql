@@ -194,9 +194,9 @@ end
 $$;
 
 -- Complete tasks and claim the next ones in one round trip. A worker with a secret claims only from the queues that it
--- registered for. The three arrays belong together. Returns the new claims,
--- and a row with is_lost for every finished task whose claim was not valid. With a limit of 0 it only completes.
--- Accepts at most 1,000 results and claims at most 10,000 tasks.
+-- registered for. The three arrays belong together. Returns the new claims, and a row with is_lost for every finished
+-- task whose claim was not valid. With a limit of 0 it only completes. Accepts at most 1,000 results and claims at most
+-- 10,000 tasks.
 --
 -- Claims up to p_limit tasks: by priority, then first in, first out, per queue. Of several queues, the one whose head
 -- comes first. A paused or terminating worker gets none. A worker that has ended (error, terminated) gets is_lost for

@@ -1,6 +1,5 @@
 -- Lost and failed workers: take their tasks back.
 
-
 -- Take all tasks from these workers: requeue them, or fail them if their attempts are used up. Their claims end here,
 -- so later results of these workers change nothing. Locked tasks are left to the next call (of recover_lost_workers or
 -- the control plane): one long transaction must not block the caller.
@@ -90,11 +89,13 @@ as $$
   )
 $$;
 
--- Set a worker to error and requeue its tasks. p_counts: it failed by itself, so its slot counts a restart. p_is_proven:
--- it had proven to work, so its fleet's failure rate does not count it. p_evidence: shown in the event. p_refund: {"since", "is_trial",
--- "max_releases"}: failures since then are the worker's fault (see refund_attempts), and its running tasks are released
--- without counting the attempt, unless that happened to a task max_releases times since it was enqueued or retried by
--- hand. Returns the number of tasks taken from it. Index events_task.
+-- Set a worker to error and requeue its tasks. Returns the number of tasks taken from it.
+--   p_counts     it failed by itself, so its slot counts a restart
+--   p_evidence   shown in the event
+--   p_refund     {"since", "is_trial", "max_releases"}: failures since then are the worker's fault (see
+--                refund_attempts), and its running tasks are released without counting the attempt, unless that happened
+--                to a task max_releases times since it was enqueued or retried by hand (index events_task)
+--   p_is_proven  it had proven to work, so its fleet's failure rate does not count it
 create function windlass_internal.fail_worker(
   p_worker_id text, p_code text, p_reason text, p_counts boolean default true, p_cycle_id bigint default null,
   p_evidence jsonb default null, p_refund jsonb default null, p_is_proven boolean default false
