@@ -136,7 +136,13 @@ def _settings_without_effect(config: Config, sources: Mapping[Key, Source]) -> I
     for name, fleet in config.fleets.items():
         for setting in FleetConfig.model_fields:
             source = sources.get(("fleets", name, setting))
-            reason = reason_without_effect(fleet.provider, fleet.policy, setting, has_gpu=fleet.has_gpu)
+            reason = reason_without_effect(
+                fleet.provider,
+                fleet.policy,
+                setting,
+                has_gpu=fleet.has_gpu,
+                has_volume=fleet.runpod.network_volume_id is not None,
+            )
             if source is not None and reason is not None:
                 yield f"fleets.{name}.{setting} (from {source}) has no effect {reason}"
     providers = {fleet.provider for fleet in config.fleets.values()}

@@ -221,11 +221,12 @@ def _apply_original_behaviour(values: Values, fleets_in_file: set[str]) -> None:
         given = {key[2]: source for key, (_, source) in values.items() if key[:2] == ("fleets", name) and key[2:]}
         variables = {source.removesuffix(" in .env") for source in given.values()}
         chosen_by = {_THRESHOLD_VARIABLE} & variables
-        if name not in fleets_in_file and not chosen_by and not given.keys() & {*POLICY_SETTINGS, *_LATER_SETTINGS}:
+        is_on_runpod = values.get(("fleets", name, "provider"), ("local",))[0] == "runpod"
+        is_like_original = is_on_runpod or name not in fleets_in_file
+        if is_like_original and not chosen_by and not given.keys() & {*POLICY_SETTINGS, *_LATER_SETTINGS}:
             chosen_by = variables & _LIMIT_VARIABLES
         if chosen_by and "policy" not in given and not variables & _BUFFERED_VARIABLES:
             values["fleets", name, "policy"] = ("threshold", min(chosen_by))
-        is_on_runpod = values.get(("fleets", name, "provider"), ("local",))[0] == "runpod"
         if is_on_runpod and name not in fleets_in_file and "min_workers" not in given:
             values["fleets", name, "min_workers"] = (_ORIGINAL_MIN_GPUS, "default of MIN_ACTIVE_GPUS")
 

@@ -232,9 +232,12 @@ def test_original_names_choose_the_policy(
         assert f"fleets.gpus.{name} (from TASKS_PER_GPU_THRESHOLD) has no effect with policy {policy}" in warning
 
 
-# The .env of the first original orchestrator, and its scaling parameters alone.
+# The .env of the first original orchestrator, with the address of the database, and its scaling parameters alone.
 FIRST_ENV = """\
+SUPABASE_URL=https://abc.supabase.co
+SUPABASE_SERVICE_ROLE_KEY=srk
 RUNPOD_API_KEY=rp_key
+DATABASE_URL=postgresql://h/d
 MIN_ACTIVE_GPUS=2
 MAX_ACTIVE_GPUS=10
 TASKS_PER_GPU_THRESHOLD=3
@@ -261,12 +264,45 @@ def test_first_original_env_gives_four_gpus_for_ten_tasks(tmp_path: Path, variab
     loaded = load_config()
     fleet = loaded.config.fleets["default"]
     assert (fleet.policy, fleet.min_workers, fleet.max_workers) == ("threshold", 2, 10)
-    assert loaded.warnings == ()
+    supabase = [name for name in ("SUPABASE_URL", "SUPABASE_SERVICE_ROLE_KEY") if name in variables]
+    assert [
+        f"(from {name} in .env) has no effect" in line for name, line in zip(supabase, loaded.warnings, strict=True)
+    ] == [True] * len(supabase)
     workers: list[WorkerView] = []
     while found := of_kind(plan(snapshot(*workers, queued=10), fleet).actions, Spawn):
         workers += [worker(f"w{len(workers) + n}", len(workers) + n, "spawning") for n in range(len(found))]
         assert len(workers) <= 4
     assert len(workers) == 4
+
+
+def test_first_original_env_without_a_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text(FIRST_ENV.replace("DATABASE_URL", "#"))
+    with pytest.raises(ConfigError, match="DATABASE_URL"):
+        load_config()
+
+
+@pytest.mark.parametrize(
+    ("variables", "policy"),
+    [
+        pytest.param({"MAX_ACTIVE_GPUS": "9"}, "threshold", id="a limit alone"),
+        pytest.param({"MIN_ACTIVE_GPUS": "1"}, "threshold", id="the other limit"),
+        pytest.param({"MAX_ACTIVE_GPUS": "9", "SPAWNING_GRACE_PERIOD_SEC": "180"}, "buffered", id="later names"),
+    ],
+)
+def test_original_limits_choose_the_policy_of_a_runpod_fleet_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], policy: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "windlass.toml").write_text(RUNPOD.format(name="gpus"))
+    assert load_config().config.fleets["gpus"].policy == policy
+    # A policy or a setting of a policy in the file decides; so does a provider that the originals did not have.
+    (tmp_path / "windlass.toml").write_text(RUNPOD.format(name="gpus") + "policy = 'adaptive'\n")
+    assert load_config().config.fleets["gpus"].policy == "adaptive"
+    (tmp_path / "windlass.toml").write_text(RUNPOD.format(name="gpus") + "scale_up_multiplier = 1.5\n")
+    assert load_config().config.fleets["gpus"].policy == "buffered"
+    (tmp_path / "windlass.toml").write_text("[fleets.gpus]\nhandler = 'app:run'\n")
+    assert load_config().config.fleets["gpus"].policy == ("adaptive" if policy == "threshold" else policy)
 
 
 @pytest.mark.parametrize(
@@ -337,16 +373,21 @@ def test_every_original_name_acts_or_is_reported(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv(name, values.get(name, "300"))
     monkeypatch.setenv("MIN_ACTIVE_GPUS", "2")
     ignored = {}
-    for provider, section in (("local", LOCAL), ("ray", RAY), ("runpod", RUNPOD.format(name="a"))):
+    runpod = RUNPOD.format(name="a")
+    with_volume = runpod + "runpod.network_volume_id = 'v'\n"
+    for kind, section in (("local", LOCAL), ("ray", RAY), ("runpod", runpod), ("with a volume", with_volume)):
         (tmp_path / "windlass.toml").write_text(section)
         loaded = load_config()
         sources = {setting.source for setting in loaded.settings()}
-        ignored[provider] = {name for name in names if any(f"(from {name})" in line for line in loaded.warnings)}
+        ignored[kind] = {name for name in names if any(f"(from {name})" in line for line in loaded.warnings)}
         assert set(names) - sources == {"RGRID_MAX_WORKERS"}
         assert loaded.warnings[0].startswith("RGRID_MAX_WORKERS in the environment has no effect")
-    storage = {name for name in names if name.startswith("STORAGE_")} | {"AUTO_START_WORKER_PROCESS"}
+    volume = {name for name in names if name.startswith("STORAGE_")}
+    storage = volume | {"AUTO_START_WORKER_PROCESS"}
     gpu = {"STARTUP_GRACE_PERIOD_SEC", "GPU_NOT_DETECTED_TIMEOUT_SEC", "GPU_HEALTH_CHECK_TIMEOUT_SEC"}
-    assert ignored["runpod"] == {"TASKS_PER_GPU_THRESHOLD"}
+    assert ignored["with a volume"] == {"TASKS_PER_GPU_THRESHOLD"}
+    assert ignored["runpod"] == {"TASKS_PER_GPU_THRESHOLD"} | volume
+    assert len(volume) == 4
     assert ignored["local"] == {"TASKS_PER_GPU_THRESHOLD"} | storage | gpu
     assert ignored["ray"] > storage | gpu | {"MIN_ACTIVE_GPUS", "MAX_ACTIVE_GPUS", "MACHINES_TO_KEEP_IDLE"}
 

@@ -17,14 +17,15 @@ POLICY_SETTINGS = {
 IGNORED_BY_ADAPTIVE = ("idle_timeout_s", "spawn_grace_s", "scale_down_grace_s")
 # Settings that only fleets with `has_gpu` read.
 GPU_SETTINGS = ("startup_grace_s", "gpu_not_detected_timeout_s", "vram_stale_s")
-# Settings that only the provider runpod reads.
-RUNPOD_SETTINGS = (
-    "auto_start_worker",
+# Settings that only fleets of the provider runpod with a network volume read.
+VOLUME_SETTINGS = (
     "storage_check_interval_cycles",
     "storage_min_free_gb",
     "storage_max_percent_used",
     "storage_expansion_increment_gb",
 )
+# Settings that only the provider runpod reads.
+RUNPOD_SETTINGS = ("auto_start_worker", *VOLUME_SETTINGS)
 # Settings that the provider ray ignores, because it spawns no worker.
 IGNORED_BY_RAY = (
     *POLICY_SETTINGS,
@@ -97,12 +98,14 @@ SPAWN_TIMEOUTS_S = {"local": 30.0, "ray-local": 60.0, "ray": 60.0, "hetzner": 60
 MIN_REMOTE_SPAWN_TIMEOUT_S = 300.0
 
 
-def reason_without_effect(provider: str, policy: str, setting: str, *, has_gpu: bool) -> str | None:
+def reason_without_effect(provider: str, policy: str, setting: str, *, has_gpu: bool, has_volume: bool) -> str | None:
     """Why a fleet ignores this setting, and what to do; None if it reads it."""
     if provider == "ray" and setting in IGNORED_BY_RAY:
         return "with provider ray, which spawns no workers: remove it"
     if provider != "runpod" and setting in RUNPOD_SETTINGS:
         return f"with provider {provider}: remove it"
+    if not has_volume and setting in VOLUME_SETTINGS:
+        return "without a network volume: remove it, or set runpod.network_volume_id"
     if not has_gpu and setting in GPU_SETTINGS:
         return "without a GPU: remove it, or set has_gpu = true"
     only_policy = POLICY_SETTINGS.get(setting, policy)
