@@ -8,6 +8,7 @@ import pytest
 
 from support.queue_actions import add, claim_one, claimed, codes, complete, fail, held, register
 from support.stores import AnyStore
+from windlass.model.listing import PREVIEW_CHARACTERS
 from windlass.model.task import TaskStatus
 from windlass.policy.backoff import RETRY_FIRST_S
 
@@ -32,16 +33,17 @@ async def test_tasks_are_listed_by_queue_and_status(store: AnyStore) -> None:
     assert await store.tasks(queue="none") == []
 
 
-async def test_summaries_omit_payload_and_result(store: AnyStore) -> None:
+async def test_summaries_have_the_beginning_of_the_payload_alone(store: AnyStore) -> None:
     await register(store, "w1")
     for queue in ("q", "q", "r"):
-        await add(store, queue, {"large": "x" * 100})
+        await add(store, queue, {"large": "x" * 1000})
     await complete(store, await claim_one(store), result="1")
     statuses = [{"status": status} for status in TaskStatus]
     for options in ({}, {"queue": "q"}, *statuses, {"limit": 2}, {"before_id": 1}):
         summaries = (await store.task_summaries(**options)).rows
         assert [asdict(summary) for summary in summaries] == [
             {name: value for name, value in asdict(task).items() if name not in ("payload", "result")}
+            | {"payload_preview": task.payload[:PREVIEW_CHARACTERS]}
             for task in await store.tasks(**options)
         ]
 

@@ -168,8 +168,25 @@ async def test_tasks_are_listed_newest_first_and_filtered(windlass: CommandLine,
     assert ids("--limit", 2, "--before", 4) == [3, 2]
     assert ids("--queue", "b", "--status", "failed") == []
     page = windlass("tasks", "list", "--limit", 2).out
-    assert page.splitlines()[0].split() == ["id", "queue", "status", "attempt", "age", "due", "took", "worker", "note"]
+    headings = ["id", "queue", "status", "attempt", "age", "due", "took", "worker", "payload", "note"]
+    assert page.splitlines()[0].split() == headings
     assert page.splitlines()[-1] == "next page: --before 3"
+
+
+async def test_list_shows_the_beginning_of_payloads_unless_private(windlass: CommandLine, tmp_path: Path) -> None:
+    windlass("enqueue", "open", json.dumps({"prompt": "a lighthouse " * 10}))
+    windlass("enqueue", "private", '{"prompt": "a harbour", "size": 2}')
+    (tmp_path / "windlass.toml").write_text(
+        "[fleets.a]\nqueues = ['private']\nhandler = 'app:run'\nredact = ['$.prompt']\n"
+    )
+    config = ("--config", str(tmp_path / "windlass.toml"))
+    private, shown = windlass("tasks", "list", *config).out.splitlines()[1:]
+    assert shown.endswith('{"prompt": "a lighthouse a lighthouse a…')
+    assert private.endswith('{"size": 2, "prompt": "********"}')
+    for search in ((), ("--search", "2")):
+        (row,) = windlass("tasks", "list", "--queue", "private", *search, *config, "--json").json
+        assert row["payload_preview"] == '{"size": 2, "prompt": "********"}'
+    assert windlass("tasks", "list", "--search", "harbour", *config, "--json").json == []
 
 
 async def test_tasks_are_searched_by_payload_and_past_errors(windlass: CommandLine, dsn: str) -> None:

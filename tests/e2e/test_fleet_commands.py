@@ -97,6 +97,13 @@ async def test_cycle_applies_retention_and_refuses_a_missing_command(host: Fleet
     assert "command 'nosuch-command' not found. Check exec of fleet default" in refused.err
 
 
+async def test_cycle_names_settings_without_effect_on_standard_error(host: FleetHost) -> None:
+    host.configure(storage_min_free_gb=7)
+    done = host.windlass("cycle")
+    assert done.json["is_leader"] is True
+    assert "fleets.default.storage_min_free_gb (from windlass.toml) has no effect with provider local" in done.err
+
+
 async def test_cycles_spawn_and_drain_workers_and_can_be_replayed(host: FleetHost) -> None:
     (task, *_) = tasks = await host.enqueue(None, None)
     first = host.windlass("cycle").json

@@ -96,6 +96,18 @@ async def test_reload_applies_a_valid_file_and_ignores_an_invalid_one(host: Flee
     await host.stop(up)
 
 
+async def test_reload_names_new_settings_without_effect(host: FleetHost) -> None:
+    host.configure(auto_start_worker=True)
+    up = host.up()
+    await until(lambda: "cycle finished" in host.log(), f"a cycle\n{host.log()}")
+    host.configure(auto_start_worker=True, storage_min_free_gb=7)
+    assert host.windlass("reload").code == 0
+    await until(lambda: "reloaded configuration" in host.log(), f"the reload\n{host.log()}")
+    assert host.log().count("fleets.default.storage_min_free_gb (from windlass.toml) has no effect") == 1
+    assert host.log().count("fleets.default.auto_start_worker (from windlass.toml) has no effect") == 1
+    await host.stop(up)
+
+
 async def test_reload_uses_new_provider_keys_and_failed_reload_changes_nothing(host: FleetHost) -> None:
     settings = (host.folder / "windlass.toml").read_text()
     far = '[fleets.far]\nprovider = "hetzner"\nhandler = "app:work"\nqueues = ["far"]\n'

@@ -193,3 +193,16 @@ async def test_health_shows_missing_components_while_the_fleet_is_held(
     async with host.store.database.connection("reading health") as connection:
         rows = await connection.fetch("select component, status from windlass.health")
     assert [tuple(row) for row in rows] == [("worker:work:0", "failed")], "a fleet that was shut down needs no worker"
+
+
+async def test_health_is_not_empty_while_tasks_wait_for_a_fleet_without_workers(
+    host: FleetHost, health: Callable[[], Awaitable[Health]]
+) -> None:
+    host.configure(min_workers=0)
+    up = host.up("--port", "0")
+    await until(lambda: "cycle finished" in host.log(), f"a cycle\n{host.log()}")
+    assert await health() == {}
+    assert host.windlass("pause", "--fleet", "default").code == 0
+    await host.enqueue(1)
+    assert await health() == {"worker:work:0": ("crashed", 0, "fleet is paused")}
+    await host.stop(up)

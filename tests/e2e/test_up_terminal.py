@@ -55,6 +55,7 @@ async def host(tmp_path: Path, dsn: str) -> AsyncIterator[FleetHost]:
 async def test_up_at_a_terminal_shows_decisions_and_what_to_do_next(host: FleetHost) -> None:
     terminal = Terminal(host, "--port", "0")
     await terminal.until_shown("stop       Ctrl-C")
+    assert " from windlass.toml; " in terminal.shown, "the settings in one line"
     assert f"started with pid {terminal.pid};" in terminal.shown, "the process that handles signals"
     assert "enqueue    windlass enqueue work" in terminal.shown
     await terminal.until_shown("dashboard: http://127.0.0.1:")

@@ -231,15 +231,22 @@ async def test_health_view_component_names_are_unique(connection: Any, clock: An
 
 
 async def test_health_view_shows_slots_without_their_worker(connection: Any, clock: Any) -> None:
-    """As many as min_workers lacks, whatever keeps them empty; none of a fleet that was shut down."""
+    """As many as min_workers lacks, whatever keeps them empty, and one while a fleet is held or has tasks without a
+    worker; none of a fleet that was shut down."""
     planned = {"cadence": {"next_plan_in_s": 10}}
     await connection.execute(
         "insert into windlass.fleets (name, queues, min_workers, max_workers, planner_state) values"
         " ('new', '{a}', 2, 4, $1), ('crashing', '{b}', 2, 4, $1), ('held', '{c}', 0, 4, $2), ('ended', '{d}', 1, 1,"
-        " $3), ('twin', '{a}', 1, 1, $1), ('full', '{e}', 1, 2, $1)",
+        " $3), ('twin', '{a}', 1, 1, $1), ('full', '{e}', 1, 2, $1), ('broke', '{f}', 0, 4, $4),"
+        " ('late', '{x,g}', 0, 4, $1), ('later', '{h}', 0, 4, $1), ('served', '{e}', 0, 4, $1)",
         json.dumps(planned),
         json.dumps({**planned, "hold": {"code": "FAILURE_RATE", "reason": "failure rate 5 of 5 in 5 min"}}),
         json.dumps({"cadence": {"next_plan_in_s": None}}),
+        json.dumps({**planned, "hold": {"code": "BUDGET", "reason": "budget of 10 EUR a day is spent"}}),
+    )
+    await connection.execute(
+        "select windlass.enqueue(q, '1'::jsonb) from unnest('{d,e,g}'::text[]) as q; "
+        "select windlass.enqueue('h', '1'::jsonb, p_run_after => '2100-01-01Z')"
     )
     await connection.execute("update windlass.fleets set paused = true where name = 'twin'")
     await connection.execute(
@@ -265,6 +272,8 @@ async def test_health_view_shows_slots_without_their_worker(connection: Any, clo
         ("worker:b:2", "starting", 0, None),
         ("worker:c:0", "crashed", 0, "hold: failure rate 5 of 5 in 5 min"),
         ("worker:e:1", "starting", 0, None),
+        ("worker:f:0", "crashed", 0, "hold: budget of 10 EUR a day is spent"),
+        ("worker:x:0", "starting", 0, None),
     ]
     assert all(row["last_seen"] is not None for row in rows)
 

@@ -90,7 +90,29 @@ def renderer() -> HumanRenderer:
             id="a reload with changes",
         ),
         pytest.param({"event": "handle request", "path": "/", "status": 200}, None, id="a request"),
-        pytest.param({"event": "loaded configuration", "settings": {}}, None, id="the settings"),
+        pytest.param(
+            {
+                "event": "loaded configuration",
+                "settings": {
+                    "fleets.a.handler": {"value": "app:run", "source": "windlass.toml"},
+                    "fleets.a.queues": {"value": "q", "source": "windlass.toml"},
+                    "api.port": {"value": 8080, "source": "command line"},
+                    "fleets.a.max_workers": {"value": 9, "source": "MAX_ACTIVE_GPUS"},
+                    "fleets.a.policy": {"value": "threshold", "source": "MAX_ACTIVE_GPUS"},
+                    "runpod_api_key": {"value": "********", "source": "RUNPOD_API_KEY in .env"},
+                    "database_url": {"value": "********", "source": "DATABASE_URL"},
+                    "worker.lease_s": {"value": 30, "source": "default"},
+                },
+            },
+            "12:00:07  settings: 2 from windlass.toml; 1 from command line; 1 from RUNPOD_API_KEY in .env; "
+            "MAX_ACTIVE_GPUS, DATABASE_URL from the environment (`windlass config show` lists all settings)",
+            id="the settings",
+        ),
+        pytest.param(
+            {"event": "loaded configuration", "settings": {}},
+            "12:00:07  settings: all defaults (`windlass config show` lists all settings)",
+            id="no settings",
+        ),
     ],
 )
 def test_entry_is_one_short_line(renderer: HumanRenderer, entry: dict[str, Any], line: str | None) -> None:

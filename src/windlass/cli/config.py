@@ -1,6 +1,7 @@
 """`windlass config`, and the log entry at start: every setting, its value and its source, without secrets."""
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 
 import typer
@@ -46,9 +47,18 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
 
 
 def log_settings(loaded: Loaded) -> None:
-    """Log all settings with their sources, and those that have no effect. A terminal gets no defaults."""
+    """Log all settings with their sources, and those that have no effect.
+
+    A terminal gets no defaults, and one line that counts the settings of each source (human_log.py).
+    """
     settings = {s.key: {"value": s.shown(), "source": s.source} for s in loaded.settings()}
     given = {key: setting for key, setting in settings.items() if setting["source"] != "default"}
     log.info("loaded configuration", settings=given if sys.stderr.isatty() else settings)
+    log_warnings(loaded)
+
+
+def log_warnings(loaded: Loaded, known: Collection[str] = ()) -> None:
+    """Log the settings that have no effect, except those that were logged before."""
     for warning in loaded.warnings:
-        log.warning("setting has no effect", reason=warning)
+        if warning not in known:
+            log.warning("setting has no effect", reason=warning)

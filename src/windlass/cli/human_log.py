@@ -1,11 +1,12 @@
 """Log entries as short lines for a person at a terminal: the time of day, then a sentence.
 
-Decisions, changes of workers, holds and alerts have sentences of their own, as in the demo. Requests that succeeded,
-the loaded settings and cycles that decide the same as before are left out: the JSON log has them. Every other entry is
-shown with its fields.
+Decisions, changes of workers, holds and alerts have sentences of their own, as in the demo; the loaded settings are
+counted by source. Requests that succeeded and cycles that decide the same as before are left out: the JSON log has
+them. Every other entry is shown with its fields.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import datetime
 from typing import Any
@@ -20,9 +21,10 @@ _COLORS = {"warning": _YELLOW, "error": _RED, "critical": _RED}
 _HIDDEN = ("event", "level", "timestamp", "exception", "cycle", "logger_name")
 # Decisions that are shown each time; of the others only a new kind.
 _ACTING = ("spawn", "drain")
+# A source that is an environment variable.
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 # One sentence per event. None: left out.
 _SENTENCES: Mapping[str, str | None] = {
-    "loaded configuration": None,
     "setting has no effect": "{reason}",
     "listening": None,
     "cycle finished": "{fleet}: {decision}",
@@ -72,6 +74,8 @@ class HumanRenderer:
     def _text(self, event: str, entry: Mapping[str, Any]) -> str | None:
         if event == "ready":
             return _next_steps(entry)
+        if event == "loaded configuration":
+            return _sources(entry)
         if event == "worker changed" and entry.get("change") == "active":
             return f"{entry.get('worker')} is active"
         if event == "reloaded configuration" and not entry.keys() & {"new", "changed", "removed"}:
@@ -94,6 +98,16 @@ def _next_steps(entry: Mapping[str, Any]) -> str:
     steps = [f"ready: {entry.get('fleets', '')}"]
     steps += [f"{name:<10} {step}" for name, step in entry.get("next", {}).items()]
     return "\n".join(steps)
+
+
+def _sources(entry: Mapping[str, Any]) -> str:
+    """The entry "loaded configuration": how many settings each source gives. Environment variables by name."""
+    counts = Counter(setting["source"] for setting in entry.get("settings", {}).values())
+    del counts["default"]
+    variables = [source for source in counts if _VARIABLE.fullmatch(source)]
+    given = [f"{count} from {source}" for source, count in counts.items() if source not in variables]
+    given += [f"{', '.join(variables)} from the environment"] if variables else []
+    return f"settings: {'; '.join(given) or 'all defaults'} (`windlass config show` lists all settings)"
 
 
 def _field(value: Any) -> str:

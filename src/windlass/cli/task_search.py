@@ -5,7 +5,7 @@ Both read pages of the queries behind the dashboard and the HTTP API, until enou
 
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Protocol, TypeVar
 
 import typer
@@ -16,6 +16,8 @@ from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_duration
 from windlass.model.error_text import error_headline
 from windlass.model.listing import MAX_PAGE, Page, TaskError, TaskList, TaskRow
+from windlass.model.payload_privacy import PayloadPrivacy
+from windlass.server.payload_previews import unsearched_queues
 from windlass.wiring import stores
 
 # A page of a search takes about a second. A search of millions of tasks ends after this time, and says so.
@@ -28,15 +30,35 @@ ReadPage = Callable[[str | None, int], Awaitable[Page[Row]]]
 
 class TaskLists(Protocol):
     async def tasks_page(
-        self, *, queue: str | None, which: TaskList | None, search: str, limit: int, cursor: str | None
+        self,
+        *,
+        queue: str | None,
+        which: TaskList | None,
+        search: str,
+        unsearched_queues: Sequence[str],
+        limit: int,
+        cursor: str | None,
     ) -> Page[TaskRow]: ...
 
 
 async def search_tasks(
-    store: TaskLists, search: str, *, queue: str | None, which: TaskList | None, limit: int
+    store: TaskLists,
+    search: str,
+    *,
+    queue: str | None,
+    which: TaskList | None,
+    limit: int,
+    privacy: PayloadPrivacy,
 ) -> list[TaskRow]:
     async def read(cursor: str | None, wanted: int) -> Page[TaskRow]:
-        return await store.tasks_page(queue=queue, which=which, search=search, limit=wanted, cursor=cursor)
+        return await store.tasks_page(
+            queue=queue,
+            which=which,
+            search=search,
+            unsearched_queues=unsearched_queues(privacy),
+            limit=wanted,
+            cursor=cursor,
+        )
 
     # A task that matches by its id or key comes first, and again in its place.
     found = {task.id: task for task in await _read_pages(read, limit)}

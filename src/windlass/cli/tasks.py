@@ -33,20 +33,24 @@ from windlass.log_reader import follow_task_log
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import check_reason
-from windlass.model.listing import TaskList
+from windlass.model.listing import ListedTask, TaskList
 from windlass.model.money import with_currency
+from windlass.model.payload_privacy import privacy_of
 from windlass.model.redaction import mask_of
 from windlass.model.task import CANCELLED, MAX_TASK_ID, Task, TaskStatus, TaskSummary
 from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import CANCEL_REASON, OperationResult
 from windlass.ports.queries import SEARCH_S
 from windlass.ports.tasks import TaskStore
+from windlass.server.payload_previews import without_private_parts
 from windlass.wiring import stores
 
 app = typer.Typer(help="List, retry, cancel and delete tasks.", no_args_is_help=True)
 
 # One database connection per concurrent call.
 MAX_CONCURRENT_CALLS = 4
+# Characters of a payload in a list.
+PAYLOAD_WIDTH = 40
 # Tasks that are listed, then cancelled, before the next ones are listed.
 CANCEL_BATCH = 5_000
 
@@ -96,22 +100,24 @@ async def list_(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List tasks, newest first.
+    """List tasks, newest first, with the beginning of their payloads.
 
-    Payloads and results are not listed: see `windlass tasks show`.
+    `windlass tasks show` prints payload and result in full. What a fleet's `redact` hides is not listed.
     """
     if search is not None and before is not None:
         raise BadInput("--search and --before cannot be combined: raise --limit to find more.")
-    async with stores.store(load(config, data_dir).config, may_create=False) as store:
+    loaded = load(config, data_dir).config
+    privacy = privacy_of([(fleet.queues, fleet.redact) for fleet in loaded.fleets.values()])
+    async with stores.store(loaded, may_create=False) as store:
         is_scheduled = status is StatusFilter.SCHEDULED
         wanted = _STORED_STATUS.get(status) or TaskStatus(status.value) if status is not None else None
-        found: Sequence[TaskSummary]
+        found: Sequence[ListedTask]
         following: str | None = None
         if search is not None:
             which = (
                 TaskList("error" if status is StatusFilter.RETRYING else status.value) if status is not None else None
             )
-            found = await search_tasks(store, search, queue=queue, which=which, limit=limit)
+            found = await search_tasks(store, search, queue=queue, which=which, limit=limit, privacy=privacy)
         else:
             page = await store.task_summaries(
                 queue=queue, status=wanted, limit=limit, before_id=before, is_scheduled=is_scheduled
@@ -120,18 +126,19 @@ async def list_(
         if not found and following is None:
             await check_queue_is_known(store, queue)
         now = await store.now()
+    found = without_private_parts(privacy, found)
     if following is not None and len(found) < limit:
         print(f"the list stopped after {SEARCH_S:g} s: older tasks were not searched.", file=sys.stderr)
     if as_json:
         print_json(found)
         return
-    headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "note")
+    headings = ("id", "queue", "status", "attempt", "age", "due", "took", "worker", "payload", "note")
     print_table([_row(task, now) for task in found], *headings, right=("id", "attempt", "age", "due", "took"))
     if following is not None:
         print(f"next page: --before {following}")
 
 
-def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
+def _row(task: ListedTask, now: datetime) -> tuple[object, ...]:
     took_s = None
     if task.started_at is not None and task.status is not TaskStatus.QUEUED:
         took_s = ((task.finished_at or now) - task.started_at).total_seconds()
@@ -149,6 +156,7 @@ def _row(task: TaskSummary, now: datetime) -> tuple[object, ...]:
         f"in {duration(due_s)}" if due_s > 0 else None,
         duration(took_s),
         task.worker_id,
+        one_line(task.payload_preview, PAYLOAD_WIDTH),
         note,
     )
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__
-from windlass.cli.config import log_settings
+from windlass.cli.config import log_settings, log_warnings
 from windlass.cli.cycle_log import CycleLog
 from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
 from windlass.cli.options import ConfigFile, DataDir, command, load
@@ -109,6 +109,8 @@ def up(
         loaded = load(config, data_dir, **chosen)
         check_fleets(loaded)
         hide(secrets_of(loaded.config))
+        if latest:  # a reload; log_start logs those of the start
+            log_warnings(loaded, latest[0].warnings)
         latest.append(loaded)
         cycle_log.announce(loaded.config)
         return loaded
@@ -150,6 +152,8 @@ def serve(
         chosen: dict[str, Any] = {"api.host": host, "api.port": port}
         loaded = load(config, data_dir, **chosen)
         hide(secrets_of(loaded.config))
+        if latest:
+            log_warnings(loaded, latest[0].warnings)
         latest.append(loaded)
         return loaded
 
@@ -190,6 +194,7 @@ async def cycle(
     if not loaded.config.fleets:
         raise BadInput(f"{NO_FLEET}.")
     check_fleets(loaded)
+    log_warnings(loaded)
     summaries = [summary.to_plain() for summary in await run_cycles(loaded.config, __version__)]
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 

@@ -77,9 +77,13 @@ class TaskList(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskRow(TaskSummary):
+class ListedTask(TaskSummary):
     # The first PREVIEW_CHARACTERS of its payload as JSON text. None: more than 64 kB as stored, and not read.
     payload_preview: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow(ListedTask):
     # When it became claimable: enqueued, reached its run_after, or was requeued.
     ready_at: datetime
     # Cost in the ledger; None if it ran only on workers without a price, or nothing is settled yet.

@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Protocol
 
 from windlass.model.event import QueueDepth
-from windlass.model.listing import Page
-from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
+from windlass.model.listing import ListedTask, Page
+from windlass.model.task import NewTask, Retried, Task, TaskStatus
 from windlass.model.worker import RecoveredTasks
 from windlass.ports.clock import DatabaseClock
 
@@ -66,11 +66,11 @@ class TaskStore(DatabaseClock, Protocol):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
-    ) -> Page[TaskSummary]:
-        """As tasks, without payloads and results, which may be a MiB each. `is_scheduled`: only future run_after.
+    ) -> Page[ListedTask]:
+        """As tasks, with the beginning of the payload instead of payload and result, which may be a MiB each.
 
-        The page's `next_cursor` is the next `before_id`. A search for finished tasks stops after SEARCH_S, so its page
-        may be incomplete; a list of unfinished tasks reads no finished ones.
+        `is_scheduled`: only future run_after. The page's `next_cursor` is the next `before_id`. A search for finished
+        tasks stops after SEARCH_S, so its page may be incomplete; a list of unfinished tasks reads no finished ones.
         """
 
     async def known_queues(self) -> list[str]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from windlass.model.listing import TaskError, TaskRow, WorkerRow
+from windlass.model.listing import ListedTask, TaskError, TaskRow, WorkerRow
 from windlass.model.payload_privacy import PayloadPrivacy
 from windlass.model.redaction import HIDDEN
 from windlass.model.task import Task
 
-Row = TypeVar("Row", TaskRow, TaskError)
+Row = TypeVar("Row", ListedTask, TaskRow, TaskError)
 TaskT = TypeVar("TaskT", bound=Task)
 
 
@@ -55,7 +55,7 @@ def _without_private_parts(privacy: PayloadPrivacy, row: Row) -> Row:
         payload_preview=privacy.redact(queue, payload) if row.queue is not None else None,
         error=hide(row.error) if row.error is not None else None,
     )
-    if isinstance(row, TaskRow) and row.progress_note is not None:
+    if isinstance(row, ListedTask) and row.progress_note is not None:
         return replace(row, progress_note=hide(row.progress_note))
     return row
 

@@ -39,11 +39,12 @@ where ($1::text is null or queue = $1)
 order by id desc limit $4;
 
 -- name: task_summaries
--- task_summaries, of all or of finished tasks; the primary key backwards, before the id $3, at most $5 rows. Payloads and
--- results are not read.
+-- task_summaries, of all or of finished tasks; the primary key backwards, before the id $3, at most $5 rows. Large
+-- payloads are not unpacked for the first $6 characters; results are not read.
 select
   s.id, s.queue, s.status, s.priority, s.attempts, s.max_attempts, s.timeout_s, s.run_after, s.created_at, s.started_at,
-  s.finished_at, s.worker_id, s.unique_key, s.progress, s.progress_note, s.error_code, s.error, s.owner
+  s.finished_at, s.worker_id, s.unique_key, s.progress, s.progress_note, s.error_code, s.error, s.owner,
+  case when pg_column_size(s.payload) <= 65536 then left(s.payload::text, $6) end as payload_preview
 from (
   select t.* from windlass.task_details t where $3::bigint is null or t.id < $3 order by t.id desc limit $5
 ) as s
@@ -75,7 +76,8 @@ newest as (
 )
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
-  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner
+  t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner,
+  case when pg_column_size(t.payload) <= 65536 then left(t.payload::text, $6) end as payload_preview
 from newest n
 join windlass.task_details t on t.id = n.id
 order by t.id desc;

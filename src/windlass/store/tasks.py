@@ -10,8 +10,8 @@ from typing import Any
 import asyncpg
 
 from windlass.model.event import QueueDepth
-from windlass.model.listing import Page
-from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
+from windlass.model.listing import PREVIEW_CHARACTERS, ListedTask, Page
+from windlass.model.task import NewTask, Retried, Task, TaskStatus
 from windlass.ports.queries import SCAN_LIMIT, SEARCH_S
 from windlass.store.database import BULK_TIMEOUT_S, DatabaseStore, row_count
 from windlass.store.queries import read_queries
@@ -149,7 +149,7 @@ class PostgresTaskStore(DatabaseStore):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
-    ) -> Page[TaskSummary]:
+    ) -> Page[ListedTask]:
         is_unfinished = status in (TaskStatus.QUEUED, TaskStatus.RUNNING, TaskStatus.ERROR)
         is_search = not is_unfinished and (queue is not None or status is not None)
         query = QUERIES["unfinished_summaries" if is_unfinished else "task_summaries"]
@@ -159,13 +159,14 @@ class PostgresTaskStore(DatabaseStore):
         until = time.monotonic() + SEARCH_S
         async with self._database.connection("listing tasks") as connection:
             while True:
-                rows += await connection.fetch(query, queue, status, before_id, limit - len(rows), last)
+                wanted = limit - len(rows)
+                rows += await connection.fetch(query, queue, status, before_id, wanted, last, PREVIEW_CHARACTERS)
                 if len(rows) == limit or not is_search:
                     break
                 before_id = end = await connection.fetchval(QUERIES["task_summaries_end"], before_id, SCAN_LIMIT)
                 if end is None or time.monotonic() >= until:
                     break
-        found = tuple(TaskSummary(**task_fields(row)) for row in rows)
+        found = tuple(ListedTask(**task_fields(row)) for row in rows)
         following = found[-1].id if found and len(found) == limit else end
         return Page(found, str(following) if following is not None else None)
 

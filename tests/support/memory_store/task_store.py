@@ -1,6 +1,7 @@
 """Tasks for producers and operators, in memory. Implements ports/tasks.py."""
 
 from collections.abc import AsyncIterable, Iterable, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from itertools import islice
 
@@ -8,8 +9,8 @@ from support.memory_store.constraints import check_limit, check_new
 from support.memory_store.interval import interval
 from support.memory_store.tables import TableStore
 from windlass.model.event import QueueDepth
-from windlass.model.listing import Page
-from windlass.model.task import NewTask, Retried, Task, TaskStatus, TaskSummary
+from windlass.model.listing import PREVIEW_CHARACTERS, ListedTask, Page
+from windlass.model.task import NewTask, Retried, Task, TaskStatus
 
 
 class MemoryTaskStore(TableStore):
@@ -106,12 +107,17 @@ class MemoryTaskStore(TableStore):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
-    ) -> Page[TaskSummary]:
+    ) -> Page[ListedTask]:
         scanned = self._tasks.last_id if is_scheduled else limit
         tasks = await self.tasks(queue=queue, status=status, limit=scanned, before_id=before_id)
         now = await self.now()
         found = [task for task in tasks if not is_scheduled or (task.run_after is not None and task.run_after > now)]
-        rows = tuple(self._tasks.rows[task.id].as_summary() for task in found[:limit])
+        rows = tuple(
+            ListedTask(
+                **asdict(self._tasks.rows[task.id].as_summary()), payload_preview=task.payload[:PREVIEW_CHARACTERS]
+            )
+            for task in found[:limit]
+        )
         return Page(rows, str(rows[-1].id) if rows and len(rows) == limit else None)
 
     async def known_queues(self) -> list[str]:

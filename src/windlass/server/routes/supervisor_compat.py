@@ -42,7 +42,8 @@ def routes(context: AppContext) -> APIRouter:
     async def status() -> Response:
         """Every slot and worker: starting, healthy, stopping, crashed or failed. Times are Unix seconds.
 
-        A slot below min_workers that has no worker is listed too, so "all healthy" is never true while one is missing.
+        A slot below min_workers that has no worker is listed too, and one of a fleet that is held, or has tasks and no
+        worker: "all healthy" is never true while one is missing.
         """
         return _components([Component(**row) for row in await context.store.component_health()])
 

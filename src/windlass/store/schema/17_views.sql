@@ -300,14 +300,35 @@ select c.task_id, c.queue, c.currency, sum(c.amount_micros)::bigint as cost_micr
 from windlass.charges c where c.task_id is not null
 group by c.task_id, c.queue, c.currency;
 
--- Slots that should have a worker and have none: as many as the fleet lacks of min_workers, and at least one while its
--- workers keep failing. Slots whose workers failed last come first. A fleet that was shut down needs none.
+-- Slots that should have a worker and have none: as many as the fleet lacks of min_workers, and at least one while a
+-- hold keeps it from spawning, or while tasks are queued that no live worker serves. Slots whose workers failed last
+-- come first. A fleet that was shut down needs none.
 create view windlass_internal.empty_slots as
 select f.name as fleet, e.slot
 from windlass.fleets f
 cross join lateral (
   select
-    greatest(f.min_workers, (f.planner_state #>> '{hold,code}' is not distinct from 'FAILURE_RATE')::integer)
+    greatest(
+      f.min_workers,
+      (
+        f.planner_state #>> '{hold,code}' is not null
+        or exists (
+          select from unnest(f.queues) as q (queue)
+          where (
+              exists (
+                select from windlass.tasks t where t.queue = q.queue and t.status = 'queued' and t.run_after is null
+              )
+              or exists (
+                select from windlass.tasks t
+                where t.queue = q.queue and t.status = 'queued' and t.run_after <= windlass.now()
+              )
+            )
+            and not exists (
+              select from windlass.workers w where w.status <> 'terminated' and q.queue = any(w.queues)
+            )
+        )
+      )::integer
+    )
     - (
       select count(*) from windlass.workers w
       where w.fleet = f.name and w.slot is not null and w.status <> 'terminated'
