@@ -190,10 +190,40 @@ def test_doctor_passes_on_a_good_database(windlass: CommandLine, dsn: str) -> No
     assert done.code == 0, done
     checks = [line.split()[1] for line in done.out.splitlines()]
     assert checks == [
-        *("python", "platform", "gpu", "configuration", "database"),
+        *("python", "platform", "gpu", "configuration", "fleets", "database"),
         *("version", "schema", "privileges", "pooler", "listen", "clock"),
     ]
     assert {line.split()[0] for line in done.out.splitlines()} <= {"ok", "warn"}
+
+
+def test_doctor_names_fleets_and_checks_their_handlers(windlass: CommandLine, dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("def generate(task): ...\n")
+    (tmp_path / "crashing.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "windlass.toml").write_text(
+        f"""[fleets.good]\nhandler = "app:generate"\nchdir = "{tmp_path}"
+        [fleets.mistyped]\nhandler = "app:generat"\nchdir = "{tmp_path}"
+        [fleets.crashing]\nhandler = "crashing:generate"\nchdir = "{tmp_path}"
+        [fleets.far]\nprovider = "ray"\nhandler = "app:generate"
+        [fleets.shell]\nexec = "true"\n"""
+    )
+    done = windlass.with_env(DATABASE_URL=dsn)("doctor", "--config", tmp_path / "windlass.toml")
+    assert done.code == 1
+    found = [line.split(maxsplit=2) for line in done.out.splitlines()]
+    assert [line for line in found if line[1] in ("fleets", "handler")] == [
+        ["ok", "fleets", "5: good (local), mistyped (local), crashing (local), far (ray), shell (local)"],
+        ["ok", "handler", "good: app:generate is importable"],
+        ["FAIL", "handler", "mistyped: cannot find generat in app. Check the name after the colon"],
+        [
+            "warn",
+            "handler",
+            "crashing: crashing:generate: its import crashed or took over 10 s: "
+            "`windlass worker --queue NAME --handler ...` shows why",
+        ],
+        ["ok", "handler", "far: app:generate is imported on the fleet's machines, not here"],
+    ]
+    (tmp_path / "windlass.toml").write_text("[fleets.idle]\n")
+    idle = windlass.with_env(DATABASE_URL=dsn)("doctor", "--config", tmp_path / "windlass.toml")
+    assert "FAIL fleets        fleet idle has nothing to run: set its handler or exec" in idle.out
 
 
 def test_doctor_ends_quietly_when_its_pipe_is_closed(windlass: CommandLine, data_dir: Path) -> None:

@@ -19,9 +19,12 @@ import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json
+from windlass.cli.up import check_fleets
+from windlass.config_loader import Loaded
 from windlass.model.config import Config
-from windlass.model.errors import BadInput, WindlassError
+from windlass.model.errors import BadInput, ConfigError, WindlassError
 from windlass.wiring import adoption, providers, reachability, stores
+from windlass.wiring.handlers import CHECK_TIMEOUT_S, handler_checks
 from windlass.wiring.rehearsal import rehearse
 from windlass.wiring.schema import LATEST_VERSION, DatabaseCheck, check_schema_version
 from windlass.worker.gpu import GpuReader
@@ -118,6 +121,9 @@ async def _run_checks(
     yield Finding("configuration", CheckStatus.OK, "readable")
     for warning in loaded.warnings:
         yield Finding("configuration", CheckStatus.WARN, warning)
+    async with aclosing(_check_fleets(loaded)) as found:
+        async for finding in found:
+            yield finding
     async with aclosing(_check_providers(config)) as found:
         async for finding in found:
             yield finding
@@ -142,6 +148,34 @@ async def _run_checks(
                         yield finding
     except WindlassError as error:
         yield Finding("database", CheckStatus.FAIL, _clause(error))
+
+
+async def _check_fleets(loaded: Loaded) -> AsyncGenerator[Finding, None]:
+    """What `windlass up` checks before it starts: each fleet has something to run, and handlers can be imported."""
+    fleets = loaded.config.fleets
+    named = ", ".join(f"{name} ({fleet.provider})" for name, fleet in fleets.items())
+    try:
+        check_fleets(loaded)
+    except WindlassError as error:
+        yield Finding("fleets", CheckStatus.FAIL, _clause(error))
+        return
+    yield Finding("fleets", CheckStatus.OK, f"{len(fleets)}: {named}" if fleets else "none is configured")
+    checks = await handler_checks(loaded.config)
+    for name, fleet in fleets.items():
+        what, check = f"{name}: {fleet.handler}", checks.get(name)
+        if fleet.handler is None:
+            continue
+        if check is None:
+            yield Finding("handler", CheckStatus.OK, f"{what} is imported on the fleet's machines, not here")
+        elif check.problem is not None:
+            yield Finding("handler", CheckStatus.FAIL, f"{name}: {_clause(ConfigError(check.problem))}")
+        elif check.is_importable:
+            yield Finding("handler", CheckStatus.OK, f"{what} is importable")
+        else:
+            do = "`windlass worker --queue NAME --handler ...` shows why"
+            yield Finding(
+                "handler", CheckStatus.WARN, f"{what}: its import crashed or took over {CHECK_TIMEOUT_S:g} s", do
+            )
 
 
 async def _rehearse(config: Config, fleet: str) -> AsyncGenerator[Finding, None]:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import dataclass
 
 from windlass.model.config import Config
 from windlass.model.errors import ConfigError
@@ -17,17 +18,29 @@ CHECK_TIMEOUT_S = 10.0
 MAX_ERROR_BYTES = 4_000
 
 
+@dataclass(frozen=True, slots=True)
+class HandlerCheck:
+    is_importable: bool
+    # The message of `windlass worker`. None if nothing is wrong, or if that is unknown.
+    problem: str | None = None
+
+
 async def check_handlers(config: Config) -> None:
     """Raise ConfigError, with the message of `windlass worker`, if a local fleet cannot import its handler."""
+    for name, check in (await handler_checks(config)).items():
+        if check.problem is not None:
+            raise ConfigError(f"fleet {name}: {check.problem}")
+
+
+async def handler_checks(config: Config) -> dict[str, HandlerCheck]:
+    """By name, each local fleet with a handler. Other fleets import it on their machines."""
     checked = {name: fleet for name, fleet in config.fleets.items() if fleet.provider == "local" and fleet.handler}
-    problems = await asyncio.gather(*(_check_handler(fleet) for fleet in checked.values()))
-    for name, problem in zip(checked, problems, strict=True):
-        if problem is not None:
-            raise ConfigError(f"fleet {name}: {problem}")
+    found = await asyncio.gather(*(_check_handler(fleet) for fleet in checked.values()))
+    return dict(zip(checked, found, strict=True))
 
 
-async def _check_handler(fleet: FleetConfig) -> str | None:
-    """What is wrong; None if nothing is, or if that is unknown. Same folder and environment as LocalProvider uses."""
+async def _check_handler(fleet: FleetConfig) -> HandlerCheck:
+    """Import it in the same folder and environment as LocalProvider uses."""
     withheld = withheld_from(fleet)
     environment = {name: value for name, value in os.environ.items() if name not in withheld}
     try:
@@ -42,7 +55,7 @@ async def _check_handler(fleet: FleetConfig) -> str | None:
             start_new_session=True,
         )
     except (OSError, ValueError):
-        return None  # the provider reports why a worker cannot start
+        return HandlerCheck(is_importable=False)  # the provider reports why a worker cannot start
     if process.stdout is None:
         raise AssertionError("standard output is a pipe")
     try:
@@ -50,10 +63,10 @@ async def _check_handler(fleet: FleetConfig) -> str | None:
             code = await process.wait()
             message = await process.stdout.read(MAX_ERROR_BYTES) if code == NOT_FOUND else b""
     except TimeoutError:
-        return None
+        return HandlerCheck(is_importable=False)
     finally:
         # The whole process group, with everything that the module started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-    return message.decode(errors="replace") or None
+    return HandlerCheck(code == 0, message.decode(errors="replace") or None)
