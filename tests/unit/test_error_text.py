@@ -58,6 +58,17 @@ def test_long_output_before_a_crash_does_not_displace_its_frames() -> None:
     assert len(crash.output) < MAX_OUTPUT_CHARACTERS + MAX_REPORT_CHARACTERS
 
 
+def test_long_stack_of_a_crash_keeps_own_frames() -> None:
+    library = '  File "/srv/venv/lib/python3.11/site-packages/torch/module.py", line {} in call\n'
+    own = '  File "/srv/app/video.py", line 22 in render\n'
+    dump = DUMP.replace(own, "".join(map(library.format, range(200))) + own)
+    crash = read_crash(dump)
+    assert own.strip() in crash.output
+    assert '"/srv/app/video.py", line 40 in handler' in crash.output
+    # The frame of the crash is kept; then follow those of the codec and of torch.
+    assert "[201 frames in codec, torch]" in crash.output
+
+
 def test_crash_inside_a_library_names_that_frame() -> None:
     dump = DUMP.replace("/srv/app/video.py", f"{STANDARD_LIBRARY}/json/decoder.py")
     assert read_crash(dump).place == "__init__.py:519 string_at"

@@ -1,14 +1,17 @@
 """The interface for handler authors: loading handlers, reporting progress, formatting errors."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from windlass.model.error_text import error_headline
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
+from windlass.worker.frames import shorten_frames
 from windlass.worker.handler import RunningTask, format_exception, load_handler
 
 MODULES = {
@@ -132,3 +135,56 @@ def test_exception_with_long_message_keeps_type_and_start(frames: int) -> None:
     assert text.startswith("Traceback (most recent call last):\n")
     assert "\nValueError: it begins xxx" in text
     assert text.endswith("xxx it ends\n")
+
+
+def raise_through(folder: Path, frames: int) -> Callable[[], None]:
+    """A handler that calls itself twice through that many frames of a library, then raises OSError."""
+    names = [f"call_{number}_{'x' * 60}" for number in range(frames)]
+    lines = [f"def {name}(run): {following}(run)" for name, following in pairwise(names)]
+    files = {
+        "venv/lib/python3/site-packages/torch/calls.py": [*lines, f"def {names[-1]}(run): run()"],
+        "own.py": [
+            *("def first():", f"    {names[0]}(second)", "def second():", f"    {names[0]}(third)"),
+            *("def third():", "    raise OSError('no disk')"),
+        ],
+    }
+    space: dict[str, Any] = {}
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(content))
+        exec(compile("\n".join(content), str(folder / name), "exec"), space)  # noqa: S102
+    first: Callable[[], None] = space["first"]
+    return first
+
+
+@pytest.mark.parametrize("is_group", [False, True], ids=["exception", "exception group"])
+def test_library_frames_are_left_out_before_own_frames(tmp_path: Path, is_group: bool) -> None:
+    with pytest.raises(Exception) as raised:
+        try:
+            raise_through(tmp_path, 200)()
+        except OSError as error:
+            if is_group:
+                raise ExceptionGroup("both", [error]) from None
+            raise
+    text = format_exception(raised.value)
+    for function in ("first", "second", "third"):
+        assert f"in {function}\n" in text
+    assert text.count("[200 frames in torch]\n") == 2
+    assert " ... " not in text
+    assert error_headline(text) == ("ExceptionGroup: both (1 sub-exception)" if is_group else "OSError: no disk")
+
+
+def test_short_traceback_keeps_library_frames(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as raised:
+        raise_through(tmp_path, 3)()
+    assert "frames in" not in format_exception(raised.value)
+
+
+def test_frames_of_an_installed_handler_are_kept(tmp_path: Path) -> None:
+    """The project is installed with pip, as on a rented machine: its package is no library."""
+    frame = '  File "/srv/venv/lib/python3.11/site-packages/{}", line 1, in f\n'
+    parts = ["Traceback\n", *[frame.format("shop/app.py")] * 2, *[frame.format("torch/a.py")] * 3, "OSError: x\n"]
+    assert shorten_frames(parts) == [
+        "Traceback\n", *[frame.format("shop/app.py")] * 2, "  [2 frames in torch]\n", frame.format("torch/a.py"),
+        "OSError: x\n",
+    ]  # fmt: skip

@@ -6,9 +6,10 @@ those of the worker and the interpreter, so that the user's own frames are never
 """
 
 import re
-import sysconfig
 from pathlib import PurePath
 from typing import NamedTuple
+
+from windlass.worker.frames import is_own_code, shorten_frames
 
 # Kept of the output before the dump, and of the whole report.
 MAX_OUTPUT_CHARACTERS = 2_000
@@ -17,8 +18,6 @@ _FATAL = "Fatal Python error: "
 _CRASHED_THREAD = re.compile(r"^Current thread .*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.+)$')
 _WORKER = str(PurePath(__file__).parent)
-_STANDARD_LIBRARY = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib"))
-_PACKAGES = {"site-packages", "dist-packages"}
 
 
 class Crash(NamedTuple):
@@ -39,12 +38,11 @@ def read_crash(output: str) -> Crash:
         frames.append(frame)
     if not frames:
         return Crash(None, output[-MAX_OUTPUT_CHARACTERS:].strip())
-    own = next((frame for frame in frames if _is_own_code(frame["path"])), frames[0])
+    own = next((frame for frame in frames if is_own_code(frame["path"])), frames[0])
     place = f"{PurePath(own['path']).name}:{own['line']} {own['function']}"
-    report = "\n".join([f"{_FATAL}{lines[0]}", *(frame[0] for frame in frames)])[:MAX_REPORT_CHARACTERS]
+    innermost, *others = [f"{frame[0]}\n" for frame in frames]
+    if sum(map(len, others)) > MAX_REPORT_CHARACTERS - len(innermost) - len(lines[0]):
+        others = shorten_frames(others, is_innermost_first=True)
+    report = f"{_FATAL}{lines[0]}\n{innermost}{''.join(others)}"[:MAX_REPORT_CHARACTERS]
     kept = before.strip()[-MAX_OUTPUT_CHARACTERS:]
     return Crash(place, f"{kept}\n{report}".strip())
-
-
-def _is_own_code(path: str) -> bool:
-    return not path.startswith((*_STANDARD_LIBRARY, "<")) and _PACKAGES.isdisjoint(PurePath(path).parts)

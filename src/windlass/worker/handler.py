@@ -11,6 +11,7 @@ from typing import Any
 
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
+from windlass.worker.frames import shorten_frames
 
 # Called with the progress of an attempt (0 to 1) and a note.
 ReportProgress = Callable[[float, str | None], None]
@@ -45,8 +46,13 @@ Handler = Callable[[RunningTask], Any] | Callable[[RunningTask], Awaitable[Any]]
 
 
 def format_exception(error: BaseException) -> str:
-    """The traceback, truncated. It always contains the exception type and the start of the message."""
+    """The traceback, truncated. It always contains the exception type and the start of the message.
+
+    Where it is too long, frames of libraries are left out first.
+    """
     parts = traceback.format_exception(error)
+    if sum(map(len, parts)) > MAX_ERROR_CHARACTERS:
+        parts = shorten_frames(parts)
     return truncate_error("".join(truncate_error(part, MAX_ERROR_CHARACTERS // 2) for part in parts))
 
 
