@@ -25,8 +25,7 @@ from windlass.config_loader import load_config
 from windlass.wiring.stores import running_database_url
 
 SQL = Path(__file__).with_suffix(".sql")
-# Tall, because a full-page screenshot shows the navigation at the bottom of the first screen.
-DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 375, "height": 1_500}
+DESKTOP, PHONE = {"width": 1280, "height": 860}, {"width": 375, "height": 740}
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light", "viewport": DESKTOP},
     "dark": {"color_scheme": "dark", "viewport": DESKTOP},
@@ -57,6 +56,7 @@ PAGES = {
     "access": "/access",
     "not-found": "/tasks/99999999",
     "invalid": "/tasks?status=bogus",
+    "runbooks": "/runbooks",
 }
 APP = """
 import random, time
@@ -90,7 +90,7 @@ MAX_CHECKS = 300
 
 def main() -> None:
     target = Path(sys.argv[1])
-    wanted = sys.argv[2:] or [*PAGES, "worker", "task", "cycle", "anonymous"]
+    wanted = sys.argv[2:] or [*PAGES, "worker", "task", "cycle", "confirm", "anonymous"]
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="windlass-pages-") as name:
         folder = Path(name)
@@ -194,6 +194,14 @@ def take_all(link: str, target: Path, wanted: list[str]) -> None:
                     page.locator("tbody th a[href^='/']").first.click()
                     shoot(page, target / f"{name}-{look}.png")
             context.close()
+            if "confirm" in wanted:
+                # Without scripts, an action asks for confirmation on a page of its own.
+                context = browser.new_context(base_url=site, storage_state=state, java_script_enabled=False, **options)
+                page = context.new_page()
+                page.goto("/fleets/renders")
+                page.get_by_role("button", name="Restart").first.click()
+                page.screenshot(path=target / f"confirm-{look}.png")
+                context.close()
             if "anonymous" in wanted:
                 context = browser.new_context(base_url=site, **options)
                 page = context.new_page()
@@ -207,8 +215,13 @@ def take_all(link: str, target: Path, wanted: list[str]) -> None:
 
 def shoot(page: Page, path: Path) -> None:
     page.wait_for_timeout(500)
-    page.screenshot(path=path, full_page=(page.viewport_size or DESKTOP)["width"] > PHONE["width"])
     height = page.evaluate("document.documentElement.scrollHeight")
+    usual = page.viewport_size or DESKTOP
+    if usual["width"] == PHONE["width"]:
+        # A full-page screenshot would show the navigation at the bottom of the first screen.
+        page.set_viewport_size({**PHONE, "height": max(height, PHONE["height"])})
+    page.screenshot(path=path, full_page=usual != PHONE)
+    page.set_viewport_size(usual)
     print(f"{path.name}: {height} px high")
 
 

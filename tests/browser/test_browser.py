@@ -155,6 +155,7 @@ def test_phone_lists_each_worker_and_task_in_a_few_lines(site: BrowserSite, new_
     assert row_height(page.locator(f"#task-{queued}")) < 70
     task_id = site.create_failed_task()
     page.goto("/tasks?status=failed")
+    assert is_on_screen(page.locator(".tabs [aria-current]")), "the chosen filter"
     retry = page.locator(f"#task-{task_id}").get_by_role("button", name="Retry")
     expect(retry).to_be_visible()
     assert is_on_screen(retry)

@@ -210,6 +210,14 @@ def test_day_bars_are_proportional_to_cost() -> None:
     assert all(piece.x + piece.width <= bars.width for bar in bars.bars for piece in bar.pieces)
 
 
+@pytest.mark.parametrize("most", [1, 999_000, 9_990_000, 10_000_000, 42_600_000, 61_000_000])
+def test_highest_bar_fills_more_than_half_of_the_chart(most: int) -> None:
+    (chart,) = day_charts(["2026-06-01"], [Cost("2026-06-01", "EUR", most)])
+    (lowest, *_, highest), ((piece,), *_) = chart.lines, [bar.pieces for bar in chart.bars]
+    assert 0.5 <= piece.height / (lowest[0] - highest[0]) <= 1
+    assert len(chart.lines) <= 6
+
+
 @pytest.mark.parametrize(("number", "next_one"), {0: 1, 1: 1, 3: 5, 5.5: 10, 190: 200, 501: 1_000}.items())
 def test_axis_ends_at_a_round_number(number: float, next_one: int) -> None:
     assert round_up(number) == next_one

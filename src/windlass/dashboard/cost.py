@@ -16,6 +16,8 @@ KINDS = {
     ChargeKind.AHEAD: "The rest of the billing period of a machine that still runs: billed, not used yet",
 }
 WASTED = "Share of boot, idle and tail in the cost"
+# Steps of the axis.
+MAX_STEPS = 5
 # A chart begins with the first day that has cost, and shows at least this many days.
 MIN_CHART_DAYS = 7
 WIDTH, HEIGHT, _TOP, _BOTTOM, _LEFT, _RIGHT = 1100.0, 230.0, 8.0, 24.0, 52.0, 12.0
@@ -88,8 +90,11 @@ def day_charts(days: Sequence[str], costs: Sequence[Cost]) -> list[BarChart]:
 
 
 def _day_chart(days: Sequence[str], by_day: dict[str | None, Cost], currency: str) -> BarChart:
-    step = round_up(max((cost.total_micros for cost in by_day.values()), default=0) / 4)
-    top_micros, plot_height = 4 * step, HEIGHT - _BOTTOM - _TOP
+    most_micros = max((cost.total_micros for cost in by_day.values()), default=0)
+    # Three to five steps, so that the highest bar fills more than half of the chart.
+    step = round_up(most_micros / MAX_STEPS)
+    steps = max(1, -(-most_micros // step))
+    top_micros, plot_height = steps * step, HEIGHT - _BOTTOM - _TOP
     pitch = (WIDTH - _LEFT - _RIGHT) / max(len(days), 1)
     width = min(pitch * 0.72, MAX_BAR_WIDTH)
     days_per_label = max(1, -(-len(days) // MAX_DAY_LABELS))
@@ -107,7 +112,7 @@ def _day_chart(days: Sequence[str], by_day: dict[str | None, Cost], currency: st
         is_labelled = (len(days) - 1 - number) % days_per_label == 0
         total_micros = cost.total_micros if cost is not None else 0
         bars.append(Bar(day, day[5:] if is_labelled else None, round(x + width / 2, 1), tuple(pieces), total_micros))
-    lines = tuple((round(_TOP + plot_height * (1 - part / 4), 1), step * part) for part in range(5))
+    lines = tuple((round(_TOP + plot_height * (1 - part / steps), 1), step * part) for part in range(steps + 1))
     return BarChart(tuple(bars), lines, currency)
 
 

@@ -486,6 +486,11 @@
   for (const log of main.querySelectorAll("[data-tail]")) log.scrollTop = log.scrollHeight;
   // On phones the cost chart is wider than the screen. Its end is today.
   for (const { parentElement } of main.querySelectorAll(".bars")) parentElement.scrollLeft = parentElement.scrollWidth;
+  // So are the filters. The chosen one is shown.
+  for (const chosen of main.querySelectorAll(".tabs a[aria-current]")) {
+    const tabs = chosen.parentElement;
+    tabs.scrollLeft = chosen.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - chosen.offsetWidth) / 2;
+  }
   for (const select of document.querySelectorAll("select[data-submit-on-change]")) {
     select.addEventListener("change", () => select.form.requestSubmit());
   }
