@@ -161,6 +161,8 @@ def fill(folder: Path) -> None:
             await connection.close()
 
     asyncio.run(run())
+    command = [sys.executable, "-m", "windlass", "tokens", "create", "continuous-integration", "--role", "producer"]
+    subprocess.run([*command, "--data-dir", str(data_dir)], cwd=folder, capture_output=True, check=True)
     with windlass.SyncClient(data_dir=data_dir) as client:
         for number in range(60):
             prompt = ("a lighthouse at night", "a harbour in fog", "a red kite over fields")[number % 3]

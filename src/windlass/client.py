@@ -45,6 +45,7 @@ class ClientTask(TaskSummary):
 
     @property
     def payload(self) -> Any:
+        """What was enqueued, decrypted if the client has a codec."""
         payload = _read(self.id, self.payload_text, "payload")
         if self.codec is None:
             return payload
@@ -52,7 +53,7 @@ class ClientTask(TaskSummary):
 
     @property
     def result(self) -> Any:
-        """None until the task is complete."""
+        """What the handler returned. None until the task is complete."""
         return _read_result(self.id, self.result_text, self.codec)
 
 
@@ -275,6 +276,13 @@ class SyncClient:
         timeout_s: float | None = None,
         unique_key: str | None = None,
     ) -> int:
+        """Add a task and return its id. If the queue has a task with this unique key, return its id and add nothing.
+
+        `payload` is any JSON value. Tasks with a higher `priority` run first. `run_after` is the earliest start: a
+        datetime with a time zone, or a timedelta from now. `timeout_s` limits each attempt.
+
+        To enqueue in a transaction of your own, call the SQL function windlass.enqueue() in it.
+        """
         return self._wait(
             self._client.enqueue(
                 queue,
@@ -314,5 +322,5 @@ class SyncClient:
             raise
 
 
-for _name in ("enqueue", "enqueue_many", "task", "result", "retry", "cancel"):
+for _name in ("enqueue_many", "task", "result", "retry", "cancel"):
     getattr(SyncClient, _name).__doc__ = getattr(Client, _name).__doc__

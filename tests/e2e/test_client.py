@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from inspect import isclass, isfunction, signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -282,3 +283,20 @@ def test_all_public_names_are_listed_and_documented() -> None:
     for client in (windlass.Client, windlass.SyncClient):
         for name in ("enqueue", "enqueue_many", "task", "result", "retry", "cancel"):
             assert getattr(client, name).__doc__, f"{client.__name__}.{name}"
+
+
+@pytest.mark.parametrize("name", windlass.__all__)
+def test_public_members_are_documented_with_their_own_parameters(name: str) -> None:
+    home = getattr(windlass, name)
+    members = {each: member for each, member in vars(home).items() if not each.startswith("_")} if isclass(home) else {}
+    known = {each for function in vars(windlass.Client).values() for each in parameters(function)}
+    for each, member in {**members, name: home}.items():
+        if callable(member) or isinstance(member, property):
+            assert member.__doc__, f"{name}.{each}"
+        if isfunction(member):
+            named = known & set(re.findall(r"`(\w+)`", member.__doc__ or ""))
+            assert named <= parameters(member), f"{name}.{each}"
+
+
+def parameters(function: Any) -> set[str]:
+    return set(signature(function).parameters) if isfunction(function) else set()
