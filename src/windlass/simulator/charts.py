@@ -139,7 +139,8 @@ def _legend(labels: Sequence[str]) -> str:
         colour = COLOURS[number % len(COLOURS)]
         parts.append(f'<rect x="{x:.0f}" y="22" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{x + 14:.0f}" y="31" fill="{_TEXT}">{escape(label)}</text>')
-        x += 26 + 7.0 * len(label)
+        # Wide enough for the larger text of phones.
+        x += 30 + 9.0 * len(label)
     return "".join(parts)
 
 
