@@ -11,8 +11,8 @@ import pytest
 from windlass.model.error_text import error_headline
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
-from windlass.worker.frames import shorten_frames
 from windlass.worker.handler import RunningTask, format_exception, load_handler
+from windlass.worker.stack_frames import shorten_frames
 
 MODULES = {
     "good.py": "def handler(task): return 1\nclass Box:\n    @staticmethod\n    def inner(task): return 2\n",

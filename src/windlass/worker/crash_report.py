@@ -9,7 +9,7 @@ import re
 from pathlib import PurePath
 from typing import NamedTuple
 
-from windlass.worker.frames import is_own_code, shorten_frames
+from windlass.worker.stack_frames import is_own_code, shorten_frames
 
 # Kept of the output before the dump, and of the whole report.
 MAX_OUTPUT_CHARACTERS = 2_000

@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.model.errors import HandlerNotFound
 from windlass.model.task import MAX_ERROR_CHARACTERS, MAX_NOTE_CHARACTERS, truncate_error
-from windlass.worker.frames import shorten_frames
+from windlass.worker.stack_frames import shorten_frames
 
 # Called with the progress of an attempt (0 to 1) and a note.
 ReportProgress = Callable[[float, str | None], None]
