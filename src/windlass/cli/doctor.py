@@ -159,7 +159,7 @@ async def _check_fleets(loaded: Loaded) -> AsyncGenerator[Finding, None]:
     except WindlassError as error:
         yield Finding("fleets", CheckStatus.FAIL, _clause(error))
         return
-    yield Finding("fleets", CheckStatus.OK, f"{len(fleets)}: {named}" if fleets else "none is configured")
+    yield Finding("fleets", CheckStatus.OK, f"{len(fleets)}: {named}" if fleets else "none in the configuration")
     checks = await handler_checks(loaded.config)
     for name, fleet in fleets.items():
         what, check = f"{name}: {fleet.handler}", checks.get(name)
