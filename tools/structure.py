@@ -1,5 +1,7 @@
 """Checks the shape of the tree: unique class names, bounded files, short test names, no module named by a metaphor.
 
+The event of a log call is a constant "verb object" in lower case, so that a reader can search for it.
+
 A reader who searches for a class finds one definition, and a file fits into one sitting. Vendored files do not count.
 """
 
@@ -19,6 +21,38 @@ BANNED_MODULES = re.compile(
     r"allowance|examine|preparing|reading|script|bell|journal|hiring|words|attention|link|watch|story|house|crew|bed|"
     r"planes|worlds|utils?|helpers|misc|common)$"
 )
+# The first words of log events, in the infinitive or, of what has just succeeded, in the past tense.
+LOG_VERBS = (
+    "acquire announce answer apply call change check close compare count create delete deliver drain drop evaluate execute "
+    "fail find finish fire grow handle ignore join keep kill label list load lose mark observe prepare price reach read "
+    "reconcile record recover refuse register reject release reload remove renew replace report restart run send settle "
+    "shut skip start stop submit take update wait wake write"
+).split()
+_IRREGULAR = {"found": "find", "lost": "lose", "stopped": "stop"}
+LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+# "%s": the logger of a library has no fields.
+LOG_EVENT = re.compile(r"[a-z]+( [a-z0-9]+)+(: %s)?")
+
+
+def log_event_findings(tree: ast.AST, path: Path) -> list[str]:
+    """Log calls and retry loops (`retrying`) whose event is not a constant `verb object`."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func)
+        receiver, _, method = function.rpartition(".")
+        is_log = method in LOG_METHODS and re.search(r"(^|[._])(log|get_logger\(.*\))$", receiver)
+        position = 0 if is_log else 1 if function == "retrying" else len(node.args)
+        # `retrying` itself logs the event of its caller.
+        for event in node.args[position : position + 1]:
+            text = event.value if isinstance(event, ast.Constant) else None
+            verb = str(text).partition(" ")[0]
+            verbs = {verb, verb.removesuffix("d"), verb.removesuffix("ed"), _IRREGULAR.get(verb)}
+            is_argument = isinstance(event, ast.Name) and event.id == "event"
+            if not is_argument and not (text and LOG_EVENT.fullmatch(text) and verbs & {*LOG_VERBS}):
+                found.append(f"{path}:{node.lineno}: log event {ast.unparse(event)}: write a constant 'verb object'")
+    return found
 
 
 def findings() -> list[str]:
@@ -30,7 +64,9 @@ def findings() -> list[str]:
             found.append(f"{path}: rename the module after what it contains")
         if (count := text.count("\n")) > MAX_SOURCE_LINES:
             found.append(f"{path}: {count} lines, at most {MAX_SOURCE_LINES}")
-        for node in ast.walk(ast.parse(text)):
+        tree = ast.parse(text)
+        found += log_event_findings(tree, path)
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(str(path))
     found += [f"class {name} is defined in {', '.join(paths)}" for name, paths in classes.items() if len(paths) > 1]

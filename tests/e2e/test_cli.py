@@ -194,7 +194,7 @@ def test_worker_keeps_running_when_its_log_pipe_is_closed(windlass: CommandLine,
     arguments = ("worker", "-q", "q", "--handler", "app:handle", "--log-format", "json")
     with windlass.start(*arguments, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        assert any("worker registered" in line for line in process.stderr)
+        assert any("registered worker" in line for line in process.stderr)
         process.stderr.close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -211,7 +211,7 @@ def test_log_of_a_failed_attempt_has_the_error_and_no_colors(windlass: CommandLi
     arguments = ("worker", "-q", "q", "--handler", "app:handle", "--log-format", log_format)
     with windlass.start(*arguments, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        line = next(line for line in process.stderr if "attempt failed" in line)
+        line = next(line for line in process.stderr if "fail attempt" in line)
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
     assert "ValueError: no such file" in line

@@ -129,7 +129,7 @@ async def test_standby_takes_over_after_the_leader_is_killed(host: FleetHost) ->
     first = host.up()
     await until(host.store.fleets, "a first leader")
     second = host.up()
-    await until(lambda: "standby cycle" in host.log(), f"a standby cycle\n{host.log()}")
+    await until(lambda: "skip cycle" in host.log(), f"a standby cycle\n{host.log()}")
     term = (await host.last_cycle()).term
     first.kill()
     first.wait()
@@ -143,7 +143,7 @@ async def test_stopped_standby_leaves_workers_running(host: FleetHost) -> None:
     first = host.up()
     before = await host.until_workers(2)
     second = host.up()
-    await until(lambda: "standby cycle" in host.log(), f"a standby cycle\n{host.log()}")
+    await until(lambda: "skip cycle" in host.log(), f"a standby cycle\n{host.log()}")
     second.send_signal(signal.SIGTERM)
     await until(lambda: second.poll() is not None, f"end of the standby\n{host.log()}")
     assert second.returncode == 0
@@ -238,7 +238,7 @@ async def test_broken_handler_causes_a_hold_that_restart_lifts(host: FleetHost) 
     await until(is_shown_once, "the cause once in the status")
     assert "After fixing the cause: `windlass restart default`" in host.windlass("explain", "default").out
     logged = [json.loads(line) for line in host.log().splitlines()]
-    failures = [line for line in logged if line["event"] == "worker failed"]
+    failures = [line for line in logged if line["event"] == "fail worker"]
     assert {line["level"] for line in failures} == {"warning"}
     assert why in failures[0]["reason"]
     assert failures[0]["worker"].startswith("default-")
@@ -256,8 +256,8 @@ async def test_fleet_without_orchestrator_is_reported_as_such(host: FleetHost) -
     assert host.windlass("status", "--json").json["fleets"][0]["without_orchestrator_s"] is None
     await host.stop(up)
     *lines, last = [json.loads(line) for line in host.log().splitlines()]
-    started = next(line for line in lines if line["event"] == "started")
-    assert (started["fleets"], last["event"]) == (["default"], "stopped")
+    started = next(line for line in lines if line["event"] == "started orchestrator")
+    assert (started["fleets"], last["event"]) == (["default"], "stopped orchestrator")
     assert started["database"].startswith("postgresql://")
     (task,) = await host.enqueue(None)
     for command in (("status",), ("explain", "default"), ("explain", task)):

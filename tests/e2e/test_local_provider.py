@@ -220,7 +220,7 @@ async def test_gpu_worker_claims_nothing_on_a_host_without_gpu(workers: LocalWor
             return any(worker.vram_total_mb == 0 for worker in await store.workers())
 
         await until(says_so, "its heartbeat says that there is no GPU")
-        assert "claiming stopped: no GPU found" in workers.log("crowd-0-aa")
+        assert "stop claiming" in workers.log("crowd-0-aa")
         await provider.delete(machine)
         task = await store.task(task_id)
         assert task is not None

@@ -128,9 +128,9 @@ async def test_up_as_root_warns_that_handlers_run_as_root(tmp_path: Path, dsn: s
         process = windlass.start(*arguments, stdout=output, stderr=output)
     try:
         async with asyncio.timeout(100):
-            while "cycle finished" not in log.read_text():
+            while "finish cycle" not in log.read_text():
                 await asyncio.sleep(0.1)
-        assert ("handlers run as root" in log.read_text()) is warns
+        assert ("run handlers as root" in log.read_text()) is warns
     finally:
         process.terminate()
         await asyncio.to_thread(process.wait, 60)

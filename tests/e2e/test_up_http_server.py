@@ -190,7 +190,7 @@ async def _check_as_browser(receivers: Receivers, store: PostgresStores, log: Ca
 
         async def is_logged() -> bool:
             lines = (await browser.get("/api/v1/logs", params={"limit": 500})).json()["items"]
-            return any(line["message"] == "listening" or line["cycle_id"] for line in lines)
+            return any(line["message"] == "started server" or line["cycle_id"] for line in lines)
 
         await until(is_logged, "the log in the database")
         # Without a login nothing can be read, also on this host.

@@ -208,7 +208,7 @@ async def test_remote_worker_delivers_its_result_after_an_outage(site: ControlPl
     up.kill()
     up.wait(PATIENCE_S)
     log = site.machines / worker_id / "log"
-    await until(lambda: '"event": "heartbeat failed"' in log.read_text(), "a failed heartbeat in its log")
+    await until(lambda: '"event": "send heartbeat failed"' in log.read_text(), "a failed heartbeat in its log")
     go.touch()
     await until(lambda: f'"undelivered": [{task_id}]' in log.read_text(), "an undelivered result in its log")
     second = site.up()

@@ -110,7 +110,7 @@ async def test_reload_command_reaches_the_leader(host: FleetHost) -> None:
 
 async def test_second_up_names_the_first(host: FleetHost) -> None:
     first = host.up("--port", "0")
-    await until(lambda: '"listening"' in host.log(), f"a server\n{host.log()}")
+    await until(lambda: '"started server"' in host.log(), f"a server\n{host.log()}")
     port = host.log().partition('"port": ')[2].partition(",")[0]
     refused = host.windlass("up", "--port", port)
     assert refused.code == 2

@@ -225,7 +225,7 @@ async def test_drained_worker_finishes_its_task_and_claims_no_other(
     process = await harness.start_registered(*KINDS[kind], env=gate.env)
     task_id = await gate.enter()
     await tell(harness, process)
-    await until(lambda: '"event": "draining"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "drain worker"' in process.log(), "the worker has noticed")
     waiting = await harness.enqueue(gate.files)
     gate.open()
     assert await process.exit_code() == 0
@@ -238,8 +238,8 @@ async def test_drained_worker_finishes_its_task_and_claims_no_other(
     # After the registration every log line has the worker id, whatever thread or signal it comes from.
     lines = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
     events = [line["event"] for line in lines]
-    assert "draining" in events
-    assert [line for line in lines[events.index("worker registered") :] if "worker_id" not in line] == []
+    assert "drain worker" in events
+    assert [line for line in lines[events.index("registered worker") :] if "worker_id" not in line] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -250,7 +250,7 @@ async def test_second_signal_releases_task_and_exits_at_once(
     process = await harness.start_registered(*KINDS[kind], env=gate.env)
     task_id = await gate.enter()
     process.send(signal.SIGTERM)
-    await until(lambda: '"event": "draining"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "drain worker"' in process.log(), "the worker has noticed")
     await process.send_again(second)
     assert await process.exit_code(timeout_s=10) == 0
     await _is_given_back(harness, process, await harness.task(task_id))
@@ -335,7 +335,7 @@ async def test_inline_handlers_run_concurrently_with_own_outcomes(harness: Worke
     statuses = {(await harness.task(task_id)).status for task_id in sleeping[1:]}
     assert statuses == {TaskStatus.RUNNING}
     process.send(signal.SIGTERM)
-    await until(lambda: '"event": "draining"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "drain worker"' in process.log(), "the worker has noticed")
     await process.send_again(signal.SIGTERM)
     assert await process.exit_code(timeout_s=10) == 0
     assert {(await harness.task(task_id)).status for task_id in sleeping[1:]} == {TaskStatus.QUEUED}
@@ -357,12 +357,12 @@ async def test_unstoppable_inline_handler_does_not_block_exit(harness: WorkerHar
     for task_id in task_ids:
         await harness.wait_until_running(task_id)
     process.send(signal.SIGTERM)
-    await until(lambda: "draining" in process.log(), "the first signal is handled")
+    await until(lambda: "drain worker" in process.log(), "the first signal is handled")
     await process.send_again(signal.SIGTERM)
     assert await process.exit_code(CANCEL_TIMEOUT_S + EXIT_TIMEOUT_S + PATIENCE_S) == 0
     tasks = [await harness.task(task_id) for task_id in task_ids]
     assert {(task.status, task.attempts) for task in tasks} == {(TaskStatus.QUEUED, 0)}
-    assert '"worker stopped"' in process.log().splitlines()[-1]
+    assert '"stopped worker"' in process.log().splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------ robustness

@@ -92,7 +92,7 @@ async def test_worker_resumed_after_lease_registers_under_new_id(harness: Worker
     assert ended.last_heartbeat is not None
     assert ended.terminated_at is not None
     assert ended.last_heartbeat < ended.terminated_at
-    events = ("worker terminated by the control plane", "result rejected: claim lost")
+    events = ("stop terminated worker", "reject result")
     assert any(event in sleeper.log() for event in events)
 
     # It works again.
@@ -177,7 +177,7 @@ async def test_worker_drains_when_its_contract_is_no_longer_supported(harness: W
         await locker.execute(f"select pg_terminate_backend(pid) from pg_stat_activity where {beats}")  # noqa: S608
     finally:
         await locker.close()
-    await until(lambda: "draining" in process.log(), "the worker has noticed")
+    await until(lambda: "drain worker" in process.log(), "the worker has noticed")
     (harness.folder / "go-1").touch()
     assert await process.exit_code() == 2
     said = process.log().splitlines()[-1]
@@ -236,7 +236,7 @@ async def test_result_is_delivered_after_database_outage(
     task_id = await harness.enqueue(gate(harness.folder, 1))
     await until((harness.folder / "running-1").exists, "the handler runs")
     server.end(how)
-    await until(lambda: '"event": "heartbeat failed"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "send heartbeat failed"' in process.log(), "the worker has noticed")
     (harness.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in process.log(), "an undelivered result")
     assert process.is_running()
@@ -259,7 +259,7 @@ async def test_idle_worker_drains_during_database_outage(
 ) -> None:
     process = await killable_harness.start_registered(handler="echo")
     server.end(signal.SIGQUIT)
-    await until(lambda: '"event": "delivery failed, retrying"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "deliver outcomes failed"' in process.log(), "the worker has noticed")
     process.send(signal.SIGTERM)
     assert await process.exit_code(timeout_s=15) == 0
 
@@ -275,7 +275,7 @@ async def test_second_signal_abandons_undelivered_result_with_error(
     (harness.folder / "go-1").touch()
     await until(lambda: '"undelivered": [' in process.log(), "an undelivered result")
     process.send(signal.SIGTERM)
-    await until(lambda: '"event": "draining"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "drain worker"' in process.log(), "the worker has noticed")
     await process.send_again(signal.SIGTERM)
     assert await process.exit_code(timeout_s=15) == 2
     assert "windlass: finishing tasks: the database at its local socket cannot be reached" in process.log()

@@ -142,7 +142,7 @@ async def test_machine_joins_works_and_drains_over_http(plane: Plane) -> None:
     process, first = await started(plane)
     second = await plane.harness.enqueue(files(plane.harness, 2))
     process.send(signal.SIGTERM)
-    await until(lambda: '"event": "draining"' in process.log(), "the worker drains")
+    await until(lambda: '"event": "drain worker"' in process.log(), "the worker drains")
     (plane.harness.folder / "go-1").touch()
     assert await process.exit_code() == 0
     assert (await plane.harness.wait_for_result(first))["attempt"] == 1
@@ -174,7 +174,7 @@ async def test_burst_is_shared_by_several_machines(plane: Plane) -> None:
 async def test_control_plane_restart_costs_no_attempt(plane: Plane) -> None:
     process, task_id = await started(plane)
     await plane.close()
-    await until(lambda: '"event": "heartbeat failed"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "send heartbeat failed"' in process.log(), "the worker has noticed")
     (plane.harness.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in process.log(), "an undelivered result")
     await plane.open()
@@ -328,7 +328,7 @@ async def test_result_waits_for_database_behind_control_plane(server: KillableSe
     plane = killable_plane
     process, task_id = await started(plane)
     server.end(signal.SIGQUIT)
-    await until(lambda: '"event": "heartbeat failed"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "send heartbeat failed"' in process.log(), "the worker has noticed")
     (plane.harness.folder / "go-1").touch()
     await until(lambda: f'"undelivered": [{task_id}]' in process.log(), "an undelivered result")
     assert process.is_running()

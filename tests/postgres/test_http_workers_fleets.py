@@ -70,7 +70,7 @@ async def test_output_and_diagnostics_outlive_a_remote_worker(api: ApiFixture) -
     assert "No output is known." in (await api.localhost.get("/workers/far")).text
     await api.store.enqueue(new_task("a", None))
     (claim,) = await api.store.claim("far", ["a"], 1)
-    chunks = [LogChunk(("<b>rendering</b>",), (1_500,), claim.task_id, 1), LogChunk(("worker registered",), dropped=7)]
+    chunks = [LogChunk(("<b>rendering</b>",), (1_500,), claim.task_id, 1), LogChunk(("registered worker",), dropped=7)]
     await api.store.append_logs("far", uuid4(), chunks)
     await api.store.heartbeat("far", (), {"load": 0.5})
     await api.store.fail("far", claim.task_id, claim.token, "it broke", code="MEMORY_LIMIT")
@@ -92,7 +92,7 @@ async def test_output_and_diagnostics_outlive_a_remote_worker(api: ApiFixture) -
     assert [line["text"] for line in own["lines"]] == ["<b>rendering</b>"]
     assert (await viewer.get(f"{API}/tasks/{claim.task_id}/logs", params={"attempt": 2})).json()["lines"] == []
     metadata = (await viewer.get(f"{API}/workers/far")).json()["metadata"]
-    assert metadata["diagnostics"]["last_lines"] == ["<b>rendering</b>", "worker registered"]
+    assert metadata["diagnostics"]["last_lines"] == ["<b>rendering</b>", "registered worker"]
     assert metadata["diagnostics"]["last_error"]["code"] == "MEMORY_LIMIT"
     assert metadata["diagnostics"]["last_heartbeat"]
     assert problem_of(await viewer.get(f"{API}/tasks/999999/logs")) == (404, "NOT_FOUND")

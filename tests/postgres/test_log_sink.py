@@ -35,11 +35,11 @@ async def written(dsn: str) -> list[Any]:
 
 async def test_log_lines_are_stored_with_worker_and_cycle(store: Flaky, dsn: str) -> None:
     sink = LogSink(store)
-    sink.take({"level": "warning", "event": "attempt failed", "worker_id": "w0", "cycle": 7, "code": "X\x00", "n": 1})
+    sink.take({"level": "warning", "event": "fail attempt", "worker_id": "w0", "cycle": 7, "code": "X\x00", "n": 1})
     sink.take({"level": "info", "event": "up", "timestamp": "2030-01-01T00:00:00Z", "odd": {1, 2}})
     await sink.write()
     first, second = await written(dsn)
-    assert (first.level, first.message, first.worker_id, first.cycle_id) == ("warning", "attempt failed", "w0", 7)
+    assert (first.level, first.message, first.worker_id, first.cycle_id) == ("warning", "fail attempt", "w0", 7)
     assert first.fields == {"code": "X\\0", "n": 1}
     assert second.at.year == 2030
 

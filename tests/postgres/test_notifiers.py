@@ -216,7 +216,7 @@ async def test_refused_recipient_is_logged_and_others_get_one_mail(store: Postgr
                 clock.advance(900)
     assert len(server.mails) == 1
     assert sorted(outcomes) == [("email", "delivered"), ("email", "refused")]
-    (line,) = (line for line in lines if line["event"] == "message delivered in part")
+    (line,) = (line for line in lines if line["event"] == "deliver message in part")
     assert line["error"] == "mail server 127.0.0.1 refused gone@example.com (550)"
     assert SECRET not in str(lines)
 

@@ -150,10 +150,10 @@ async def test_output_of_tasks_on_nodes_is_stored_by_attempt(ray: RayFixture, mo
     # As output of the worker of the node.
     on_node = (await ray.store.worker_log("n1", 10_000)).lines
     assert {line.task_id for line in on_node} >= {retried, chatty}
-    assert any("node registered" in line.text for line in on_node if line.task_id is None)
+    assert any("registered node" in line.text for line in on_node if line.task_id is None)
     dispatchers = [worker.id for worker in await ray.store.workers() if worker.kind is WorkerKind.DISPATCHER]
     of_dispatcher = [line.text for each in dispatchers for line in (await ray.store.worker_log(each, 100)).lines]
-    assert any("worker registered" in text for text in of_dispatcher)
+    assert any("registered worker" in text for text in of_dispatcher)
 
 
 async def _has_begun(ray: RayFixture, task_id: int) -> bool:
@@ -293,7 +293,7 @@ async def test_standby_replaces_a_lost_dispatcher(ray: RayFixture, number: signa
     ray.start_dispatcher("second")
 
     async def is_standby() -> bool:
-        return "dispatcher on standby" in ray.log("second")
+        return "wait for dispatcher lease" in ray.log("second")
 
     await until(is_standby, "the second dispatcher is a standby")
     ids = await ray.enqueue(12, s=0.5)

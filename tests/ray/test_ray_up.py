@@ -154,9 +154,9 @@ async def test_dead_head_is_restarted_and_no_task_is_lost(tmp_path: Path, dsn: s
         tasks = await until(all_finished(store, ids), "all tasks", RUN_TIMEOUT_S)
         assert {task.status for task in tasks} == {TaskStatus.COMPLETE}
         log = (tmp_path / "up.log").read_text()
-        assert "ray head exited, restarting" in log
+        assert "restart ray head" in log
         # The remaining tasks need a second head with new nodes and a second dispatcher.
-        assert log.count("ray head started") == log.count("dispatcher started") == 2
+        assert log.count("started ray head") == log.count("started dispatcher") == 2
         assert process.poll() is None
     assert not [p for p in psutil.process_iter() if p.name() == "raylet" and _is_of(p, tmp_path)]
 
@@ -168,7 +168,7 @@ async def test_reload_starts_dispatchers_and_other_orchestrators_are_refused(tmp
     async with PostgresStores(dsn) as store, up(tmp_path, dsn, toml) as process:
 
         async def is_dispatching() -> bool:
-            return "dispatcher started" in (tmp_path / "up.log").read_text()
+            return "started dispatcher" in (tmp_path / "up.log").read_text()
 
         await until(is_dispatching, "the first dispatcher", RUN_TIMEOUT_S)
         (tmp_path / "second" / "windlass.toml").write_text(toml)
@@ -205,7 +205,7 @@ async def test_reload_starts_dispatchers_and_other_orchestrators_are_refused(tmp
                 if other.poll() is None:
                     other.kill()
                     other.wait()
-        assert (tmp_path / "up.log").read_text().count("dispatcher started") == 2  # the first did not restart
+        assert (tmp_path / "up.log").read_text().count("started dispatcher") == 2  # the first did not restart
 
 
 async def test_first_ray_fleet_of_a_reload_takes_the_lease_of_the_external_head(tmp_path: Path, dsn: str) -> None:
@@ -224,7 +224,7 @@ async def test_first_ray_fleet_of_a_reload_takes_the_lease_of_the_external_head(
             await store.release_lease(another)
             (tmp_path / "windlass.toml").write_text(plain + LOCAL + COMMON.format(chdir=HANDLERS))
             process.send_signal(signal.SIGHUP)
-            await until(lambda: has_logged("dispatcher started"), "the dispatcher has started", RUN_TIMEOUT_S)
+            await until(lambda: has_logged("started dispatcher"), "the dispatcher has started", RUN_TIMEOUT_S)
             assert isinstance(await store.acquire_lease(another), Standby)
 
         # Without spawned machines there are no cycles, but dispatchers run.
@@ -235,10 +235,10 @@ async def test_first_ray_fleet_of_a_reload_takes_the_lease_of_the_external_head(
             log = folder / "up.log"
 
             async def is_dispatching() -> bool:
-                return "dispatcher started" in log.read_text()
+                return "started dispatcher" in log.read_text()
 
             await until(is_dispatching, "the dispatcher has started", RUN_TIMEOUT_S)
-            assert (process.poll(), '"stopped"' in log.read_text()) == (None, False)
+            assert (process.poll(), '"stopped orchestrator"' in log.read_text()) == (None, False)
 
 
 def _dispatcher(pid: int) -> psutil.Process:

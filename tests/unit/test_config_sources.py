@@ -424,7 +424,7 @@ def test_all_settings_are_logged_with_their_sources(tmp_path: Path, monkeypatch:
     assert settings["worker.lease_s"] == {"value": 30.0, "source": "default"}
     assert settings["fleets.a.clear_time_s"] == {"value": 7.0, "source": "windlass.toml"}
     assert "marker" not in str(lines)
-    assert lines[1]["event"] == "setting has no effect"
+    assert lines[1]["event"] == "ignore setting"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from windlass.cli.human_log import HumanRenderer
 from windlass.model.config import Config
 
 AT = datetime(2030, 1, 1, 12, 0, 7)
-CYCLE = {"event": "cycle finished", "level": "info", "fleet": "gpus", "cycle": 7}
+CYCLE = {"event": "finish cycle", "level": "info", "fleet": "gpus", "cycle": 7}
 
 
 def rendered(renderer: HumanRenderer, **entry: Any) -> str | None:
@@ -30,22 +30,22 @@ def renderer() -> HumanRenderer:
     ("entry", "line"),
     [
         pytest.param(
-            {"event": "worker failed", "worker": "gpus-0", "code": "STUCK", "reason": "Stuck task 7"},
+            {"event": "fail worker", "worker": "gpus-0", "code": "STUCK", "reason": "Stuck task 7"},
             "12:00:07  gpus-0 failed: Stuck task 7",
             id="a failed worker",
         ),
         pytest.param(
-            {"event": "worker changed", "worker": "gpus-0", "change": "active", "reason": "heartbeat 1 s ago"},
+            {"event": "change worker", "worker": "gpus-0", "change": "active", "reason": "heartbeat 1 s ago"},
             "12:00:07  gpus-0 is active",
             id="an active worker",
         ),
         pytest.param(
-            {"event": "worker changed", "worker": "gpus-0", "change": "draining", "reason": "idle 31 s"},
+            {"event": "change worker", "worker": "gpus-0", "change": "draining", "reason": "idle 31 s"},
             "12:00:07  gpus-0 is draining: idle 31 s",
             id="a draining worker",
         ),
         pytest.param(
-            {"event": "alert changed", "kind": "fired", "code": "BUDGET", "reason": "over", "fleet": "gpus"},
+            {"event": "change alert", "kind": "fired", "code": "BUDGET", "reason": "over", "fleet": "gpus"},
             "12:00:07  alert BUDGET fired: over",
             id="an alert",
         ),
@@ -55,13 +55,13 @@ def renderer() -> HumanRenderer:
             id="an event without a sentence",
         ),
         pytest.param(
-            {"event": "worker failed", "worker": "gpus-0"},
-            "12:00:07  worker failed: worker=gpus-0",
+            {"event": "fail worker", "worker": "gpus-0"},
+            "12:00:07  fail worker: worker=gpus-0",
             id="an event with other fields",
         ),
         pytest.param(
-            {"event": "attempt failed", "error": "Traceback (most recent call last):\n  File\nOSError: no disk\nx"},
-            "12:00:07  attempt failed: error=OSError: no disk",
+            {"event": "fail attempt", "error": "Traceback (most recent call last):\n  File\nOSError: no disk\nx"},
+            "12:00:07  fail attempt: error=OSError: no disk",
             id="a traceback in a field",
         ),
         pytest.param(
@@ -70,12 +70,12 @@ def renderer() -> HumanRenderer:
             id="a defect",
         ),
         pytest.param(
-            {"event": "worker failed", "worker": "\x1b[2J", "reason": "x"},
+            {"event": "fail worker", "worker": "\x1b[2J", "reason": "x"},
             "12:00:07  \\x1b[2J failed: x",
             id="control characters",
         ),
         pytest.param(
-            {"event": "setting has no effect", "level": "warning", "reason": "A has no effect with policy b"},
+            {"event": "ignore setting", "level": "warning", "reason": "A has no effect with policy b"},
             "12:00:07  A has no effect with policy b",
             id="an ignored setting",
         ),
@@ -152,7 +152,7 @@ def test_warnings_are_colored_on_a_terminal() -> None:
 def test_start_ends_with_what_to_do_next(renderer: HumanRenderer) -> None:
     config = Config.model_validate({"fleets": {"gpus": {"queues": ["renders"], "handler": "app:x"}}})
     steps = next_steps(config, " --data-dir state")
-    assert rendered(renderer, event="ready", fleets="gpus serves renders", next=steps) == (
+    assert rendered(renderer, event="announce fleets", fleets="gpus serves renders", next=steps) == (
         "12:00:07  ready: gpus serves renders\n"
         """          enqueue    windlass enqueue renders '{"prompt": "lighthouse"}' --data-dir state\n"""
         "          watch      windlass status --watch --data-dir state\n"

@@ -163,7 +163,7 @@ async def test_first_process_that_cannot_start_ends_the_program(script: Supervis
 
 async def test_stop_without_control_process_starts_one_that_shuts_down(script: SupervisedScript) -> None:
     script.start("absent")
-    await until(lambda: '"process exited"' in script.text(), "the end of the control process", 3 * PATIENCE_S)
+    await until(lambda: '"lost process"' in script.text(), "the end of the control process", 3 * PATIENCE_S)
     assert script.process is not None
     script.process.send_signal(signal.SIGTERM)
     assert await script.until_ended() == 0

@@ -61,4 +61,4 @@ def log_warnings(loaded: Loaded, known: Collection[str] = ()) -> None:
     """Log the settings that have no effect, except those that were logged before."""
     for warning in loaded.warnings:
         if warning not in known:
-            log.warning("setting has no effect", reason=warning)
+            log.warning("ignore setting", reason=warning)

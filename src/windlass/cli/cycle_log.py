@@ -46,29 +46,29 @@ class CycleLog:
         kind = summary.decision.partition(":")[0]
         now = (summary.is_leader, kind, summary.hold)
         for worker_id, code, reason in summary.failures:
-            self._log.warning("worker failed", fleet=summary.fleet, worker=worker_id, code=code, reason=reason)
+            self._log.warning("fail worker", fleet=summary.fleet, worker=worker_id, code=code, reason=reason)
         for worker_id, change, reason in summary.changes:
             if change == "active" and worker_id in self._active:
                 continue
             self._remember(worker_id, is_active=change == "active")
-            self._log.info("worker changed", fleet=summary.fleet, worker=worker_id, change=change, reason=reason)
+            self._log.info("change worker", fleet=summary.fleet, worker=worker_id, change=change, reason=reason)
         for code, reason in summary.alerts:
-            self._log.warning("alert fired", fleet=summary.fleet, code=code, reason=reason)
+            self._log.warning("fire alert", fleet=summary.fleet, code=code, reason=reason)
         did = {name: count for name, count in (summary.actions or {}).items() if count}
         if did or self._last.get(summary.fleet) != now:
             self._last[summary.fleet] = now
             if not summary.is_leader:
                 decision = summary.decision or summary.standby_reason
-                self._log.info("standby cycle", fleet=summary.fleet, decision=decision)
+                self._log.info("skip cycle", fleet=summary.fleet, decision=decision)
             else:
                 self._log.info(
-                    "cycle finished", fleet=summary.fleet, cycle=summary.cycle_id, decision=summary.decision, **did
+                    "finish cycle", fleet=summary.fleet, cycle=summary.cycle_id, decision=summary.decision, **did
                 )
         if self._config is not None:
             config, self._config = self._config, None
             fleets, is_standby = _describe_fleets(config), not summary.is_leader
             self._log.info(
-                "ready",
+                "announce fleets",
                 fleets=f"once this process leads, {fleets}" if is_standby else fleets,
                 next=next_steps(config, self._options, is_standby=is_standby),
             )

@@ -25,18 +25,18 @@ _ACTING = ("spawn", "drain")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 # One sentence per event. None: left out.
 _SENTENCES: Mapping[str, str | None] = {
-    "setting has no effect": "{reason}",
-    "listening": None,
-    "cycle finished": "{fleet}: {decision}",
-    "standby cycle": "{fleet}: {decision}",
-    "standing by": None,
-    "worker changed": "{worker} is {change}: {reason}",
-    "worker failed": "{worker} failed: {reason}",
-    # By a plan; the alert itself follows as "alert changed".
-    "alert fired": None,
-    "alert changed": "alert {code} {kind}: {reason}",
-    "started": "started with pid {pid}; database: {database}",
-    "stopped": "stopped",
+    "ignore setting": "{reason}",
+    "started server": None,
+    "finish cycle": "{fleet}: {decision}",
+    "skip cycle": "{fleet}: {decision}",
+    "wait as standby": None,
+    "change worker": "{worker} is {change}: {reason}",
+    "fail worker": "{worker} failed: {reason}",
+    # By a plan; the alert itself follows as "change alert".
+    "fire alert": None,
+    "change alert": "alert {code} {kind}: {reason}",
+    "started orchestrator": "started with pid {pid}; database: {database}",
+    "stopped orchestrator": "stopped",
     "shut down fleet": "{fleet}: shutting down, at most {limit_s:.0f} s for tasks to finish; {hint}",
 }
 
@@ -53,7 +53,7 @@ class HumanRenderer:
         level, event = str(entry.get("level", "info")), str(entry.get("event", ""))
         if event == "handle request" and level == "info":
             raise structlog.DropEvent
-        if event in ("cycle finished", "standby cycle") and not self._is_news(entry):
+        if event in ("finish cycle", "skip cycle") and not self._is_news(entry):
             raise structlog.DropEvent
         text = self._text(event, entry)
         if text is None:
@@ -72,11 +72,11 @@ class HumanRenderer:
         return kind.startswith(_ACTING) or kind != previous
 
     def _text(self, event: str, entry: Mapping[str, Any]) -> str | None:
-        if event == "ready":
+        if event == "announce fleets":
             return _next_steps(entry)
         if event == "loaded configuration":
             return _sources(entry)
-        if event == "worker changed" and entry.get("change") == "active":
+        if event == "change worker" and entry.get("change") == "active":
             return f"{entry.get('worker')} is active"
         if event == "reloaded configuration" and not entry.keys() & {"new", "changed", "removed"}:
             return "reloaded configuration: no fleet changed"
@@ -94,7 +94,7 @@ class HumanRenderer:
 
 
 def _next_steps(entry: Mapping[str, Any]) -> str:
-    """The entry "ready": one line per step."""
+    """The entry "announce fleets": one line per step."""
     steps = [f"ready: {entry.get('fleets', '')}"]
     steps += [f"{name:<10} {step}" for name, step in entry.get("next", {}).items()]
     return "\n".join(steps)

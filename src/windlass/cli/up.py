@@ -228,4 +228,4 @@ def _warn_of_root(loaded: Loaded) -> None:
             hint = (
                 f"set fleets.{name}.run_as to another user" if fleet.provider == "local" else "run up as another user"
             )
-            get_logger("windlass.up").warning("handlers run as root", fleet=name, hint=hint)
+            get_logger("windlass.up").warning("run handlers as root", fleet=name, hint=hint)

@@ -193,8 +193,8 @@ def _warn_of_root_when_registered() -> None:
     """Not before: the only line of a worker that cannot start is its error."""
 
     def see(entry: Mapping[str, Any]) -> None:
-        if entry.get("event") == "worker registered":
-            get_logger("windlass.worker").warning("handlers run as root", hint="pass --run-as USER")
+        if entry.get("event") == "registered worker":
+            get_logger("windlass.worker").warning("run handlers as root", hint="pass --run-as USER")
 
     add_tap(see)
 

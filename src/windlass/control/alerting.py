@@ -152,7 +152,7 @@ class AlertManager:
         alerts = [alert for alert in alerts if alert.code not in self._ignored]
         changes = await self._store.record_alerts(alerts, tuple(self._notifiers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:
-            log.warning("alert changed", kind=kind, fleet=fleet, code=code, reason=reason)
+            log.warning("change alert", kind=kind, fleet=fleet, code=code, reason=reason)
 
     def _settling_since(self, inputs: AlertInputs) -> datetime | None:
         """The start of evaluation after a start or an outage; None once `settling_s` has passed since."""
@@ -195,7 +195,7 @@ class AlertManager:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await self._notifiers[message.notifier].send(message)
         except DeliveredInPart as part:
-            log.warning("message delivered in part", notifier=message.notifier, code=message.code, error=str(part))
+            log.warning("deliver message in part", notifier=message.notifier, code=message.code, error=str(part))
             for _ in range(part.refused):
                 self._on_message(message.notifier, "refused")
         except (NotDelivered, TimeoutError) as error:

@@ -117,7 +117,7 @@ class UnconfiguredFleets:
             return True
         if not self._is_standby_logged:
             self._is_standby_logged = True
-            log.info("standing by", reason="another orchestrator leads")
+            log.info("wait as standby", reason="another orchestrator leads")
         return False
 
     async def _check(self) -> None:
@@ -136,7 +136,7 @@ class UnconfiguredFleets:
             await self._attend(name, fleet, workers[name], without_orchestrator_s.get(name, float("inf")))
         is_done = all(not workers[name] and fleet.blocked_at is not None for name, fleet in self._fleets.items())
         if self.stops_when_empty and is_done and not self._running():
-            log.info("stopping", reason="no fleet is configured, and no worker of another fleet is left")
+            log.info("stop orchestrator", reason="no fleet is configured, and no worker of another fleet is left")
             self._on_done()
 
     async def _attend(

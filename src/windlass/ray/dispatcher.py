@@ -106,7 +106,7 @@ class Dispatcher:
             requeued = await self._lease.take_over(stop)
             settings = self._settings
             log.info(
-                "dispatcher started",
+                "started dispatcher",
                 fleet=settings.fleet,
                 ray_address=settings.address,
                 requeued=requeued,

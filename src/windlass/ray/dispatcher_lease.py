@@ -53,7 +53,7 @@ class DispatcherLease:
                 self.term = lease
                 return True
             if not is_logged:
-                log.info("dispatcher on standby", fleet=self._fleet)
+                log.info("wait for dispatcher lease", fleet=self._fleet)
                 is_logged = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(lease.expires_in_s, MIN_STANDBY_WAIT_S), LEASE_S)):
@@ -74,7 +74,7 @@ class DispatcherLease:
 
         return await retrying(
             lambda: self._store.take_over_nodes(self.candidate, self.term, self._fleet),
-            "take over nodes failed, retrying",
+            "take over nodes failed",
             is_stopped=stop.is_set,
             pause=pause,
             fleet=self._fleet,

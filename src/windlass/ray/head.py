@@ -76,7 +76,7 @@ async def _restart_forever(head: HeadAddress, temp_dir: Path, group: ProcessGrou
         while True:
             code = await group.wait()
             await group.end()
-            log.error("ray head exited, restarting", address=head.address, exit=describe_exit(code), delay_s=delay_s)
+            log.error("restart ray head", address=head.address, exit=describe_exit(code), delay_s=delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
             try:
@@ -127,7 +127,7 @@ async def _start(head: HeadAddress, temp_dir: Path) -> ProcessGroup:
     if group.returncode is not None:
         await group.end()
         raise WindlassError(f"the Ray head {describe_exit(group.returncode)}: {group.tail()[-500:]}")
-    log.info("ray head started", address=head.address)
+    log.info("started ray head", address=head.address)
     return group
 
 

@@ -88,7 +88,7 @@ async def _acquire(leases: LeaseStore, candidate: Candidate, *, is_shared: bool)
             raise ConfigError(
                 f"another `windlass up` of this database {holder}, and two heads would be two clusters. {_FIX}"
             )
-        log.info("waiting for the lease of the Ray head", expires_in_s=round(lease.expires_in_s, 1))
+        log.info("wait for ray head lease", expires_in_s=round(lease.expires_in_s, 1))
         await asyncio.sleep(min(max(lease.expires_in_s, MIN_WAIT_S), max(MIN_WAIT_S, give_up_at - loop.time())))
     return lease
 
@@ -100,4 +100,4 @@ async def _renew_until_lost(leases: LeaseStore, candidate: Candidate, term: int)
             if await leases.acquire_lease(candidate) != term:
                 return
         except DatabaseUnavailable as error:
-            log.warning("renew lease of the Ray head failed", error=str(error))
+            log.warning("renew ray head lease failed", error=str(error))

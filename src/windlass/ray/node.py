@@ -130,7 +130,7 @@ class NodeProgram:
         try:
             self._status = await retrying(
                 lambda: transport.register(registration),
-                "register node failed, retrying",
+                "register node failed",
                 timeout_s=settings.registration_timeout_s,
                 is_stopped=lambda: self._is_stopping,
                 worker_id=settings.worker_id,
@@ -139,7 +139,7 @@ class NodeProgram:
             if self._is_stopping:
                 return False
             raise
-        log.info("node registered", worker_id=settings.worker_id, ray_address=settings.address)
+        log.info("registered node", worker_id=settings.worker_id, ray_address=settings.address)
         return self._status in LIVE
 
     def _start_heartbeat(self) -> Heartbeat:
@@ -158,7 +158,7 @@ class NodeProgram:
             held_claims=list,
             vitals=lambda: {"pid": os.getpid()},
             on_reply=on_reply,
-            on_mismatch=lambda error: log.error("schema mismatch", error=str(error)),
+            on_mismatch=lambda error: log.error("check schema failed", error=str(error)),
         )
         heartbeat.start()
         return heartbeat
@@ -199,7 +199,7 @@ class NodeProgram:
             await self._changed.wait()
             self._changed.clear()
         if self._status not in LIVE:
-            log.warning("worker terminated by the control plane", worker_id=worker_id)
+            log.warning("stop terminated worker", worker_id=worker_id)
             return ExitReason.LOST
         if not self._is_stopping:
             # The node may have been drained before a heartbeat reported that its worker is terminating.

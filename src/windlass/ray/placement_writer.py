@@ -34,7 +34,7 @@ class PlacementWriter:
     async def _write_all(self) -> None:
         while self._pending:
             # Every error is retried, also a deadlock or one that no driver should raise: attempts wait for the verdict.
-            await retrying(self._write_batch, "write placements failed, retrying", retry_on=Exception)
+            await retrying(self._write_batch, "write placements failed", retry_on=Exception)
 
     async def _write_batch(self) -> None:
         batch = self._pending[:MAX_BATCH]

@@ -314,7 +314,7 @@ class SeatPool:
             return
         self._close(seat)
         if isinstance(seat_exit, NodeUnusable) and self._nodes.mark_unusable(seat_exit.node_id, seat_exit.reason):
-            log.warning("node cannot run tasks", node_id=seat_exit.node_id, reason=seat_exit.reason)
+            log.warning("mark node unusable", node_id=seat_exit.node_id, reason=seat_exit.reason)
         attempt = seat.attempt
         # An attempt that is being placed is left to _begin_next, which finds the seat closed.
         if attempt is not None and attempt.has_begun and not attempt.is_settled:
@@ -335,7 +335,7 @@ class SeatPool:
             reason = "their nodes get no tasks"
         else:
             reason = seat_exit.error if isinstance(seat_exit, AttemptFailure) else seat_exit.reason
-        log.warning("seats exit without running an attempt", needs=_describe(kind), reason=reason, exits=MAX_IDLE_EXITS)
+        log.warning("run seats failed", needs=_describe(kind), reason=reason, exits=MAX_IDLE_EXITS)
         for attempt in self._wait_list.pop_all(kind):
             attempt.settle(NotBegun(f"Ray cannot start seats for the task ({reason})", SEAT_FAILURE_DELAY_S))
 

@@ -78,7 +78,7 @@ class SeatServer:
                     async with asyncio.timeout(UNIDENTIFIED_TIMEOUT_S) as timeout:
                         await self._serve(reader, writer, timeout)
         except (ValueError, KeyError, TypeError) as error:
-            log.warning("connection rejected", peer=writer.get_extra_info("peername"), error=str(error))
+            log.warning("reject connection", peer=writer.get_extra_info("peername"), error=str(error))
         finally:
             self._writers.discard(writer)
             self._unidentified.discard(writer)

@@ -85,7 +85,7 @@ async def _run_until_stopped(
         if time.monotonic() - started > HEALTHY_AFTER_S:
             backoff.reset()
         delay_s = backoff.next_delay_s()
-        log.warning("program exited, restarting", program=name, exit=exit_description, delay_s=round(delay_s, 1))
+        log.warning("restart program", program=name, exit=exit_description, delay_s=round(delay_s, 1))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await stop.wait()

@@ -109,11 +109,11 @@ def to_api_error(error: Exception) -> ApiError | None:
         case UnknownWorker():
             return ApiError(404, http.UNKNOWN_WORKER, str(error))
         case TooSlow():
-            log.warning("query timed out", error=str(error))
+            log.warning("run query timed out", error=str(error))
             return unavailable("the query took too long: ask for fewer rows, or retry later")
         case DatabaseUnavailable():
             # The message in the log may hold the database address. Callers must not see it.
-            log.warning("database unavailable", error=str(error))
+            log.warning("call database failed", error=str(error))
             if error.is_refusal:
                 message = "the control plane's database refused the call: the server's log has the details"
                 return ApiError(503, http.STATEMENT_REFUSED, message, retry_after_s=RETRY_AFTER_S)

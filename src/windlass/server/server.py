@@ -68,7 +68,7 @@ async def serving(
     app: ASGIApp, listener: socket.socket, *, tls: ReloadingTls | None = None
 ) -> AsyncIterator[ConnectionTracker]:
     """Serve the application until the context exits, with `tls` over HTTPS. Several processes may share a listener."""
-    for name, event in (("uvicorn", "http server"), ("asyncio", "event loop")):
+    for name, event in (("uvicorn", "report http server problem"), ("asyncio", "report event loop problem")):
         logger = logging.getLogger(name)
         logger.setLevel(logging.WARNING)
         logger.propagate = False
@@ -102,7 +102,7 @@ async def serving(
                     raise RuntimeError("the HTTP server ended before it had started")
                 await asyncio.sleep(0.01)
         host, port = listener.getsockname()[:2]
-        log.info("listening", host=host, port=port, tls=tls is not None)
+        log.info("started server", host=host, port=port, tls=tls is not None)
         yield tracker
     finally:
         if watch is not None:

@@ -143,7 +143,7 @@ async def run_in_process(batch: Batch) -> Comparison:
             await process.wait()
     if process.returncode != 0:
         lines = errors.decode(errors="replace").strip().splitlines()
-        log.warning("simulation process failed", code=process.returncode, error=lines[-1][:500] if lines else "")
+        log.warning("run simulation failed", code=process.returncode, error=lines[-1][:500] if lines else "")
         raise BadInput("The calculation needs more time or memory than allowed. Use `windlass simulate --shadow`.")
     found: Comparison = pickle.loads(output)  # noqa: S301 - written by the process that was started above
     return found

@@ -242,7 +242,7 @@ def _exit_code(task: "asyncio.Task[None]", link: ProcessLink) -> int:
     if isinstance(error, WindlassError):
         link.send("failed", str(error), False)
         return EXIT_BAD_INPUT
-    log.error("process failed", exc_info=error)
+    log.error("run process failed", exc_info=error)
     link.send("failed", masked(f"{type(error).__name__}: {error}"), True)
     return EXIT_DEFECT
 

@@ -105,7 +105,7 @@ async def run_dispatcher(config: Config, fleet: str, fleet_config: FleetConfig, 
         try:
             await dispatcher.run()
         except (HeadLost, LeaseLost) as error:
-            log.error("dispatcher ended", fleet=fleet, error=str(error))
+            log.error("stop dispatcher", fleet=fleet, error=str(error))
             return EXIT_RESTART
     return 0
 

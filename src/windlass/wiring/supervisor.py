@@ -269,7 +269,7 @@ class Supervisor:
                 each.close()
             code = run_process(theirs, supervisor_pid, role.name, role.main, order, role.loop_factory)
         except BaseException:
-            log.exception("process failed", process=role.name)
+            log.exception("run process failed", process=role.name)
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -376,7 +376,7 @@ class Supervisor:
         else:
             if time.monotonic() - process.started_at >= HEALTHY_AFTER_S:
                 self._backoffs[role].reset()
-            log.error("process exited", process=role.name, pid=process.pid, exit=exit_, error=error)
+            log.error("lost process", process=role.name, pid=process.pid, exit=exit_, error=error)
             self._schedule(role, StartOrder(self._config, process.reason, process.notes()))
 
     def _has_successor(self, role: ProcessRole) -> bool:

@@ -137,7 +137,7 @@ class Delivery:
             del outbox.failed[0]
             outbox.forget(claim.token)
             log.warning(
-                "attempt failed",
+                "fail attempt",
                 task_id=claim.task_id,
                 attempt=claim.attempt,
                 code=failure.code,
@@ -153,7 +153,7 @@ class Delivery:
             )
             del outbox.released[0]
             outbox.forget(claim.token)
-            log.warning("attempt released", task_id=claim.task_id, is_released=is_released, reason=release.reason)
+            log.warning("release attempt", task_id=claim.task_id, is_released=is_released, reason=release.reason)
 
     async def finish_and_claim(self, limit: int) -> list[Claim] | None:
         """Deliver the results that fit into one call and claim up to `limit` tasks.
@@ -197,10 +197,10 @@ class Delivery:
         delay_s = self._backoff.next_delay_s()
         undelivered = self._outbox.undelivered_task_ids()
         if undelivered and time.monotonic() - self._failing_since > self._timeout_s:
-            log.error("delivery timed out", undelivered=undelivered, timeout_s=self._timeout_s, error=str(error))
+            log.error("deliver outcomes timed out", undelivered=undelivered, timeout_s=self._timeout_s, error=str(error))
             raise error
         log.warning(
-            "delivery failed, retrying", undelivered=undelivered, error=str(error), failures=self._backoff.failures
+            "deliver outcomes failed", undelivered=undelivered, error=str(error), failures=self._backoff.failures
         )
         await self._pause(delay_s)
 
@@ -250,4 +250,4 @@ class Delivery:
         for item in finished:
             self._outbox.forget(item.token)
         for token in result.lost:
-            log.warning("result rejected: claim lost", token=str(token))
+            log.warning("reject result", reason="claim lost", token=str(token))

@@ -104,7 +104,7 @@ class Heartbeat:
             except Exception as error:  # there must be a next heartbeat, whatever the error is
                 delay_s = min(self._backoff.next_delay_s(), self._interval_s)
                 log.warning(
-                    "heartbeat failed",
+                    "send heartbeat failed",
                     worker_id=self._worker_id,
                     error=str(error) or type(error).__name__,
                     failures=self._backoff.failures,
@@ -142,7 +142,7 @@ class Heartbeat:
                         failed=recovery.tasks_failed,
                     )
             except Exception as error:  # the next round comes anyway
-                log.warning("maintenance failed", worker_id=self._worker_id, error=str(error) or type(error).__name__)
+                log.warning("run maintenance failed", worker_id=self._worker_id, error=str(error) or type(error).__name__)
             await asyncio.sleep(self._maintenance_interval_s)
 
     async def _pause(self, seconds: float, *, progress_after_s: float | None = None) -> None:

@@ -111,7 +111,7 @@ async def join(path: Path) -> tuple[WorkerCredentials, ssl.SSLContext | bool, Wo
                 if join_token is not None
                 else _read_work_order(credentials, tls)
             ),
-            "join failed, retrying",
+            "join fleet failed",
             retry_on=ControlPlaneUnavailable,
             timeout_s=JOIN_TIMEOUT_S,
         )
@@ -120,7 +120,7 @@ async def join(path: Path) -> tuple[WorkerCredentials, ssl.SSLContext | bool, Wo
     if join_token is not None:
         _remove_join_token(file)
     credentials = replace(credentials, max_payload_bytes=order.max_payload_bytes)
-    log.info("worker joined", worker_id=file.worker_id, url=file.url, fleet=order.fleet, version=order.version)
+    log.info("joined fleet", worker_id=file.worker_id, url=file.url, fleet=order.fleet, version=order.version)
     return credentials, tls, order
 
 
@@ -169,7 +169,7 @@ def _remove_join_token(file: JoinFile) -> None:
     try:
         _write_atomically(file.path, json.dumps(content))
     except OSError as error:
-        log.info("used join token not removed", path=str(file.path), error=error.strerror)
+        log.info("remove join token failed", path=str(file.path), error=error.strerror)
 
 
 def _write_atomically(path: Path, text: str) -> None:

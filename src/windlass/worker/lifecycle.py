@@ -150,7 +150,7 @@ class WorkerRuntime:
 
     def _check_gpu(self) -> None:
         if not self._may_claim():
-            log.warning("claiming stopped: no GPU found", fleet=self._settings.fleet)
+            log.warning("stop claiming", reason="no GPU found", fleet=self._settings.fleet)
         self._shutdown.changed.set()
 
     def _on_signal(self, name: str) -> None:
@@ -186,7 +186,7 @@ class WorkerRuntime:
             exit_reason = await session.run()
             if exit_reason is ExitReason.DRAINED or self._settings.worker_id is not None:
                 return exit_reason
-            log.warning("worker lost, registering again")
+            log.warning("register lost worker")
             session = self._new_session(transport)
             # The cause of the loss may last, so this is retried without a time limit.
             if self._shutdown.is_draining or not await self._register(session, FOREVER):
@@ -211,7 +211,7 @@ class WorkerRuntime:
         try:
             await retrying(
                 session.register,
-                "register worker failed, retrying",
+                "register worker failed",
                 timeout_s=timeout_s,
                 is_stopped=lambda: shutdown.is_draining,
                 pause=shutdown.pause,
@@ -309,7 +309,7 @@ class _WorkerSession:
                 start_id=settings.start_id,
             )
         )
-        log.info("worker registered", queues=list(settings.queues), concurrency=settings.concurrency)
+        log.info("registered worker", queues=list(settings.queues), concurrency=settings.concurrency)
         self._drain_if_terminating()
 
     async def run(self) -> ExitReason:
@@ -330,7 +330,7 @@ class _WorkerSession:
         if exit_reason is ExitReason.DRAINED:
             with contextlib.suppress(DatabaseUnavailable):  # then the lease expires instead
                 await self._transport.deregister(self._id, "drained")
-        log.info("worker stopped", exit_reason=exit_reason.value)
+        log.info("stopped worker", exit_reason=exit_reason.value)
         if self._fatal_error is not None:
             raise self._fatal_error
         return exit_reason
@@ -340,7 +340,7 @@ class _WorkerSession:
         while True:
             shutdown.changed.clear()
             if self._status not in LIVE:
-                log.warning("worker terminated by the control plane", running=self._attempts.count)
+                log.warning("stop terminated worker", running=self._attempts.count)
                 await self._attempts.cancel_all()
                 with contextlib.suppress(WindlassError):  # the claims are gone anyway
                     await self._delivery.deliver_all()
@@ -366,7 +366,7 @@ class _WorkerSession:
             await self._claiming.exchange()
         except UnknownWorker as error:
             # The worker was terminated or purged. This reports it even if no heartbeat gets through.
-            log.warning("worker unknown to the control plane", error=str(error))
+            log.warning("stop unknown worker", error=str(error))
             self._status = None
         except BadInput:
             raise
@@ -426,7 +426,7 @@ class _WorkerSession:
         self._claiming.set_delay(reply.claim_delay)
         if (reply.status, reply.is_paused) == (self._status, self._is_paused):
             return
-        log.info("status changed by the control plane", status=reply.status, is_paused=reply.is_paused)
+        log.info("change status", status=reply.status, is_paused=reply.is_paused)
         self._status, self._is_paused = reply.status, reply.is_paused
         self._claiming.expect_work()
         self._drain_if_terminating()

@@ -81,7 +81,7 @@ class OutputShipper:
                     async with self._open_transport() as transport:
                         await self._send_until_idle(transport)
                 except (UnknownWorker, TokenRefused) as error:
-                    log.info("send output stopped", worker_id=self._worker_id, error=str(error))
+                    log.info("stop output", worker_id=self._worker_id, error=str(error))
                     return
                 except Exception as error:  # output waits in the buffer for the next attempt
                     delay_s = self._backoff.next_delay_s()

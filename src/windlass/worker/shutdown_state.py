@@ -26,7 +26,7 @@ class ShutdownState:
 
     def drain(self, reason: str, limit_s: float) -> None:
         if not self.is_draining or limit_s == 0:
-            log.info("draining", reason=reason, limit_s=limit_s)
+            log.info("drain worker", reason=reason, limit_s=limit_s)
             self.is_draining = True
             self.deadline = time.monotonic() + limit_s
             self.changed.set()

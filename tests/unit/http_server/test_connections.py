@@ -304,7 +304,7 @@ async def test_library_logs_are_passed_to_structlog_with_a_limit(port: int) -> N
             logging.getLogger("asyncio").error("socket.accept() out of system resource")
     assert len(lines) == MAX_LINES
     assert {(line["event"], line["log_level"], line["logger_name"], line["message"]) for line in lines} == {
-        ("event loop", "error", "asyncio", "socket.accept() out of system resource")
+        ("report event loop problem", "error", "asyncio", "socket.accept() out of system resource")
     }
     assert not logging.getLogger("asyncio").propagate
 
@@ -315,5 +315,5 @@ async def test_invalid_http_is_answered_and_does_not_stop_the_server(port: int) 
         with structlog.testing.capture_logs() as lines:
             odd.send(b"\x16\x03\x01 not HTTP\r\n\r\n")
             assert (await odd.line()).startswith(b"HTTP/1.1 400 ")
-        assert [(line["event"], line["log_level"]) for line in lines] == [("http server", "warning")]
+        assert [(line["event"], line["log_level"]) for line in lines] == [("report http server problem", "warning")]
         assert (await client.get(f"http://127.0.0.1:{port}/")).text == "ok"

@@ -225,7 +225,7 @@ class HetznerProvider:
                 self._default_network.forget()
                 if error.kind is not ErrorKind.NO_CAPACITY:
                     raise self._creation_error(error, doing) from error
-                log.info("no capacity", fleet=self._fleet, choice=str(choice), error=str(error))
+                log.info("find no capacity", fleet=self._fleet, choice=str(choice), error=str(error))
                 self._account.record_no_capacity(choice, self._settings.capacity_memory_s)
             else:
                 self._refused.pop(choice, None)
@@ -248,7 +248,7 @@ class HetznerProvider:
             return False
         if kind is LimitKind.DEDICATED_CORES:
             types |= {each.server_type for each in self._settings.ordered}
-        log.warning("limit reached", fleet=self._fleet, choice=str(choice), limit=kind.value, error=str(error))
+        log.warning("reach limit", fleet=self._fleet, choice=str(choice), limit=kind.value, error=str(error))
         self._account.record_limit(kind, types, str(error), self._settings.capacity_memory_s)
         for each, message in self._limited_choices().items():
             self._refused[each] = (self._now(), message)
@@ -269,7 +269,7 @@ class HetznerProvider:
     def _record_refused(self, refused: Sequence[tuple[Choice, VendorError]]) -> None:
         """Skip these for a while, and report them."""
         for choice, error in refused:
-            log.warning("choice refused", fleet=self._fleet, choice=str(choice), error=str(error))
+            log.warning("skip choice", fleet=self._fleet, choice=str(choice), error=str(error))
             self._refused[choice] = (self._now(), str(error))
 
     def _no_capacity(self, doing: str) -> NoCapacity:

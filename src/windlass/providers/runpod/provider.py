@@ -184,7 +184,7 @@ class RunpodProvider:
         machine = self._pods.to_machine(pod, offers)
         self._pods.changes.record(machine.id, machine)
         if machine.misplaced is not None:
-            log.warning("pod misplaced", fleet=self._fleet, pod=machine.id, place=machine.place, host=machine.host)
+            log.warning("find misplaced pod", fleet=self._fleet, pod=machine.id, place=machine.place, host=machine.host)
         return machine
 
     async def _request_pod(self, body: Json, offers: Offers, doing: str) -> Json:
@@ -200,10 +200,10 @@ class RunpodProvider:
                 if error.kind not in _SKIPPED_KINDS:
                     raise self._creation_error(error, doing) from error
                 if error.kind is not ErrorKind.NO_CAPACITY:
-                    log.warning("choice refused", fleet=self._fleet, choice=str(choice), error=str(error))
+                    log.warning("skip choice", fleet=self._fleet, choice=str(choice), error=str(error))
                     refused.append((choice, error))
                     continue
-                log.info("no capacity", fleet=self._fleet, choice=str(choice), error=str(error))
+                log.info("find no capacity", fleet=self._fleet, choice=str(choice), error=str(error))
                 exhausted.append(choice)
                 self._account.record_no_capacity(self._capacity_key(choice), self._settings.capacity_memory_s)
             else:

@@ -150,5 +150,5 @@ def _add_oidc_routes(router: APIRouter, client: OidcClient, store: AuthStore) ->
 
 
 def _provider_unavailable(error: ProviderUnavailable) -> ApiError:
-    log.warning("identity provider unavailable", error=str(error))
+    log.warning("reach identity provider failed", error=str(error))
     return ApiError(502, http.UNAVAILABLE, "the identity provider does not answer: retry later, or use a login link")
