@@ -22,13 +22,12 @@ BANNED_MODULES = re.compile(
     r"planes|worlds|utils?|helpers|misc|common)$"
 )
 # The first words of log events, in the infinitive or, of what has just succeeded, in the past tense.
-LOG_VERBS = (
-    "acquire announce answer apply call change check close compare count create delete deliver drain drop evaluate execute "
-    "fail find finish fire grow handle ignore join keep kill label list load lose mark observe prepare price reach read "
-    "reconcile record recover refuse register reject release reload remove renew replace report restart run send settle "
-    "shut skip start stop submit take update wait wake write"
-).split()
-_IRREGULAR = {"found": "find", "lost": "lose", "stopped": "stop"}
+LOG_VERB = re.compile(
+    r"(?:acquire|announce|answer|apply|call|change|check|close|compare|count|create|delete|deliver|drain|drop|evaluate|"
+    r"execute|fail|find|finish|fire|grow|handle|ignore|join|keep|kill|label|list|load|lose|mark|observe|prepare|price|"
+    r"reach|read|reconcile|record|recover|refuse|register|reject|release|reload|remove|renew|replace|report|restart|run|"
+    r"send|settle|shut|skip|start|stop|submit|take|update|wait|wake|write)(?:d|ed|ped)?|found|lost"
+)
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # "%s": the logger of a library has no fields.
 LOG_EVENT = re.compile(r"[a-z]+( [a-z0-9]+)+(: %s)?")
@@ -47,10 +46,9 @@ def log_event_findings(tree: ast.AST, path: Path) -> list[str]:
         # `retrying` itself logs the event of its caller.
         for event in node.args[position : position + 1]:
             text = event.value if isinstance(event, ast.Constant) else None
-            verb = str(text).partition(" ")[0]
-            verbs = {verb, verb.removesuffix("d"), verb.removesuffix("ed"), _IRREGULAR.get(verb)}
             is_argument = isinstance(event, ast.Name) and event.id == "event"
-            if not is_argument and not (text and LOG_EVENT.fullmatch(text) and verbs & {*LOG_VERBS}):
+            is_event = text and LOG_EVENT.fullmatch(text) and LOG_VERB.fullmatch(text.partition(" ")[0])
+            if not is_argument and not is_event:
                 found.append(f"{path}:{node.lineno}: log event {ast.unparse(event)}: write a constant 'verb object'")
     return found
 

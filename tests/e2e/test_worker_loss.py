@@ -259,7 +259,7 @@ async def test_idle_worker_drains_during_database_outage(
 ) -> None:
     process = await killable_harness.start_registered(handler="echo")
     server.end(signal.SIGQUIT)
-    await until(lambda: '"event": "deliver outcomes failed"' in process.log(), "the worker has noticed")
+    await until(lambda: '"event": "deliver results failed"' in process.log(), "the worker has noticed")
     process.send(signal.SIGTERM)
     assert await process.exit_code(timeout_s=15) == 0
 

@@ -196,7 +196,9 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         link.on_stop = lambda: orchestrator.stop(keeps_workers=options.keeps_workers)
         log = structlog.get_logger("windlass.up")
         # The supervisor's pid: it is the process that a person started, and that handles signals.
-        log.info("started orchestrator", database=described_database(config), fleets=list(config.fleets), pid=os.getppid())
+        log.info(
+            "started orchestrator", database=described_database(config), fleets=list(config.fleets), pid=os.getppid()
+        )
         async with (
             recorded(store, process, order, counters, details=lambda own: replace(own, ray_head=ray.head_address())),
             reload_on_request(orchestrator, active, options.load, ray, reloads, on_reloaded),

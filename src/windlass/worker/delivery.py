@@ -197,10 +197,10 @@ class Delivery:
         delay_s = self._backoff.next_delay_s()
         undelivered = self._outbox.undelivered_task_ids()
         if undelivered and time.monotonic() - self._failing_since > self._timeout_s:
-            log.error("deliver outcomes timed out", undelivered=undelivered, timeout_s=self._timeout_s, error=str(error))
+            log.error("deliver results timed out", undelivered=undelivered, timeout_s=self._timeout_s, error=str(error))
             raise error
         log.warning(
-            "deliver outcomes failed", undelivered=undelivered, error=str(error), failures=self._backoff.failures
+            "deliver results failed", undelivered=undelivered, error=str(error), failures=self._backoff.failures
         )
         await self._pause(delay_s)
 

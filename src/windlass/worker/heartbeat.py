@@ -142,7 +142,9 @@ class Heartbeat:
                         failed=recovery.tasks_failed,
                     )
             except Exception as error:  # the next round comes anyway
-                log.warning("run maintenance failed", worker_id=self._worker_id, error=str(error) or type(error).__name__)
+                log.warning(
+                    "run maintenance failed", worker_id=self._worker_id, error=str(error) or type(error).__name__
+                )
             await asyncio.sleep(self._maintenance_interval_s)
 
     async def _pause(self, seconds: float, *, progress_after_s: float | None = None) -> None:
