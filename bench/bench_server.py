@@ -74,7 +74,7 @@ async def connected(dsn: str) -> AsyncIterator[asyncpg.Connection]:
 def open_bench_server() -> Iterator[BenchServer]:
     with tempfile.TemporaryDirectory(prefix="windlass-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        # As root the server runs as a user of its own, which must be able to reach its data.
+        # Started by root, the server runs as a user of its own, which must be able to reach its data.
         folder.chmod(0o755)
         with EmbeddedPostgres(folder / "data") as postgres:
             yield BenchServer(postgres.dsn, folder, folder / "data" / "postgres")

@@ -41,7 +41,7 @@ GOAL_CYCLE_RATIO = 1.2
 # CPU seconds per second, at this many heartbeats per second.
 GOAL_CORES = 0.25
 GOAL_CORES_AT_PER_S = 500.0
-# Of the wanted rate. The first call of each worker finishes no task.
+# The least share of the wanted rate. The first call of each worker finishes no task.
 GOAL_TASK_SHARE = 0.95
 # The dashboard gets a new overview about once a second.
 GOAL_EVENTS_PER_S = 0.5

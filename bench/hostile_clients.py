@@ -50,7 +50,7 @@ FORGERS = 10
 MADE_UP_CLAIMS = 30_000
 REPORT_TIMEOUT_S = 60.0
 BODY_BYTES = (6 << 20) - 300
-# Of `nice`. Low enough that the server comes first, high enough that the attack is not starved on a busy machine.
+# For `nice`. Low enough that the server comes first, high enough that the attack is not starved on a busy machine.
 ATTACKER_PRIORITY = 5
 AUTOGROUP = Path("/proc/self/autogroup")
 
@@ -143,7 +143,7 @@ def _attacker(port: int, seconds: float, results: Connection) -> None:
 
 
 async def check_health(port: int, calls: Calls) -> None:
-    """As a load balancer does: each time on a new connection, on time whether or not earlier ones were answered."""
+    """Ask like a load balancer: each time on a new connection, and on time even if earlier ones were not answered."""
     async with asyncio.TaskGroup() as group:
         due = time.monotonic()
         while True:

@@ -33,7 +33,7 @@ from windlass.ports import http
 MAX_CALLS_PER_S = 6_000
 GOAL_CALLS_PER_S = 2_000
 GOAL_SERVER_US = 300
-# Of two processes to one. Rates of two windows differ by this much without a cause.
+# Rate of two processes to one. Rates of two windows differ by this much without a cause.
 GOAL_RATIO = 0.95
 WARM_UP_S = 1.0
 # A call without a response for this long ends the measurement.

@@ -232,7 +232,7 @@ def _named(trace: Trace, variant: str, tasks: list[tuple[float, float]]) -> Trac
 
 
 def _resampled(tasks: list[tuple[float, float]], span_s: float, source: random.Random) -> list[tuple[float, float]]:
-    """As many blocks as the trace has, each drawn with replacement."""
+    """Draw as many blocks as the trace has, with replacement."""
     blocks = 24
     length_s = span_s / blocks
     found: list[tuple[float, float]] = []

@@ -58,7 +58,7 @@ DEAD_ROWS_ALLOWANCE = (0.2, 5_000.0)
 # History that is kept for weeks grows. Named if it grew by more than this.
 NAMED_GROWTH_MIB = 0.5
 GOAL_ANSWERED = 0.999
-# Of the wanted heartbeats: the first come only after the start.
+# The least share of the wanted heartbeats: the first come only after the start.
 GOAL_SENT = 0.95
 
 SETTINGS = f"""
@@ -299,7 +299,7 @@ def _slope_per_h(quarters: list[float], quarter_s: float) -> float:
 def _goals(means: dict[str, list[float]], quarter_s: float, beats: Calls, calls: Calls) -> dict[str, bool]:
     def is_flat(name: str, allowance: tuple[float, float]) -> bool:
         before, after = means[name][2:]
-        # Also a process that was not there all the time: NaN compares as false.
+        # A process that did not run all the time fails too: NaN compares as false.
         return after <= before * (1 + allowance[0]) + allowance[1]
 
     memory = [name for name in means if name.startswith("memory")]

@@ -1,4 +1,4 @@
-"""PostgreSQL for the tests: real servers, a fresh database for each test, nothing left behind.
+"""PostgreSQL for the tests: real servers, a fresh database for each test, no process or file remains.
 
 - `dsn`: a fresh, migrated database on the PostgreSQL that Windlass brings along.
 - `each_dsn`: the same, once over that server and once over the system's own (the newest in /usr/lib/postgresql).

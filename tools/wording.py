@@ -1,4 +1,4 @@
-"""Counts words of the old project dialect per 1,000 lines, and long sentences in the documentation.
+"""Counts words of the old project dialect per 1,000 lines, and finds long sentences and comments without a subject.
 
 The standard is the word list in CONTRIBUTING.md: one word per concept, plain technical English. This check finds the
 words that the list replaces, in identifiers as well as in prose. It cannot judge whether a sentence is clear.
@@ -15,7 +15,7 @@ from pathlib import Path
 LIMIT_PER_1000 = 0.5
 MAX_SENTENCE_WORDS = 35
 SUFFIXES = {".py", ".sql", ".html", ".js", ".sh", ".md", ".j2", ".toml", ".yml", ".css"}
-ROOTS = ("src", "docs", "deploy", "examples", "tools", "bench", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOTS = ("src", "docs", "deploy", "examples", "tools", "bench", "tests", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 BANNED = (
     # Agents without nouns.
@@ -36,10 +36,14 @@ BANNED = (
 ALLOWED = {
     "tools/wording.py": "the list itself",
     "tools/structure.py": "the list of former module names",
+    "tests/e2e/test_run_as.py": "nobody is a user of Unix",
     "CONTRIBUTING.md": "the word list names the words that it replaces",
 }
 VENDORED = re.compile(r"/static/(?:uplot|idiomorph|htmx)|/vendor/")
 _PATTERN = re.compile(r"(?<![A-Za-z])(?:" + "|".join(BANNED) + r")(?![A-Za-z])", re.IGNORECASE)
+# A comment or docstring without a subject, such as "Of the head." or "As by SIGHUP.". A clause with "as" and a comma may
+# belong to a complete sentence.
+_FRAGMENT = re.compile(r'(?:^\s*#|""") ?(?:(?:Of|Also|Those) [^#]|As [^,]*$)')
 _FENCED = re.compile(r"^\s*```.*?^\s*```", re.MULTILINE | re.DOTALL)
 
 
@@ -50,6 +54,11 @@ def hits_in(text: str) -> list[tuple[int, str]]:
         for number, line in enumerate(text.splitlines(), 1)
         for match in _PATTERN.finditer(line)
     ]
+
+
+def fragments_in(source: str) -> list[tuple[int, str]]:
+    """Line number and text of every comment of Python or shell code that begins without a subject."""
+    return [(number, line) for number, line in enumerate(source.splitlines(), 1) if _FRAGMENT.search(line)]
 
 
 def long_sentences_in(markdown: str) -> list[str]:
@@ -75,12 +84,15 @@ def main() -> int:
     lines: Counter[str] = Counter()
     hits: Counter[str] = Counter()
     long_sentences: list[str] = []
+    fragments: list[str] = []
     for path in map(Path, listed):
         if path.suffix not in SUFFIXES or not path.is_file() or VENDORED.search(str(path)):
             continue
         text = path.read_text()
         if path.suffix == ".md":
             long_sentences += [f"{path}: {sentence}" for sentence in long_sentences_in(text)]
+        if path.suffix in {".py", ".sh"}:
+            fragments += [f"{path}:{number}: {line.strip()}" for number, line in fragments_in(text)]
         if str(path) in ALLOWED:
             continue
         found = hits_in(text)
@@ -94,11 +106,13 @@ def main() -> int:
             print(f"{package:32} {hits[package]:5} in {lines[package]:6} lines")
     for sentence in long_sentences:
         print(f"more than {MAX_SENTENCE_WORDS} words: {sentence}")
+    for fragment in fragments:
+        print(f"comment without a subject: {fragment}")
     rate = 1000 * hits.total() / max(lines.total(), 1)
     print(
         f"wording: {hits.total()} banned words in {lines.total()} lines, {rate:.2f} per 1,000 (limit {LIMIT_PER_1000})"
     )
-    return 0 if rate <= LIMIT_PER_1000 and not long_sentences else 1
+    return 0 if rate <= LIMIT_PER_1000 and not long_sentences and not fragments else 1
 
 
 if __name__ == "__main__":

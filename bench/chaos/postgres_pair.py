@@ -221,7 +221,7 @@ class PostgresPair:
         await self.primary.fetchval("select pg_promote(true, 60)")
 
     async def _restart_dead_servers(self) -> None:
-        """As a service manager does: a server that ended by itself, on a full disk, is started until it stays."""
+        """Start a server that ended by itself, on a full disk, until it stays, like a service manager."""
         while True:
             await asyncio.sleep(0.5)
             if self._is_kept:

@@ -19,7 +19,7 @@ from bench.raw_http import RawConnection, open_raw, post_request
 from windlass.model.auth import Role
 
 TASKS_PER_S = 2.0
-# Of each queue: most tasks are short, some run for several heartbeats.
+# Durations per queue: most tasks are short, some run for several heartbeats.
 LONG_SHARE = 0.25
 SHORT_S, LONG_S = (0.02, 0.2), (1.0, 3.0)
 # More attempts than a task can lose in a run. Tasks that are meant to fail have one.

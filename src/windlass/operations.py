@@ -175,7 +175,7 @@ async def cancel_task(
 
 
 async def retry_tasks(store: TaskStore, task_ids: Sequence[int], *, scope: TokenScope = EVERYTHING) -> OperationResult:
-    """Retry each of these tasks. Those that cannot be retried stay as they are."""
+    """Retry each of these tasks, and skip tasks that cannot be retried."""
     results = [await retry_task(store, task_id, scope=scope) for task_id in _selection(task_ids)]
     return _sum_up(results, "requeued", "only failed and retrying tasks can be retried")
 
@@ -183,7 +183,7 @@ async def retry_tasks(store: TaskStore, task_ids: Sequence[int], *, scope: Token
 async def cancel_tasks(
     store: TaskStore, task_ids: Sequence[int], reason: str = CANCEL_REASON, *, scope: TokenScope = EVERYTHING
 ) -> OperationResult:
-    """Cancel each of these tasks. Those that are finished stay as they are."""
+    """Cancel each of these tasks, and skip finished ones."""
     results = [await cancel_task(store, task_id, reason, scope=scope) for task_id in _selection(task_ids)]
     return _sum_up(results, "cancelled", "only unfinished tasks can be cancelled")
 

@@ -1,6 +1,6 @@
 """Operations on rollouts: start one, stop it, and report how far it is.
 
-As in operations.py, each operation is one function over the store's ports, and the API, the dashboard and the command
+Like in operations.py, each operation is one function over the store's ports, and the API, the dashboard and the command
 line format its result. The next cycles carry it out.
 """
 
@@ -22,7 +22,7 @@ class DeployResult(OperationResult):
     """`changed`: workers that are not on the current version, as far as the last cycle knew it."""
 
     fleet: str
-    # Of the request; the rollout has the same id. 0 if it was refused.
+    # Id of the request, and of its rollout. 0 if it was refused.
     request_id: int = 0
 
 
@@ -31,7 +31,7 @@ class RolloutReport(OperationResult):
     """`changed`: workers on an old version, of `workers` that were spawned and do not drain."""
 
     fleet: str
-    # Of the current code and settings. None: no cycle has read them.
+    # Version of the current code and settings. None: no cycle has read them.
     fingerprint: str | None = None
     workers: int = 0
     # None: the fleet has had none.

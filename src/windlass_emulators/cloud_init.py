@@ -145,7 +145,7 @@ def _service_settings(text: str) -> dict[str, list[str]]:
         elif section == "[Service]" and line and not line.startswith(("#", ";")):
             name, _, value = line.partition("=")
             values = settings.setdefault(name.strip(), [])
-            # As in systemd, an empty value clears the earlier ones.
+            # Like in systemd, an empty value clears the earlier ones.
             if value.strip():
                 values.append(value.strip())
             else:

@@ -32,7 +32,7 @@ async def test_each_worker_of_a_group_gets_its_own_reply(store: AnyStore, clock:
         [
             HeartbeatReport("w4", [ended]),
             HeartbeatReport("w1", [held(kept, 0.5, "half"), held(lost, 0.9)], {"load": 1}),
-            HeartbeatReport("nobody", [unknown]),
+            HeartbeatReport("unknown", [unknown]),
             HeartbeatReport("w2", [held(others), held(kept)]),
             HeartbeatReport("w3"),
         ]

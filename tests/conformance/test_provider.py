@@ -32,7 +32,7 @@ class World(Protocol):
     """A provider and its environment."""
 
     def provider(self, *, fleet: str = "fleet", database: str = "this") -> Provider:
-        """As a new orchestrator has it, for a fleet and a database."""
+        """A provider without memory, like that of a new orchestrator, for a fleet and a database."""
 
     def provider_that_refuses(self) -> Provider:
         """The same fleet with settings that are refused."""

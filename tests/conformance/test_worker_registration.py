@@ -30,7 +30,7 @@ async def test_unmanaged_worker_is_active_at_once(store: AnyStore, clock: Any) -
 
 async def test_spawned_worker_keeps_its_row_when_it_registers(store: AnyStore, spawn_worker: Any, clock: Any) -> None:
     await spawn_worker("h1", "gpus", 3)
-    hired_at = clock()
+    spawned_at = clock()
     clock.advance(40)
     registration = Registration(
         "h1", ("r",), fleet="elsewhere", host="pod", concurrency=7, lease_s=86_400, kind=WorkerKind.DISPATCHER
@@ -39,7 +39,7 @@ async def test_spawned_worker_keeps_its_row_when_it_registers(store: AnyStore, s
     worker = await store.worker("h1")
     assert worker is not None
     assert (worker.fleet, worker.slot, worker.status) == ("gpus", 3, WorkerStatus.SPAWNING)
-    assert (worker.queues, worker.host, worker.created_at) == (("q",), "pod", hired_at)
+    assert (worker.queues, worker.host, worker.created_at) == (("q",), "pod", spawned_at)
     assert (worker.concurrency, worker.lease_s, worker.kind) == (1, 30.0, WorkerKind.WORKER)
     (event,) = await store.events(worker_id="h1")
     assert event.fleet == "gpus"

@@ -58,7 +58,7 @@ async def test_each_program_runs_with_its_role_alone(tmp_path: Path, dsn: str, d
         shown = producer("tasks", "show", task_id)
         assert (shown.code, "complete" in shown.out) == (0, True), shown.err
 
-        # A worker that a person started, beside those of the fleet.
+        # A worker that a person started, next to those of the fleet.
         by_hand = CommandLine(tmp_path, {"DATABASE_URL": dsn_of("worker_user")})
         worker = by_hand.start("worker", "--queue", "hand", "--handler", "app:work")
         try:

@@ -43,7 +43,7 @@ async def test_burst_spawns_workers_that_drain_when_idle(host: FleetHost) -> Non
 
 @pytest.mark.parametrize("user", ["orchestrator", "owner"])
 async def test_fleet_runs_without_the_owners_rights(tmp_path: Path, dsn: str, embedded_server: Any, user: str) -> None:
-    """As a user with the role windlass_orchestrator alone, and as the owner, who takes that role."""
+    """Runs as a user with the role windlass_orchestrator alone, and as the owner, who takes that role."""
     await apply_roles(dsn, ROLES)
     if user == "orchestrator":
         embedded_server.execute("create role conductor_up login in role windlass_orchestrator")

@@ -52,7 +52,7 @@ async def no_hold(host: FleetHost) -> bool:
 
 
 async def test_killed_workers_with_tasks_done_are_replaced_at_once(host: FleetHost) -> None:
-    """As many as min_spawns_for_rate, all with kill -9, while tasks are queued."""
+    """Kill min_spawns_for_rate workers with kill -9, while tasks are queued."""
     host.configure(min_workers=5, max_workers=5)
     up = host.up()
     killed = await host.until_workers(5)

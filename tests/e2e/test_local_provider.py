@@ -122,7 +122,7 @@ async def test_process_of_another_host_is_not_touched(workers: LocalWorkers) -> 
 
 
 async def test_command_line_contains_no_password(workers: LocalWorkers) -> None:
-    url = "postgresql://somebody:s3cret@db.example/tasks"
+    url = "postgresql://user:s3cret@db.example/tasks"
     provider = workers._add(
         LocalProvider(
             "crowd",
@@ -332,7 +332,7 @@ async def test_end_of_an_adopted_worker_is_reported(workers: LocalWorkers) -> No
     await workers.read_file("up")
     adopter = workers.provider()
     assert [found.id for found in await adopter.list_machines()] == [machine.id]
-    # As if another process had started it.
+    # The adopter did not start the process.
     child = children.pop(machine.id)
     child.kill()
     child.wait()

@@ -185,12 +185,12 @@ async def test_image_starts_the_worker(site: Site, processes: "list[subprocess.P
     processes.append(site.up())
     await site.work(6)
 
-    async def is_gpu_told() -> bool:
-        # Of those that are gone, too: a task may be done before the heartbeat that tells.
+    async def is_gpu_reported() -> bool:
+        # Count workers that are gone, too: a task may be done before the heartbeat that reports it.
         workers = await site.store.workers(include_terminated=True)
         return {worker.vram_total_mb for worker in workers if worker.vram_total_mb is not None} == {24_564}
 
-    await until(is_gpu_told, "what its GPU has")
+    await until(is_gpu_reported, "what its GPU has")
 
     async def has_grown() -> bool:
         return len(await site.reported("VOLUME_GROWN")) > 0

@@ -12,7 +12,7 @@ import pytest
 
 from support.certificates import new_authority
 from support.postgres_servers import wait_until
-from support.prepared_pods import TIMEOUT_S, TOKEN, PodSite, has_port, open_pod_site, spawn_worker, unheard
+from support.prepared_pods import TIMEOUT_S, TOKEN, PodSite, has_port, ignore_host_key, open_pod_site, spawn_worker
 from support.wheel_server import WheelServer, serving_wheel, tiny_wheel
 from windlass.model.errors import NotPrepared
 from windlass.providers.runpod.installation import ENVIRONMENT_FOLDER, INSTALL_SCRIPT, PodInstallation
@@ -70,7 +70,7 @@ async def failure(place: PodSite, **ssh: object) -> NotPrepared:
         machine = await spawn_worker(provider)
         await has_port(provider, machine)
         with pytest.raises(NotPrepared) as caught:
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
     assert not (place.volume / "runs").exists()
     assert TOKEN not in f"{caught.value}{caught.value.output}"
     return caught.value
@@ -81,7 +81,7 @@ async def test_image_without_windlass_gets_the_wheel_of_the_control_plane(
 ) -> None:
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
-        await provider.prepare(machine, None, unheard)
+        await provider.prepare(machine, None, ignore_host_key)
     environment = f"{place.root(machine.id)}{ENVIRONMENT_FOLDER}"
     assert ran(place) == [f"windlass {VERSION}", f"{environment}/bin/windlass"]
     assert {token for _, token in control_plane.requests} == {f"Bearer {TOKEN}"}
@@ -104,7 +104,7 @@ async def test_wheel_comes_over_tls_from_a_control_plane_with_its_own_authority(
         assert secured.requests == []
         place.ca_pem = authority.write(tmp_path / "ca.pem").read_text()
         async with place.provider() as provider:
-            await provider.prepare(await spawn_worker(provider, 1), None, unheard)
+            await provider.prepare(await spawn_worker(provider, 1), None, ignore_host_key)
         assert ran(place)[0] == f"windlass {VERSION}"
         assert {token for _, token in secured.requests} == {f"Bearer {TOKEN}"}
 
@@ -114,7 +114,7 @@ async def test_handler_requirements_are_installed_next_to_windlass(place: PodSit
     lines = ("--no-index", f"--find-links {tmp_path}", "app==1.2")
     place.installation = PodInstallation(VERSION, SCRIPTS, lines)
     async with place.provider(checks=("python3 -c 'import app'", "app")) as provider:
-        await provider.prepare(await spawn_worker(provider), None, unheard)
+        await provider.prepare(await spawn_worker(provider), None, ignore_host_key)
     version, program = ran(place)
     assert version == f"windlass {VERSION}"
     # An option may contain the token of a package index.
@@ -129,7 +129,7 @@ async def test_image_with_the_right_windlass_installs_nothing(place: PodSite, co
         # The image's own program is replaced by one that has this version.
         own = place.root(machine.id) / "usr" / "local" / "bin" / "windlass"
         own.write_text(f"#!/bin/sh\necho windlass {VERSION}\n")
-        await provider.prepare(machine, None, unheard)
+        await provider.prepare(machine, None, ignore_host_key)
     assert ran(place) == [f"windlass {VERSION}", str(own)]
     assert control_plane.requests == []
 
@@ -140,7 +140,7 @@ async def test_image_with_another_windlass_gets_that_of_the_control_plane(place:
         machine = await spawn_worker(provider)
         own = place.root(machine.id) / "usr" / "local" / "bin" / "windlass"
         own.write_text("#!/bin/sh\necho windlass 0.0.1\n")
-        await provider.prepare(machine, None, unheard)
+        await provider.prepare(machine, None, ignore_host_key)
     assert ran(place)[0] == f"windlass {VERSION}"
     assert own.exists()
 
@@ -148,7 +148,9 @@ async def test_image_with_another_windlass_gets_that_of_the_control_plane(place:
 async def test_installation_is_shared_by_concurrent_orchestrators(place: PodSite, control_plane: WheelServer) -> None:
     async with place.provider() as provider, place.provider() as other:
         machine = await spawn_worker(provider)
-        await asyncio.gather(*(each.prepare(machine, None, unheard) for each in (provider, other) for _ in range(2)))
+        await asyncio.gather(
+            *(each.prepare(machine, None, ignore_host_key) for each in (provider, other) for _ in range(2))
+        )
     assert ran(place)[0] == f"windlass {VERSION}"
     assert (place.volume / "runs").read_text() == "started\n"
     assert [path for path, _ in control_plane.requests].count(f"/internal/wheel/{WHEEL}") == 1
@@ -157,13 +159,13 @@ async def test_installation_is_shared_by_concurrent_orchestrators(place: PodSite
 async def test_interrupted_installation_is_finished_by_the_next(place: PodSite) -> None:
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
-        first = asyncio.ensure_future(provider.prepare(machine, None, unheard))
+        first = asyncio.ensure_future(provider.prepare(machine, None, ignore_host_key))
         half = place.root(machine.id) / ENVIRONMENT_FOLDER[1:] / "pyvenv.cfg"
         await asyncio.to_thread(wait_until, half.exists, TIMEOUT_S, "creating the environment")
         first.cancel()
         with suppress(asyncio.CancelledError):
             await first
-        await provider.prepare(machine, None, unheard)
+        await provider.prepare(machine, None, ignore_host_key)
     assert ran(place)[0] == f"windlass {VERSION}"
 
 
@@ -184,7 +186,7 @@ async def test_old_python_is_named(place: PodSite) -> None:
         old.write_text('#!/bin/sh\ncase "$2" in *platform*) echo 3.8.10;; esac\nexit 1\n')
         old.chmod(0o755)
         with pytest.raises(NotPrepared, match="no Python 3.11 or newer, python3 is 3.8.10") as caught:
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
     assert caught.value.code == "PYTHON_MISSING"
 
 
@@ -197,7 +199,7 @@ async def test_python_without_venv_is_reported(place: PodSite) -> None:
             own.replace("#!/bin/sh\n", '#!/bin/sh\n[ "$2" != venv ] || { echo No module named venv; exit 1; }\n')
         )
         with pytest.raises(NotPrepared, match="windlass was not installed: No module named venv") as caught:
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
     assert caught.value.code == "VENV_FAILED"
 
 
@@ -249,7 +251,7 @@ async def test_emulated_image_has_only_what_the_real_one_has(place: PodSite) -> 
 
     place.identity = Inspecting(place.identity.key)
     async with place.provider() as provider:
-        await provider.prepare(await spawn_worker(provider), None, unheard)
+        await provider.prepare(await spawn_worker(provider), None, ignore_host_key)
     assert found == IMAGE_CHECKS
 
 

@@ -13,7 +13,7 @@ import asyncssh
 import pytest
 
 from support.postgres_servers import wait_until
-from support.prepared_pods import TIMEOUT_S, TOKEN, PodSite, has_port, open_pod_site, spawn_worker, unheard
+from support.prepared_pods import TIMEOUT_S, TOKEN, PodSite, has_port, ignore_host_key, open_pod_site, spawn_worker
 from windlass.model.errors import ConfigError, NotPrepared
 from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import Endpoint, Identity, Shell, Unreachable, read_identity
@@ -58,13 +58,19 @@ async def test_healthy_pod_is_checked_and_its_worker_started(place: PodSite) -> 
 async def test_worker_starts_once_despite_concurrent_preparations(place: PodSite) -> None:
     async with place.provider() as provider, place.provider() as other:
         machine = await spawn_worker(provider)
-        first = await provider.prepare(machine, None, unheard)
+        first = await provider.prepare(machine, None, ignore_host_key)
         again = await asyncio.gather(
-            *(each.prepare(machine, key, unheard) for each in (provider, other) for key in (None, first.host_key))
+            *(
+                each.prepare(machine, key, ignore_host_key)
+                for each in (provider, other)
+                for key in (None, first.host_key)
+            )
         )
         assert {prepared.host_key for prepared in again} == {first.host_key}
         machine = await spawn_worker(provider, 1)
-        await asyncio.gather(*(each.prepare(machine, None, unheard) for each in (provider, other) for _ in range(3)))
+        await asyncio.gather(
+            *(each.prepare(machine, None, ignore_host_key) for each in (provider, other) for _ in range(3))
+        )
     wait_until(lambda: (place.volume / "runs").read_text() == "started\n" * 2, TIMEOUT_S, "starting")
 
 
@@ -93,9 +99,9 @@ async def test_next_orchestrator_finishes_an_interrupted_preparation(place: PodS
     async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
         machine = await spawn_worker(provider)
         with suppress(asyncio.CancelledError):
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
     async with place.provider() as provider:
-        await provider.prepare(machine, None, unheard)
+        await provider.prepare(machine, None, ignore_host_key)
     wait_until((place.volume / "joined").exists, TIMEOUT_S, "starting")
     assert (place.volume / "runs").read_text() == "started\n"
 
@@ -131,7 +137,7 @@ async def test_each_failed_check_has_its_own_code_and_output(
         machine = await spawn_worker(provider)
         await has_port(provider, machine)
         with pytest.raises(NotPrepared, match=f"preparing pod {machine.id} of red-0-aa: .*{message}") as caught:
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
     assert caught.value.code == code
     assert (caught.value.host_key is None) is (code == "SSH_UNREACHABLE")
     assert not (place.volume / "runs").exists()
@@ -142,33 +148,33 @@ async def test_failed_start_script_is_quoted_without_secrets(place: PodSite) -> 
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
         with pytest.raises(NotPrepared) as caught:
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
         lines = caught.value.output.splitlines()
         assert lines[-2:] == ["have wlj_********", "exit status 3"]
         assert len(lines) == 20
         # A later preparation finds the same, and starts nothing.
         with pytest.raises(NotPrepared, match="exit status 3"):
-            await provider.prepare(machine, caught.value.host_key, unheard)
+            await provider.prepare(machine, caught.value.host_key, ignore_host_key)
 
 
 async def test_late_sshd_is_waited_for(place: PodSite) -> None:
     place.emulator.faults.next_pod(ssh_after_s=1.5)
     async with place.provider() as provider:
-        await provider.prepare(await spawn_worker(provider), None, unheard)
+        await provider.prepare(await spawn_worker(provider), None, ignore_host_key)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
 async def test_changed_host_key_is_rejected(place: PodSite) -> None:
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
-        known = await provider.prepare(machine, None, unheard)
-        assert (await provider.prepare(machine, known.host_key, unheard)).host_key == known.host_key
+        known = await provider.prepare(machine, None, ignore_host_key)
+        assert (await provider.prepare(machine, known.host_key, ignore_host_key)).host_key == known.host_key
         # A restarted pod has another port and another host key: it is not the host we know.
         pod = place.emulator.account.pods[machine.id]
         place.emulator.account.restart(pod)
         place.emulator.settle()
         with pytest.raises(NotPrepared, match="presents another host key than before") as caught:
-            await provider.prepare(machine, known.host_key, unheard)
+            await provider.prepare(machine, known.host_key, ignore_host_key)
         assert caught.value.code == "SSH_HOST_KEY_CHANGED"
 
 
@@ -192,7 +198,7 @@ async def test_broken_connection_is_retried(place: PodSite) -> None:
             yield Breaking(shell)
 
     async with place.provider(Preparer(place.settings(), open_shell, retry_s=0.1)) as provider:
-        await provider.prepare(await spawn_worker(provider), None, unheard)
+        await provider.prepare(await spawn_worker(provider), None, ignore_host_key)
     wait_until((place.volume / "runs").exists, TIMEOUT_S, "starting")
 
 
@@ -200,11 +206,11 @@ async def test_pod_with_another_key_is_unreachable(place: PodSite, tmp_path: Pat
     other = Identity(asyncssh.generate_private_key("ssh-ed25519"))
     async with place.provider() as provider:
         machine = await spawn_worker(provider)
-        await provider.prepare(machine, None, unheard)
+        await provider.prepare(machine, None, ignore_host_key)
     # The server accepts the connection; the timeout applies to the login.
     async with place.provider(Preparer(place.settings(timeout_s=4.0), other.open_shell, retry_s=0.2)) as provider:
         with pytest.raises(NotPrepared, match="Permission denied") as caught:
-            await provider.prepare(machine, None, unheard)
+            await provider.prepare(machine, None, ignore_host_key)
     assert caught.value.code == "SSH_UNREACHABLE"
 
 

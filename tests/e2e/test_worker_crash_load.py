@@ -63,7 +63,7 @@ async def test_every_task_completes_once_despite_kills_and_restarts(server: Kill
             await faults.until(lambda fault=fault: faults.runs() >= TASKS * fault // (FAULTS + 2), f"blow {fault}")
             await faults.inject()
         await faults.until(lambda: _are_all_tasks_done(harness), "all tasks are finished")
-        faults.tell(f"all {TASKS} tasks are over")
+        faults.tell(f"all {TASKS} tasks have finished")
         await _check_completions(harness, file.read_text().splitlines())
 
 

@@ -403,7 +403,7 @@ async def test_failing_worker_exits_although_output_is_not_read(harness: WorkerH
     reading, writing = os.pipe()
     _fill(writing)
     try:
-        process = harness.start(handler="nobody_wrote_it", stderr=writing)
+        process = harness.start(handler="missing_handler", stderr=writing)
         assert await process.exit_code() == 2
     finally:
         os.close(writing)

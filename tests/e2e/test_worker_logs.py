@@ -35,7 +35,7 @@ def work(task):
     for _ in range(task.payload.get("megabytes", 0) * 16):
         print(("x" * 1023 + "\\n") * 64, end="")
     if task.attempt <= task.payload.get("failures", 0):
-        raise RuntimeError("no luck")
+        raise RuntimeError("no disk")
     print(f"end {task.payload['name']}")
 """
 TOML = """
@@ -173,7 +173,7 @@ async def site(tmp_path: Path, dsn: str, vendor: str, request: pytest.FixtureReq
 
 
 async def test_output_of_each_attempt_outlives_the_machine(site: LogSite) -> None:
-    flaky = await site.enqueue(name="flaky", failures=1, prompt="a private wish")
+    flaky = await site.enqueue(name="flaky", failures=1, prompt="a private prompt")
     plain = await site.enqueue(name="plain")
     for task in (flaky, plain):
         await site.until_status(task, TaskStatus.COMPLETE)
@@ -194,7 +194,7 @@ async def test_output_of_each_attempt_outlives_the_machine(site: LogSite) -> Non
     whole = lines("workers", "logs", worker, "--timestamps")
     assert any(re.search(rf"task {plain} attempt 1  end plain$", line) for line in whole)
     assert any("registered worker" in line for line in whole), "its own lines too"
-    # As for a local worker: one object per line.
+    # The output is that of a local worker: one object per line.
     shown = [json.loads(line) for line in lines("workers", "logs", worker, "--tail", 3, "--json")]
     assert len(shown) == 3
     assert {"at", "text", "task_id", "attempt"} <= shown[0].keys()
@@ -207,12 +207,12 @@ async def test_output_of_each_attempt_outlives_the_machine(site: LogSite) -> Non
         diagnostics = (await client.get(f"/api/v1/workers/{worker}")).json()["metadata"]["diagnostics"]
     assert "end plain" in whole_log
     assert diagnostics["last_lines"]
-    # As the last list of machines had it: the tasks may end before a cycle lists the machine again.
+    # The state is from the last list of machines: the tasks may end before a cycle lists the machine again.
     assert diagnostics["machine"]["state"] in ("booting", "running")
     assert "last output:" in site.windlass("workers", "show", worker).out
     everything = whole_log + "".join(whole) + json.dumps(diagnostics)
     assert SECRET not in everything
-    assert "private wish" not in everything
+    assert "private prompt" not in everything
 
 
 @pytest.mark.parametrize("vendor", ["hetzner"], indirect=True)

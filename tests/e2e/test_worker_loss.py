@@ -195,7 +195,7 @@ async def test_unanswered_claim_times_out_after_half_a_lease(harness: WorkerHarn
         process = harness.start(handler="echo", **SHORT_LEASE)
         await until(
             lambda: f"claiming tasks: no answer within {LEASE_S / 2:g} s (half of the lease)" in process.log(),
-            "the claim is given up",
+            "the claim has timed out",
             timeout_s=10 * LEASE_S / 2,
         )
     finally:

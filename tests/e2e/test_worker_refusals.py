@@ -8,14 +8,14 @@ import pytest
 
 from support.worker_harness import HERE, PROGRAM
 
-NO_DATABASE = "postgresql://nobody@127.0.0.1:1/nothing"
+NO_DATABASE = "postgresql://user@127.0.0.1:1/nothing"
 SECONDS = 30
 
 MODULES = {
     "imports_missing.py": "import a_missing_module\ndef handler(task): ...\n",
     "breaks.py": "1 / 0\n",
     "exits.py": "import sys\nsys.exit('not today')\n",
-    "kills_itself.py": "import os\nprint('so long')\nos._exit(5)\n",
+    "kills_itself.py": "import os\nprint('bye')\nos._exit(5)\n",
     "odd.py": "value = 1\ndef none(): ...\ndef two(task, other): ...\n",
 }
 
@@ -51,7 +51,7 @@ REFUSALS = [
     (
         "the import ends the process",
         ["--handler", "kills_itself:handler"],
-        "cannot import handler kills_itself:handler: the handler's process exited with code 5; last output: so long",
+        "cannot import handler kills_itself:handler: the handler's process exited with code 5; last output: bye",
     ),
     (
         "the function is missing",

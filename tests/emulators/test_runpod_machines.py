@@ -514,12 +514,12 @@ def test_worker_in_pod_reports_emulated_gpu_memory(host: RealPodHost, dsn: str) 
     container = replace(PLAIN, args=args, env={"DATABASE_URL": dsn})
     host.start(container)
     task_id = _query(dsn, "select windlass.enqueue('renders', '{}')")
-    heard = "select vram_total_mb from windlass.workers"
-    wait_until(lambda: _query(dsn, heard) == 46_068, TIMEOUT_S, "telling its memory")
+    reported = "select vram_total_mb from windlass.workers"
+    wait_until(lambda: _query(dsn, reported) == 46_068, TIMEOUT_S, "telling its memory")
     finished = "select status from windlass.tasks where id = $1"
     wait_until(lambda: _query(dsn, finished, task_id) == "complete", TIMEOUT_S, "working")
     host.refit(replace(container, gpu_count=0))
-    wait_until(lambda: _query(dsn, heard) == 0, TIMEOUT_S, "missing its GPU")
+    wait_until(lambda: _query(dsn, reported) == 0, TIMEOUT_S, "missing its GPU")
 
 
 def _query(dsn: str, sql: str, *arguments: Any) -> Any:

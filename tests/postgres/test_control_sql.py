@@ -92,7 +92,7 @@ async def test_commit_plan_locks_the_fleet_before_its_workers(
         await store.register(Registration("w0", ("q",), fleet="f"))
         plan = Plan((Drain("w0", "IDLE", "idle"),), PlannerState(), "drain 1")
         async with connection.transaction():
-            # As pause_fleet, which goes on with the workers.
+            # The same order as in pause_fleet, which continues with the workers.
             await connection.execute("update windlass.fleets set paused = true where name = 'f'")
             committing = asyncio.create_task(store.commit_plan(ann, term, snapshot, plan, []))
             await eventually(lambda: is_blocked(second_connection), "commit_plan blocks")

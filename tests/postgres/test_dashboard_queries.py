@@ -91,7 +91,7 @@ async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql
     await store.claim("gpus-0-x", ["a"], 1)
     await sql.execute(
         "insert into windlass.alerts (fleet, key, code, severity, reason) values"
-        " ('gpus', 'HOLD', 'HOLD', 'warning', 'on hold'), (null, 'NO_LEADER', 'NO_LEADER', 'critical', 'nobody leads')"
+        " ('gpus', 'HOLD', 'HOLD', 'warning', 'on hold'), (null, 'NO_LEADER', 'NO_LEADER', 'critical', 'no leader')"
     )
     clock.advance(30)
     seen = await store.overview()

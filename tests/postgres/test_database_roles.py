@@ -32,8 +32,8 @@ VIEWS = {
     "worker_counts",
     "worker_performance",
 }
-EVERYBODY = {"now"}
-PROGRAMS = EVERYBODY | {"contract_versions", "schema_history"}
+ANY_USER = {"now"}
+PROGRAMS = ANY_USER | {"contract_versions", "schema_history"}
 PRODUCER = PROGRAMS | {
     "cancel_task",
     "enqueue",
@@ -68,7 +68,7 @@ ALLOWED = {
     # component_name is part of the view health.
     "windlass_viewer": PROGRAMS | VIEWS | {"queue_depth"},
     "service_role": PRODUCER,
-    "authenticated": EVERYBODY | {"my_tasks", "submit_task"},
+    "authenticated": ANY_USER | {"my_tasks", "submit_task"},
     "anon": set[str](),
 }
 USER_OF = {"windlass_producer": "shop", "windlass_worker": "hand", "windlass_viewer": "guest"}

@@ -1,4 +1,4 @@
-"""Roles, scopes and actors over HTTP: what each token reaches, and whom events name."""
+"""Roles, scopes and actors over HTTP: what each token reaches, and which actor events name."""
 
 from typing import Any
 

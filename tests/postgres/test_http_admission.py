@@ -17,7 +17,7 @@ from windlass.server.route_table import MAX_ANONYMOUS_BODY_BYTES, MAX_SMALL_BODY
 from windlass.store.connect import connected
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
-# Routes whose caller may be anybody: the body carries the secret.
+# Routes without a caller: the body carries the secret.
 WITHOUT_CALLER = (Access.OPEN, Access.ANYONE)
 # Answered without FastAPI, by decoders that stop at the first error.
 WORKER_CALLS = (http.CLAIM, http.FINISH, http.HEARTBEAT, http.LOGS)

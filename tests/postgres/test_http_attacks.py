@@ -195,7 +195,7 @@ async def test_session_cookie_is_read_strictly(api: ApiFixture, cookie: str) -> 
     browser = api.client("192.0.2.7", Cookie=cookie.format(name=COOKIE, value=value, real=real))
     read = await browser.get(f"{API}/overview")
     assert read.status_code in (200, 401)
-    # Of several cookies of one name the last one counts; quotes are part of the syntax of cookies.
+    # The last of several cookies of one name counts; quotes are part of the syntax of cookies.
     assert (read.status_code == 200) is cookie.endswith(("; {name}={real}", '{name}="{real}"'))
     assert (await browser.post(f"{API}/pause")).status_code in (401, 403)
     assert (await browser.get(f"{API}/tokens")).status_code in (401, 403)

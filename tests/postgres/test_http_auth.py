@@ -98,7 +98,7 @@ async def test_token_of_terminated_worker_ends_at_once(api: ApiFixture) -> None:
     worker = await api.join_worker()
     assert (await worker.get("/internal/worker/order")).status_code == 200
     (worker_id,) = [each.id for each in await api.store.workers()]
-    # As `windlass terminate --force` does. The machine still exists: the fleet has not deleted it yet.
+    # Terminate it like `windlass terminate --force`. The machine still exists: the fleet has not deleted it yet.
     assert await api.store.terminate_worker(worker_id, "stolen")
     assert problem_of(await worker.get("/internal/worker/order")) == (410, "GONE")
     assert problem_of(await worker.post("/internal/worker/claim", json={"queues": ["a"]})) == (410, "GONE")

@@ -93,7 +93,7 @@ async def test_migration_never_blocks_workers_beyond_its_limit(dsn: str, monkeyp
         await holding.start()
         await report.fetchval("select count(*) from windlass.tasks")
         migrating = asyncio.create_task(migrate(dsn))
-        # Until it has waited, given up, and workers went on, three times.
+        # Wait until the migration has timed out and let workers continue three times.
         waited, was_waiting = 0, False
         async with asyncio.timeout(LIMIT_S):
             while waited < 3:

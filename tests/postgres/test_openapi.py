@@ -105,13 +105,13 @@ def test_no_request_causes_a_server_error(server: ServerThread, mode: Generation
             send_requests(server, operation, mode)
 
 
-EVERYBODY = (None, Role.VIEWER, Role.PRODUCER, Role.OPERATOR, Role.ADMIN)
+ANY_CALLER = (None, Role.VIEWER, Role.PRODUCER, Role.OPERATOR, Role.ADMIN)
 
 
 def allowed_roles(method: str, path: str) -> tuple[Role | None, ...]:
     """Empty for the routes of machines, whose tokens no role of users replaces."""
     if path in ("/healthz", "/readyz"):
-        return EVERYBODY
+        return ANY_CALLER
     if path.startswith("/internal/") and path != "/internal/cycle":
         return ()
     if path.startswith("/api/v1/tokens"):

@@ -231,8 +231,10 @@ async def test_health_view_component_names_are_unique(connection: Any, clock: An
 
 
 async def test_health_view_shows_slots_without_their_worker(connection: Any, clock: Any) -> None:
-    """As many as min_workers lacks, whatever keeps them empty, and one while a fleet is held or has tasks without a
-    worker; none of a fleet that was shut down."""
+    """A fleet has as many empty slots as min_workers lacks, for any reason.
+
+    It has one while it is held or has tasks without a worker, and none after it was shut down.
+    """
     planned = {"cadence": {"next_plan_in_s": 10}}
     await connection.execute(
         "insert into windlass.fleets (name, queues, min_workers, max_workers, planner_state) values"

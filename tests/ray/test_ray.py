@@ -147,7 +147,7 @@ async def test_output_of_tasks_on_nodes_is_stored_by_attempt(ray: RayFixture, mo
     assert (kept[0][:11], kept[-1][:11]) == ("line 000000", "line 004999"), "the beginning and the end"
     assert len("\n".join(kept)) < 2 * 20_000
     assert sum(line.dropped or 1 for line in page.lines) == 5_000 + len(printed) + 1
-    # As output of the worker of the node.
+    # The node's worker sends it as its output.
     on_node = (await ray.store.worker_log("n1", 10_000)).lines
     assert {line.task_id for line in on_node} >= {retried, chatty}
     assert any("registered node" in line.text for line in on_node if line.task_id is None)

@@ -1,4 +1,4 @@
-"""A cold start that takes a quarter of an hour: no machine is deleted before it joined, no hour is paid twice.
+"""A cold start that takes a quarter of an hour: no machine is deleted before it joined, no hour is billed twice.
 
 The real control loop runs over the real providers and the emulated vendors, in virtual time: with the default policy,
 and with the seed's, which fixes the number of machines. Workers are played by the test: each joins as soon as its

@@ -36,7 +36,7 @@ MAX_ROUGH = 60
 def test_no_leaks_no_excess_servers_and_no_wasted_hours(
     first: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """`--junitxml=FILE -o junit_family=xunit1` keeps the numbers of what was lived through."""
+    """`--junitxml=FILE -o junit_family=xunit1` keeps the numbers of the simulated events."""
     tally: Counter[str] = Counter()
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
         history = HetznerHistory(hetzner_scenario(seed))

@@ -76,7 +76,7 @@ async def test_primary_ip_is_labelled_on_create_and_before_delete() -> None:
     await asyncio.sleep(15)
     # Before any list.
     assert [address.labels["windlass-worker"] for address in addresses] == ["red-0-aa", "red-1-aa", "red-2-aa"]
-    # As if the first orchestrator had crashed before labelling. Its successor deletes the servers without listing them.
+    # The first orchestrator crashed before labelling. Its successor deletes the servers without listing them.
     for address in addresses:
         address.labels.clear()
         address.is_auto_deleted = False

@@ -186,7 +186,7 @@ def test_shutdown_deletes_orphaned_machines() -> None:
         red.max_list_age_s = 10.0
         running = fixture.start()
         await asyncio.sleep(SOON_S)
-        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-orphan", "red", 9, asyncio.get_running_loop().time())
         running.orchestrator.stop()
         await running.ends_within(STOP_S + SHUTDOWN_MARGIN_S)
         assert red.billed_machines() == []
@@ -224,7 +224,7 @@ def test_shutdown_without_a_list_waits_for_known_orphans() -> None:
     async def scenario(fixture: OrchestratorFixture) -> None:
         red = fixture.clouds["red"]
         red.max_list_age_s = LONG_S
-        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-nobody", "red", 9, asyncio.get_running_loop().time())
+        red.machines["m9-red"] = MachineRecord("m9-red", "red-9-orphan", "red", 9, asyncio.get_running_loop().time())
         running = fixture.start()
         await asyncio.sleep(SOON_S)
         for _ in range(100):

@@ -22,7 +22,7 @@ SILENCE_S = 120.0
 VENDORS = {"hetzner": hetzner_fixture.EmulatedHetzner, "runpod": runpod_fixture.EmulatedRunpod}
 
 
-class Shop:
+class AccountScene:
     """One fleet with its workers, and two accounts of its vendor."""
 
     def __init__(self, vendor: str, max_workers: int = 3) -> None:
@@ -45,7 +45,7 @@ class Shop:
             auto_start_worker=False,
             runpod={"image": "any", "choices": [runpod_fixture.GPU]} if vendor == "runpod" else {},
         )
-        self.is_heard, self.idle_s = True, 0.0
+        self.sends_heartbeats, self.idle_s = True, 0.0
         self.rent(self.former, "the first key")
 
     def rent(self, account: Any, key: str) -> None:
@@ -58,7 +58,7 @@ class Shop:
     async def live(self, seconds: float) -> None:
         for _ in range(int(seconds / CYCLE_S)):
             for worker in await self.store.workers():
-                if self.is_heard and worker.status is not WorkerStatus.ERROR:
+                if self.sends_heartbeats and worker.status is not WorkerStatus.ERROR:
                     await self.store.heartbeat(worker.id, (), {"idle_s": self.idle_s})
             await self.cycle.run(CYCLE_S)
             await asyncio.sleep(CYCLE_S)
@@ -114,26 +114,26 @@ def ids(account: Any) -> set[str]:
 @pytest.mark.parametrize("lived_s", [0, 300], ids=["while they boot", "while they work"])
 def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        shop.is_heard = lived_s > 0
-        await shop.spawn_worker()
-        before = machines(shop.former)
-        assert 0 < before == await shop.spawned()
-        await shop.live(lived_s)
-        shop.rent(shop.other, "another key")
-        shop.is_heard = True
+        scene = AccountScene(vendor)
+        scene.sends_heartbeats = lived_s > 0
+        await scene.spawn_worker()
+        before = machines(scene.former)
+        assert 0 < before == await scene.spawned()
+        await scene.live(lived_s)
+        scene.rent(scene.other, "another key")
+        scene.sends_heartbeats = True
         for _ in range(9):
-            await shop.store.enqueue(new_task("red", {}))
-        await shop.live(60)  # more tasks are queued, and no worker is spawned for them
-        await shop.finish()
-        await shop.live(600)  # the queue is empty, and no worker is drained
-        assert (machines(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, before)
-        assert await shop.hold() == "OTHER_ACCOUNT"
+            await scene.store.enqueue(new_task("red", {}))
+        await scene.live(60)  # more tasks are queued, and no worker is spawned for them
+        await scene.finish()
+        await scene.live(600)  # the queue is empty, and no worker is drained
+        assert (machines(scene.former), machines(scene.other), await scene.spawned()) == (before, 0, before)
+        assert await scene.hold() == "OTHER_ACCOUNT"
         # The former key is back: workers are drained in their account.
-        shop.rent(shop.former, "the first key")
-        await shop.live(120)
-        assert await shop.hold() is None
-        assert (machines(shop.former), await shop.spawned()) == (0, 0)
+        scene.rent(scene.former, "the first key")
+        await scene.live(120)
+        assert await scene.hold() is None
+        assert (machines(scene.former), await scene.spawned()) == (0, 0)
 
     run(story())
 
@@ -141,20 +141,20 @@ def test_key_of_another_account_holds_the_fleet(vendor: str, lived_s: float) -> 
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_unanswered_creation_in_former_account_is_remembered(vendor: str) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        await shop.live(10)
+        scene = AccountScene(vendor)
+        await scene.live(10)
         refusal = {"code": "timeout"} if vendor == "hetzner" else {"status": 500}
-        shop.former.faults.next_create(**refusal, takes_effect=True)
-        await shop.store.enqueue(new_task("red", {}))
-        shop.is_heard = False
-        await shop.live(CYCLE_S)
-        assert machines(shop.former) == 1
-        shop.rent(shop.other, "another key")
-        await shop.live(60)
-        assert (machines(shop.other), await shop.spawned(), await shop.hold()) == (0, 1, "OTHER_ACCOUNT")
-        shop.rent(shop.former, "the first key")
-        await shop.live(60)
-        assert (machines(shop.former), await shop.spawned(), await shop.hold()) == (1, 1, None)
+        scene.former.faults.next_create(**refusal, takes_effect=True)
+        await scene.store.enqueue(new_task("red", {}))
+        scene.sends_heartbeats = False
+        await scene.live(CYCLE_S)
+        assert machines(scene.former) == 1
+        scene.rent(scene.other, "another key")
+        await scene.live(60)
+        assert (machines(scene.other), await scene.spawned(), await scene.hold()) == (0, 1, "OTHER_ACCOUNT")
+        scene.rent(scene.former, "the first key")
+        await scene.live(60)
+        assert (machines(scene.former), await scene.spawned(), await scene.hold()) == (1, 1, None)
 
     run(story())
 
@@ -162,17 +162,17 @@ def test_unanswered_creation_in_former_account_is_remembered(vendor: str) -> Non
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_new_key_of_the_same_account_is_accepted(vendor: str) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        await shop.spawn_worker()
-        await shop.live(120)
-        before = machines(shop.former)
-        shop.rent(shop.former, "a new key")
-        await shop.live(CYCLE_S)
-        assert await shop.hold() is None
-        await shop.finish()
-        await shop.live(120)
+        scene = AccountScene(vendor)
+        await scene.spawn_worker()
+        await scene.live(120)
+        before = machines(scene.former)
+        scene.rent(scene.former, "a new key")
+        await scene.live(CYCLE_S)
+        assert await scene.hold() is None
+        await scene.finish()
+        await scene.live(120)
         assert before > 0
-        assert (machines(shop.former), await shop.spawned()) == (0, 0)
+        assert (machines(scene.former), await scene.spawned()) == (0, 0)
 
     run(story())
 
@@ -180,57 +180,57 @@ def test_new_key_of_the_same_account_is_accepted(vendor: str) -> None:
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_silent_workers_do_not_release_the_former_account(vendor: str) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        await shop.spawn_worker()
-        before = ids(shop.former)
-        shop.is_heard = False
-        shop.rent(shop.other, "another key")
-        await shop.live(10 * SILENCE_S)
-        assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, len(before))
-        hold = await shop.held()
+        scene = AccountScene(vendor)
+        await scene.spawn_worker()
+        before = ids(scene.former)
+        scene.sends_heartbeats = False
+        scene.rent(scene.other, "another key")
+        await scene.live(10 * SILENCE_S)
+        assert (ids(scene.former), machines(scene.other), await scene.spawned()) == (before, 0, len(before))
+        hold = await scene.held()
         assert hold.code == "OTHER_ACCOUNT"
         assert f"lists none of the fleet's machines ({', '.join(sorted(before))})" in hold.reason
         assert hold.reason.endswith("restore the key that created them, or abandon them with `windlass restart red`")
         # The former key is back: workers are terminated in their account.
-        await shop.finish()
-        shop.rent(shop.former, "the first key")
-        await shop.live(3 * SILENCE_S)
-        assert await shop.hold() is None
-        assert (machines(shop.former), await shop.spawned()) == (0, 0)
+        await scene.finish()
+        scene.rent(scene.former, "the first key")
+        await scene.live(3 * SILENCE_S)
+        assert await scene.hold() is None
+        assert (machines(scene.former), await scene.spawned()) == (0, 0)
 
     run(story())
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-@pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
-def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_heard: bool) -> None:
+@pytest.mark.parametrize("sends_heartbeats", [True, False], ids=["with heartbeats", "without heartbeats"])
+def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, sends_heartbeats: bool) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        await shop.spawn_worker()
-        await shop.live(120)
-        before = ids(shop.former)
-        await shop.restart(slot=0)  # before the hold
-        former_workers = {worker.id for worker in await shop.store.workers()}
-        shop.rent(shop.other, "another key")
-        shop.is_heard = is_heard
-        await shop.live(60)
-        await shop.restart(slot=1)  # one of the held slots
-        await shop.live(60)
-        assert (ids(shop.former), machines(shop.other), await shop.hold()) == (before, 0, "OTHER_ACCOUNT")
-        assert await shop.left_behind() == {}
+        scene = AccountScene(vendor)
+        await scene.spawn_worker()
+        await scene.live(120)
+        before = ids(scene.former)
+        await scene.restart(slot=0)  # before the hold
+        former_workers = {worker.id for worker in await scene.store.workers()}
+        scene.rent(scene.other, "another key")
+        scene.sends_heartbeats = sends_heartbeats
+        await scene.live(60)
+        await scene.restart(slot=1)  # one of the held slots
+        await scene.live(60)
+        assert (ids(scene.former), machines(scene.other), await scene.hold()) == (before, 0, "OTHER_ACCOUNT")
+        assert await scene.left_behind() == {}
         abandoned_at = virtual_now()
-        await shop.restart()
-        await shop.live(3 * SILENCE_S)
-        assert await shop.hold() is None
-        assert ids(shop.former) == before
-        assert machines(shop.other) == await shop.spawned() > 0
+        await scene.restart()
+        await scene.live(3 * SILENCE_S)
+        assert await scene.hold() is None
+        assert ids(scene.former) == before
+        assert machines(scene.other) == await scene.spawned() > 0
         # No account of them is open, and each has an event.
-        assert former_workers.isdisjoint(worker.id for worker in await shop.store.workers())
-        assert former_workers.isdisjoint(account.worker_id for account in await shop.store.open_accounts())
+        assert former_workers.isdisjoint(worker.id for worker in await scene.store.workers())
+        assert former_workers.isdisjoint(account.worker_id for account in await scene.store.open_accounts())
         for worker_id in former_workers:
-            charges = [each for each in shop.store.tables.ledger.charges if each.worker_id == worker_id]
-            assert max(charge.until_at for charge in charges) >= abandoned_at, "it was paid for until then, at least"
-        left = await shop.left_behind()
+            charges = [each for each in scene.store.tables.ledger.charges if each.worker_id == worker_id]
+            assert max(charge.until_at for charge in charges) >= abandoned_at, "it was billed until then, at least"
+        left = await scene.left_behind()
         assert set(left) == former_workers
         assert all(any(id_ in reason for reason in left.values()) for id_ in before)
         assert all("may still be charged" in reason for reason in left.values())
@@ -239,23 +239,23 @@ def test_fleet_restart_abandons_machines_of_the_former_account(vendor: str, is_h
 
 
 @pytest.mark.parametrize("vendor", VENDORS)
-@pytest.mark.parametrize("is_heard", [True, False], ids=["who are heard", "who are silent"])
+@pytest.mark.parametrize("sends_heartbeats", [True, False], ids=["with heartbeats", "without heartbeats"])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_slot_restarts_abandon_nothing(vendor: str, is_heard: bool, workers: int) -> None:
+def test_slot_restarts_abandon_nothing(vendor: str, sends_heartbeats: bool, workers: int) -> None:
     async def story() -> None:
-        shop = Shop(vendor, max_workers=workers)
-        await shop.spawn_worker()
-        await shop.live(120)
-        before = ids(shop.former)
-        assert len(before) == workers == await shop.spawned()
-        shop.rent(shop.other, "another key")
-        shop.is_heard = is_heard
-        await shop.live(60)
+        scene = AccountScene(vendor, max_workers=workers)
+        await scene.spawn_worker()
+        await scene.live(120)
+        before = ids(scene.former)
+        assert len(before) == workers == await scene.spawned()
+        scene.rent(scene.other, "another key")
+        scene.sends_heartbeats = sends_heartbeats
+        await scene.live(60)
         for slot in range(workers):
-            await shop.restart(slot)
-        await shop.live(3 * SILENCE_S)
-        assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, workers)
-        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
+            await scene.restart(slot)
+        await scene.live(3 * SILENCE_S)
+        assert (ids(scene.former), machines(scene.other), await scene.spawned()) == (before, 0, workers)
+        assert (await scene.hold(), await scene.left_behind()) == ("OTHER_ACCOUNT", {})
 
     run(story())
 
@@ -263,33 +263,33 @@ def test_slot_restarts_abandon_nothing(vendor: str, is_heard: bool, workers: int
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_restart_before_the_alert_abandons_nothing(vendor: str) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        await shop.spawn_worker()
-        await shop.live(120)
-        before = ids(shop.former)
-        shop.rent(shop.other, "another key")
-        shop.other.faults.burst(times=1000)
-        await shop.live(60)
-        hold = await shop.held()
-        assert (hold.code, hold.is_total, shop.reported("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
+        scene = AccountScene(vendor)
+        await scene.spawn_worker()
+        await scene.live(120)
+        before = ids(scene.former)
+        scene.rent(scene.other, "another key")
+        scene.other.faults.burst(times=1000)
+        await scene.live(60)
+        hold = await scene.held()
+        assert (hold.code, hold.is_total, scene.reported("OTHER_ACCOUNT")) == ("KEY_CHANGED", True, [])
         assert (
             f"the fleet's machines ({', '.join(sorted(before))}) cannot be listed with the new one yet" in hold.reason
         )
-        await shop.restart()
-        shop.other.faults.clear()
-        await shop.live(3 * SILENCE_S)
-        assert (ids(shop.former), machines(shop.other), await shop.spawned()) == (before, 0, len(before))
-        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
-        assert len(shop.reported("OTHER_ACCOUNT")) == 1
+        await scene.restart()
+        scene.other.faults.clear()
+        await scene.live(3 * SILENCE_S)
+        assert (ids(scene.former), machines(scene.other), await scene.spawned()) == (before, 0, len(before))
+        assert (await scene.hold(), await scene.left_behind()) == ("OTHER_ACCOUNT", {})
+        assert len(scene.reported("OTHER_ACCOUNT")) == 1
         # Repeated while the list is unavailable: the next complete list shows the abandoned machines.
-        shop.other.faults.burst(times=1000)
-        await shop.live(60)
-        await shop.restart()
-        await shop.live(60)
-        assert (await shop.hold(), await shop.left_behind()) == ("OTHER_ACCOUNT", {})
-        shop.other.faults.clear()
-        await shop.live(3 * SILENCE_S)
-        assert (await shop.hold(), len(await shop.left_behind())) == (None, len(before))
+        scene.other.faults.burst(times=1000)
+        await scene.live(60)
+        await scene.restart()
+        await scene.live(60)
+        assert (await scene.hold(), await scene.left_behind()) == ("OTHER_ACCOUNT", {})
+        scene.other.faults.clear()
+        await scene.live(3 * SILENCE_S)
+        assert (await scene.hold(), len(await scene.left_behind())) == (None, len(before))
 
     run(story())
 
@@ -297,15 +297,15 @@ def test_restart_before_the_alert_abandons_nothing(vendor: str) -> None:
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_new_account_is_accepted_if_no_machine_is_left(vendor: str) -> None:
     async def story() -> None:
-        shop = Shop(vendor)
-        await shop.spawn_worker()
-        await shop.finish()
-        await shop.live(2 * SILENCE_S)
-        assert (machines(shop.former), await shop.spawned()) == (0, 0)
-        shop.rent(shop.other, "another key")
-        shop.idle_s = 0.0
-        await shop.spawn_worker()
-        assert await shop.hold() is None
-        assert machines(shop.other) == await shop.spawned() > 0
+        scene = AccountScene(vendor)
+        await scene.spawn_worker()
+        await scene.finish()
+        await scene.live(2 * SILENCE_S)
+        assert (machines(scene.former), await scene.spawned()) == (0, 0)
+        scene.rent(scene.other, "another key")
+        scene.idle_s = 0.0
+        await scene.spawn_worker()
+        assert await scene.hold() is None
+        assert machines(scene.other) == await scene.spawned() > 0
 
     run(story())

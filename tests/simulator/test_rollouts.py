@@ -178,7 +178,7 @@ def test_billed_hours_are_used_up_before_old_machines_go() -> None:
     old = {row.id for row in workers_of(simulation, "a")}
     machines = [m for m in simulation.clouds["red"].machines.values() if m.name in old]
     used = [(machine.deleted_at - machine.created_at) / HOUR_S for machine in machines]
-    # Those that started together cannot all be replaced within one window. None goes in the first half of its hour.
+    # Workers that started together cannot all be replaced within one window. None drains in the first half of its hour.
     assert all(share % 1.0 > 0.5 or share > 1.0 for share in used), used
     assert sum(0.9 < share < 1.0 for share in used) >= 1, used
 

@@ -196,7 +196,7 @@ def test_without_fleets_it_never_blocks_cycles_from_cron(begins_s: float, every_
 
 @pytest.mark.parametrize("away_s", [0.0, 2 * GRACE_S])
 def test_without_fleets_each_absence_of_the_leader_gets_full_grace(away_s: float) -> None:
-    """Also after a database outage, during which no cycle could run."""
+    """An outage of the database, during which no cycle could run, changes nothing."""
 
     async def scenario(fixture: OrchestratorFixture) -> None:
         lead, is_away = fixture.store.acquire_lease, False

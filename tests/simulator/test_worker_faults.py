@@ -225,7 +225,7 @@ def test_worker_that_fails_every_task_is_quarantined_without_task_loss() -> None
         lasts_s=600.0,
         task_s=(10.0, 15.0),
         max_attempts=3,
-        # So long that tasks use up their attempts before the next cycle.
+        # Tasks use up their attempts before the next cycle.
         poll_interval_s=60.0,
         heartbeat_timeout_s=180.0,
     )

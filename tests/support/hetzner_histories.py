@@ -1,12 +1,12 @@
 """The simulated world with Hetzner in it: the real control loop over the real provider, SDK and emulated API.
 
-The emulator's servers are the machines in the cloud's books, with the simulated workers in them; what the books judge
-(never too many, nobody ended without cause, nothing left over) is judged of servers. Faults of each request are drawn
+The emulator's servers are the machines in the cloud's books, with the simulated workers in them; what the books check
+(never too many, no worker terminated without cause, nothing left over) is checked for servers. Faults of each request are drawn
 from the scenario's rates. Primary IPs must not be left over either. Each start of an orchestrator has an account and
 a provider of its own, as a process would.
 
 What servers cost is the emulator's own bill: ours must be the same to the micro at the end, and no server may be
-deleted in the first 80 % of an hour that is paid without a cause.
+deleted in the first 80 % of an hour that is billed without a cause.
 """
 
 import asyncio
@@ -404,7 +404,7 @@ class HetznerHistory(Simulation):
         self.project.update_records()
         for address in self.project.emulator.project.primary_ips.values():
             if address.server_id is None:
-                return f"Primary IP {address.id} is paid for and no server has it"
+                return f"Primary IP {address.id} is billed and no server has it"
         return await super()._find_leak()
 
     async def _find_unrest(self) -> str | None:
@@ -412,8 +412,8 @@ class HetznerHistory(Simulation):
         for cloud in self.clouds.values():
             for entry in cloud.billed_machines():
                 worker = self.checker.workers_by_machine[entry.id]
-                is_heard = worker.history.first_heartbeat_at is not None
-                if worker.process.is_dead or worker.process.is_frozen or not is_heard:
+                has_heartbeats = worker.history.first_heartbeat_at is not None
+                if worker.process.is_dead or worker.process.is_frozen or not has_heartbeats:
                     return f"no live worker in {entry.id} of {entry.name}"
         return await super()._find_unrest()
 

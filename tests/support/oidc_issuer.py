@@ -1,6 +1,6 @@
 """A real OpenID Connect provider on loopback: discovery, authorization with PKCE, token endpoint, signed ID tokens.
 
-It authenticates whoever comes as `person`. Tests change its claims and answers to see what a client refuses.
+It authenticates every visitor as `person`. Tests change its claims and answers to see what a client refuses.
 """
 
 import asyncio

@@ -37,11 +37,11 @@ class PodSite:
     address: str
     identity: Identity
     volume_id: str
-    # Of the control plane, as pods reach it.
+    # Address of the control plane, for pods.
     url: str = "http://127.0.0.1:1"
     image: str = "runpod/pytorch:1"
     installation: PodInstallation | None = None
-    # Of the authority that signed the control plane's certificate.
+    # Certificate of the authority that signed the control plane's certificate.
     ca_pem: str | None = None
 
     @property
@@ -95,7 +95,7 @@ def open_pod_site(folder: Path) -> Iterator[PodSite]:
             yield PodSite(emulator, host, address, identity, json.loads(made.body)["id"])
 
 
-async def unheard(_host_key: str) -> None: ...
+async def ignore_host_key(_host_key: str) -> None: ...
 
 
 async def spawn_worker(provider: RunpodProvider, slot: int = 0) -> Machine:

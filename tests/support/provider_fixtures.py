@@ -64,7 +64,7 @@ async def spawn_in_postgres(
 def spawn_in_memory(
     store: MemoryStores, worker_id: str, fleet: str, slot: int, kind: WorkerKind = WorkerKind.WORKER
 ) -> None:
-    """The same as hire_in_postgres."""
+    """The same as spawn_in_postgres."""
     now = store.tables.now()
     store.tables.fleet(fleet).slots.setdefault(slot, SlotRow())
     row = MemoryWorker(worker_id, fleet, slot, WorkerStatus.SPAWNING, created_at=now, queues=("q",), kind=kind)

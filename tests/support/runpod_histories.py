@@ -1,7 +1,7 @@
 """The simulated world with Runpod in it: the real control loop over the real provider, httpx and emulated API.
 
-The emulator's pods are the machines in the cloud's books, with the simulated workers in them; what the books judge
-(never too many, nobody ended without cause, nothing left over, no doubles) is judged of pods. Faults of each request
+The emulator's pods are the machines in the cloud's books, with the simulated workers in them; what the books check
+(never too many, no worker terminated without cause, nothing left over, no doubles) is checked for pods. Faults of each request
 are drawn from the scenario's rates. Each start of an orchestrator has an account and a provider of its own, as a
 process would. In every second history workers are started by a preparation that takes its time, and fails where the
 pod is a bad one. Workers need GPUs, and some pods have none, or stay RUNNING without a runtime.
@@ -42,7 +42,7 @@ _ONE_POD = re.compile(r"/v2/pods/(\w+)")
 PODS = "/v2/pods"
 CODES = ("SSH_UNREACHABLE", "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "START_SCRIPT_FAILED")
 
-# Of all pods that are made, in two of three histories: those without a GPU, and those that never have a runtime.
+# Share of pods, in two of three histories, without a GPU, and share that never has a runtime.
 NO_GPU_SHARE, NO_RUNTIME_SHARE = 0.12, 0.08
 REFUSALS = ("no capacity", "401", "402", "403", "422", "400", "429")
 NO_ANSWERS = ("5xx", "silence")
@@ -366,10 +366,10 @@ class RunpodHistory(Simulation):
         for cloud in self.clouds.values():
             for entry in cloud.billed_machines():
                 worker = self.checker.workers_by_machine[entry.id]
-                is_heard = worker.history.first_heartbeat_at is not None
+                has_heartbeats = worker.history.first_heartbeat_at is not None
                 if worker.history.faults.has_no_gpu:
                     return f"{entry.id} of {entry.name} has no GPU"
-                if worker.process.is_dead or worker.process.is_frozen or not is_heard:
+                if worker.process.is_dead or worker.process.is_frozen or not has_heartbeats:
                     return f"no live worker in {entry.id} of {entry.name}"
         return await super()._find_unrest()
 

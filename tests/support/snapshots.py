@@ -317,7 +317,7 @@ class _Effects:
         self.requested = max(0, self.requested - 1)
 
     def _spawnable_slots(self) -> int:
-        """As in the store: requests that no slot can take are dropped."""
+        """Drop requests that no slot can take, like the store."""
         staying = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
         taken = {w.slot for w in self.workers.values() if w.slot is not None and w.status in staying}
         taken |= {slot.slot for slot in self.slots.values() if slot.is_failed and slot.slot < self.config.max_workers}

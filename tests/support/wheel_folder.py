@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from windlass.server.wheel import build_wheel
 
-# Of the installation, not of the package.
+# Files of the installation, not of the package.
 _OF_INSTALLATION = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 
 
@@ -53,7 +53,7 @@ def _with_needed(names: Sequence[str]) -> list[str]:
 def _write_wheel(distribution: metadata.Distribution, folder: Path) -> None:
     name = distribution.metadata["Name"].replace("-", "_").replace(".", "_")
     tags = [line[5:] for line in (distribution.read_text("WHEEL") or "").splitlines() if line.startswith("Tag: ")]
-    # As in py2.py3-none-any: interpreters, interfaces and platforms.
+    # Tags such as py2.py3-none-any: interpreters, interfaces and platforms.
     parts = zip(*(tag.split("-") for tag in tags), strict=True)
     tag = "-".join(".".join(dict.fromkeys(part)) for part in parts)
     record, rows = "", []

@@ -90,7 +90,7 @@ def test_longer_goal_needs_fewer_workers() -> None:
 
 
 def test_tasks_that_outlive_the_known_ones_are_not_hidden_by_them() -> None:
-    """Of a bag of long tasks, those that fail within seconds are the first that are complete."""
+    """In a bag of long tasks, tasks that fail within seconds are the first that are complete."""
     given = load(queued=6, busy=20, running_ages_s=(600.0,) * 20, durations=(5.0,) * 12)
     assert decide(given, AdaptiveMemory(), None, None).spawn == 6
     seen = count_overdue(given)

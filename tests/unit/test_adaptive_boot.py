@@ -114,7 +114,7 @@ def test_starts_leave_few_tasks_late(share: float) -> None:
 
 
 def test_cancelled_starts_do_not_bias_the_estimate() -> None:
-    """Of three starts only the first is seen to its end: their plain median would be too short."""
+    """Only the first of three starts has ended: their plain median would be too short."""
     source = random.Random(1)  # noqa: S311
     boots, cancelled = list[float](), list[float]()
     for _ in range(2000):

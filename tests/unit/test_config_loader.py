@@ -426,7 +426,7 @@ def test_fleet_variables_are_ignored_without_fleets(
     with pytest.raises(ConfigError, match="neither runpod.image nor runpod.template_id is set"):
         load_config()
     assert load_config(has_fleets=False).config.fleets == {}
-    assert windlass.Client("postgresql://nobody@127.0.0.1:1/nothing") is not None
+    assert windlass.Client("postgresql://user@127.0.0.1:1/nothing") is not None
     monkeypatch.setenv("WINDLASS_FLEETS__GPUS__PROVIDED", "runpod")
     with pytest.raises(ConfigError, match="WINDLASS_FLEETS__GPUS__PROVIDED in the environment is not a setting"):
         load_config(has_fleets=False)

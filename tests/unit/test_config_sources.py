@@ -312,11 +312,13 @@ def test_original_limits_choose_the_policy_of_a_runpod_fleet_in_the_file(
         pytest.param({"MAX_ACTIVE_GPUS": "9", "SCALE_UP_MULTIPLIER": "1.5"}, "buffered", id="a multiplier"),
         pytest.param({"RGRID_MAX_WORKERS": "9"}, "adaptive", id="a name of the Hetzner cluster"),
         pytest.param(
-            {"MAX_ACTIVE_GPUS": "9", "WINDLASS_FLEETS__DEFAULT__WAIT_GOAL_S": "60"}, "adaptive", id="a setting of ours"
+            {"MAX_ACTIVE_GPUS": "9", "WINDLASS_FLEETS__DEFAULT__WAIT_GOAL_S": "60"},
+            "adaptive",
+            id="a setting of Windlass",
         ),
     ],
 )
-def test_limits_beside_other_names_do_not_choose_threshold(
+def test_limits_among_other_names_do_not_choose_threshold(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], policy: str
 ) -> None:
     for name, value in variables.items():

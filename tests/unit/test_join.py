@@ -72,7 +72,7 @@ async def test_machine_whose_join_answer_was_lost_joins_again(plane: InMemoryCon
     async with served(plane) as port:
         path = write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
         first, _, _ = await join(path)
-        # As if the machine had died before the answer. Its worker token was saved before the first call.
+        # The machine died before the answer. Its worker token was saved before the first call.
         write_join_file(tmp_path, worker_id="w0", url=f"http://127.0.0.1:{port}", join_token=join_token)
         second, _, _ = await join(path)
         assert second == first

@@ -49,7 +49,7 @@ def charges_by_kind(charges: tuple[Charge, ...] | list[Charge]) -> dict[str, int
         pytest.param(
             account((1, 100, 400), until=3000),
             {"boot": 60_000, "task 1": 300_000, "idle": 2_640_000, "tail": 600_000},
-            id="boot, a task, nothing to do, and what was paid beyond its end",
+            id="boot, a task, nothing to do, and the billed time after its end",
         ),
         pytest.param(
             account((1, 100, 400), (2, 200, 400), until=3600),

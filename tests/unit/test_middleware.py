@@ -198,7 +198,7 @@ def test_caller_that_is_refused_all_the_time_is_answered_late(monkeypatch: pytes
         # The rest of a body is dropped only for those within the limit.
         assert outcomes(replies, began) == {(404, "at once", True): allowed, (429, "late", False): 100}
         assert await send_unknown_path(middleware, "192.0.2.8") == (404, loop.time(), True)
-        # Those that wait are limited too.
+        # Requests that wait are limited, too.
         began = loop.time()
         replies = await asyncio.gather(
             *(send_unknown_path(middleware, "192.0.2.9") for _ in range(allowed + MAX_LATE_REFUSALS + 7))

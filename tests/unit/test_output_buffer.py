@@ -223,8 +223,8 @@ def test_secrets_are_masked_by_value(clock: Clock, monkeypatch: pytest.MonkeyPat
 
 def test_hidden_parts_of_the_payload_are_masked(clock: Clock) -> None:
     buffer = OutputBuffer(privacy=privacy_of([(["q"], ["$.prompt"])]), clock=clock)
-    key = buffer.begin(claim(payload=json.dumps({"prompt": "a private wish", "seed": 1})))
-    buffer.add(b"rendering a private wish with seed 1\n", key)
+    key = buffer.begin(claim(payload=json.dumps({"prompt": "a private prompt", "seed": 1})))
+    buffer.add(b"rendering a private prompt with seed 1\n", key)
     other = buffer.begin(claim(2, payload="{not json"))
     buffer.add(b"got {not json\n", other)
     chunks = sent(buffer, clock)

@@ -328,8 +328,8 @@ def test_rented_machines_without_price_keep_the_budget() -> None:
     assert alone.actions == ()
     assert alone.hold is not None
     assert alone.hold.code == "BUDGET"
-    beside = plan(seen(unpriced, billed_worker("w1", 1, 100), queued=9, spending=spent(day=1), traits=rented), config)
-    assert len(of_kind(beside.actions, Spawn)) == 2, "3 are left, and one of them may be what the other costs"
+    of_both = plan(seen(unpriced, billed_worker("w1", 1, 100), queued=9, spending=spent(day=1), traits=rented), config)
+    assert len(of_kind(of_both.actions, Spawn)) == 2, "3 are left, and one of them may be what the other costs"
 
 
 def test_budget_drain_waits_for_billing_periods() -> None:

@@ -237,7 +237,7 @@ def test_failure_rate_of_a_local_fleet_acts_after_a_slot_has_failed() -> None:
 
 
 def test_slow_failures_of_a_local_fleet_hold_spawning_in_the_end() -> None:
-    """Each worker takes so long to fail that no slot ever exceeds its restarts within the window."""
+    """Each worker fails late enough that no slot exceeds its restarts within the window."""
     config = fleet(max_workers=1, min_workers=1, spawn_timeout_s=90)
     world = FleetSimulation(config, snapshot(traits=PROCESSES), without_heartbeat)
     while world.seen.now < NOW + timedelta(seconds=800):

@@ -108,13 +108,13 @@ def test_machines_never_exceed_max_workers(scene: Scenario) -> None:
     assert len(spawned) == len(set(spawned))
     assert all(0 <= slot < limit for slot in spawned)
     assert all(slot not in held or held[slot] in deleted for slot in spawned)
-    orphans = strays_of(scene)
+    orphans = orphans_of(scene)
     at_once = [slot for slot in spawned if slot not in held]
     assert not at_once or len(held) + orphans + len(at_once) <= limit
     assert not spawned or len(held) - len(deleted & set(held.values())) + orphans + len(spawned) <= limit
 
 
-def strays_of(scene: Scenario) -> int:
+def orphans_of(scene: Scenario) -> int:
     rows = {view.id: view for view in scene.snapshot.workers}
     running = [m for m in scene.snapshot.machines or () if m.state is not MachineState.EXITED]
     names = [machine.name for machine in running if machine.name in rows]
@@ -165,9 +165,9 @@ def test_busy_draining_worker_lives_until_its_deadline(scene: Scenario) -> None:
             continue
         if not state.is_managed:
             # A manual worker has no deadline: only silence ends it.
-            heard_at = worker.last_heartbeat or worker.activated_at or worker.created_at
+            heartbeat_at = worker.last_heartbeat or worker.activated_at or worker.created_at
             lease_s = worker.lease_s if worker.lease_s is not None else scene.fleet.heartbeat_timeout_s
-            assert (scene.snapshot.now - heard_at).total_seconds() > lease_s
+            assert (scene.snapshot.now - heartbeat_at).total_seconds() > lease_s
         elif not state.is_stale and state.presence not in ("missing", "exited"):
             assert worker.terminating_at is not None
             waited = scene.snapshot.now - worker.terminating_at

@@ -54,7 +54,7 @@ class ExternalHeadSupervisor(RaySupervisor):
             yield config.ray_address or "not set"
 
     async def run_own_head_elsewhere(self) -> None:
-        """As another orchestrator without RAY_ADDRESS would. Raises ConfigError while this one uses its head."""
+        """Like another orchestrator without RAY_ADDRESS. Raises ConfigError while this one uses its head."""
         async with asyncio.timeout(10 * LEASE_S), hold_head_lease(self.leases, is_shared=False, lease_s=LEASE_S):
             pass
 

@@ -150,7 +150,7 @@ def test_pod_belongs_to_fleet_by_tag_and_name(pod: dict[str, object], is_ours: b
     assert naming.is_of_fleet(pod, "T/red/") is is_ours
 
 
-# ------------------------------------------------------------------------------------------------------- looking over
+# ---------------------------------------------------------------------------------------------------------- inventory
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ INDEXES = ("--extra-index-url https://ci:pass%2Bword@pypi.example.org/simple", "
 
 
 async def test_credentials_of_package_indexes_are_not_reported() -> None:
-    """Also where they are not part of an address any more."""
+    """Secrets are hidden outside of an address, too."""
     output = "GET https://ci:pass%2Bword@pypi.example.org/\nREQUIREMENTS_FAILED: 401 for pass+word, tokentoken"
     installation = PodInstallation("1", {}, (*INDEXES, "app @ git+https://x.org/app@v1"))
     failed = await failed_preparation(output, "requirements.txt", installation=installation)

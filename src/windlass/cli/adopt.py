@@ -68,7 +68,7 @@ async def adopt(
 
 
 async def _remove(config: Config, name: str, *, as_json: bool) -> None:
-    # Also without [adopt.NAME], which may have been deleted first.
+    # [adopt.NAME] may have been deleted first, so only the name is needed.
     async with stores.database(config, may_create=False) as dsn:
         released = await adoption.remove(dsn, name)
     if as_json:

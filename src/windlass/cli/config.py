@@ -40,7 +40,7 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
     rows = []
     for setting in settings:
         value = setting.shown()
-        # As TOML writes it.
+        # TOML writes booleans in lower case.
         text = str(value).lower() if isinstance(value, bool) else value
         rows.append((setting.key, text, setting.source, setting.description))
     print_table(rows, "setting", "value", "source", "description")

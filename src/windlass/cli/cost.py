@@ -22,7 +22,7 @@ from windlass.model.money import amount, with_currency
 from windlass.wiring import stores
 
 DEFAULT_ROWS = 50
-# Of the vendors' month of 30 days.
+# The vendors' month has 30 days.
 HOURS_PER_MONTH = 30 * 24
 KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
 

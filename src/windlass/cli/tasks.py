@@ -66,7 +66,7 @@ class StatusFilter(StrEnum):
     COMPLETE = "complete"
     RETRYING = "retrying"
     FAILED = "failed"
-    # As the database and the JSON output name `retrying`.
+    # The database and the JSON output call a retrying task this.
     ERROR = "error"
 
 
@@ -162,7 +162,7 @@ def _row(task: ListedTask, now: datetime) -> tuple[object, ...]:
 
 
 def _shown_status(task: TaskSummary, due_s: float) -> str:
-    """As `windlass status` and the dashboard name it."""
+    """The name that `windlass status` and the dashboard use."""
     if task.status is TaskStatus.ERROR:
         return "retrying"
     if task.status is TaskStatus.FAILED and task.error_code == CANCELLED:
@@ -270,7 +270,7 @@ async def cancel(
 
 
 async def _cancel_queued(store: QueueStore, queue: str, reason: str) -> list[int]:
-    """Cancel the queued and retrying tasks of a queue, newest first. Those that have started meanwhile are stopped."""
+    """Cancel the queued and retrying tasks of a queue, newest first. Tasks that have started meanwhile are stopped."""
     cancelled: list[int] = []
 
     async def cancel_one(task: TaskSummary) -> None:

@@ -222,7 +222,7 @@ def check_fleets(loaded: Loaded) -> None:
 
 
 def _warn_of_root(loaded: Loaded) -> None:
-    """Handlers run code that tasks and packages bring. As root that code owns the host."""
+    """Warn: handlers run code that tasks and packages bring, and that code owns the host if it runs as root."""
     for name, fleet in loaded.config.fleets.items():
         if fleet.is_of_this_host and runs_handlers_as_root(fleet.run_as):
             hint = (

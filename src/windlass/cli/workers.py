@@ -186,8 +186,8 @@ async def logs(
 ) -> None:
     """Print the output of a worker and its handler.
 
-    It stays readable after the machine is gone. Of a machine that never joined, the output of its boot is shown where
-    it is known. With --json, one object per line.
+    It stays readable after the machine is gone. If a machine never joined, the output of its boot is shown where it is
+    known. With --json, one object per line.
     """
     loaded = load(config, data_dir)
     async with stores.store(loaded.config, may_create=False) as store:

@@ -35,7 +35,7 @@ def _not_restored(_config: FleetConfig, _working: WorkingVersion) -> FleetConfig
 
 
 class Deployment:
-    """Of one fleet. `read_fingerprint` returns None if the version is unknown, and never raises.
+    """The code and settings of one fleet. `read_fingerprint` returns None if the version is unknown, and never raises.
 
     `describe` returns what a fingerprint covers, `restore` the fleet with the settings of a former version, or None.
     `make_provider` makes the fleet's provider for them. `reload` reads the configuration again, and logs its errors;

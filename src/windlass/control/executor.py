@@ -106,7 +106,7 @@ class ProviderExecutor:
         self._preparations = asyncio.Semaphore(MAX_CONCURRENT_PREPARATIONS)
         # By subject: the worker to create, the machine to delete.
         self._in_flight: dict[str, asyncio.Task[Outcome]] = {}
-        # Those that the current cycle waits for.
+        # The calls in flight that the current cycle waits for.
         self._awaited: set[asyncio.Task[Outcome]] = set()
         # End of the provider's throttling, by the loop's clock. A pause for creations does not stop deletions: machines
         # that exist cost money.
@@ -268,7 +268,7 @@ class ProviderExecutor:
         ended_at = ended_at or gone_at or self._now()
         priced = None
         if worker is not None and worker.bill is None:
-            # As listed, or as recorded: the row of a machine that the same plan adopted has no type yet.
+            # Prefer the listed machine: the row of one that the same plan adopted has no type yet.
             priced = await self._price(machine or _recorded_machine(worker))
         unit_s = self._provider.traits.billing_unit_s
         return Deleted(

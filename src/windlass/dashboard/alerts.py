@@ -49,7 +49,7 @@ def attention_items(overview: Overview) -> list[AttentionItem]:
 
 
 def fleet_items(overview: Overview, fleet: str) -> list[AttentionItem]:
-    """Those that concern this fleet, and those that concern all fleets. Failed tasks of other queues are left out."""
+    """Items that concern this fleet or all fleets. Failed tasks of other queues are left out."""
     own = tuple(each for each in overview.fleets if each.fleet.name == fleet)
     alerts = tuple(alert for alert in overview.alerts if alert.code != "DEAD_LETTERS")
     return attention_items(replace(overview, fleets=own, alerts=alerts, queues={}))

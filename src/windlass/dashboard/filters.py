@@ -90,7 +90,7 @@ def action_label(code: str) -> str:
 
 
 def indented_json(text: str) -> str:
-    """JSON text with indentation and every value unchanged. Of a long text the beginning, as it is."""
+    """JSON text with indentation and every value unchanged. A long text is cut and not indented."""
     if len(text) > MAX_INDENTED_CHARACTERS:
         return text[:MAX_JSON_CHARACTERS]
     parts, depth, is_opened = [], 0, False

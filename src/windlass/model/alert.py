@@ -111,7 +111,7 @@ class FleetAlertInputs:
 class RejectedRows:
     """Rows of an adopted table that cannot become tasks, or that refused the state of their task."""
 
-    # Of the adoption.
+    # Name of the adoption.
     name: str
     table: str
     count: int

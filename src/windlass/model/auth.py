@@ -89,7 +89,7 @@ class TokenScope:
 EVERYTHING = TokenScope()
 # A list of tokens shows the newest ones, including revoked ones.
 MAX_TOKENS_LISTED = 1_000
-# Of a token, unless it is created with another time or without one.
+# Applies to tokens that are created without a time to live of their own.
 DEFAULT_TOKEN_TTL_S = 90 * 86_400.0
 
 
@@ -114,7 +114,7 @@ class ApiToken:
         return "expired" if self.expires_at is not None and self.expires_at <= now else "active"
 
 
-# Of the name of a session's person.
+# Longest name of a session's person.
 MAX_PERSON_CHARACTERS = 100
 
 
@@ -178,7 +178,7 @@ class TokenCaller:
 
     @property
     def actor(self) -> str:
-        """As events and tasks name this caller. A token has its id too: the name of a revoked one can be used again."""
+        """The caller's name in events and tasks. Tokens add their id: the name of a revoked one can be used again."""
         return f"{self.kind}:{self.name}" + (f"#{self.token_id}" if self.token_id is not None else "")
 
 

@@ -309,7 +309,7 @@ class LogsConfig(_Section):
         default=1_048_576,
         ge=1_024,
         le=16_777_216,
-        description="Output of one attempt that is sent while it runs. Of the rest, the last lines are sent.",
+        description="Output of one attempt that is sent while it runs. The last lines of the rest are sent, too.",
     )
 
     @field_validator("traces_endpoint")

@@ -20,7 +20,7 @@ class Event:
     detail: Mapping[str, Any] | None
     # The person or program whose request caused it. None: the control loop or a worker.
     actor: str | None = None
-    # Of the task. None without a task, and after the task was purged.
+    # Queue of the task. None without a task, and after the task was purged.
     queue: str | None = None
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from windlass.model.comma_separated import NumberList, TextList
 
 HOUR_S = 3600
-# Of the private network that is created by default.
+# Addresses of the private network that is created by default.
 PRIVATE_RANGE = "10.0.0.0/16"
 HETZNER_ENDPOINT = "https://api.hetzner.cloud/v1"
 _CHOICE = re.compile(r"([a-z0-9-]+)@([a-z0-9-]+)")

@@ -93,7 +93,7 @@ class TaskRow(ListedTask):
 
 @dataclass(frozen=True, slots=True)
 class TaskDetail(Task):
-    # As in TaskRow.
+    # See TaskRow.
     ready_at: datetime
 
 

@@ -109,7 +109,7 @@ class ProviderTraits:
     is_remote: bool = False
     # A machine must be prepared after its boot: Windlass starts the worker's program.
     has_prepare_step: bool = False
-    # Its machines are processes of this host, and their ids begin with its name. Those of other hosts are never listed.
+    # Machines are processes of this host, and their ids begin with its name. Those of other hosts are not listed.
     host: str | None = None
     # Hash of the API key and endpoint. Another one may list other machines. None: no key.
     key_hash: str | None = None

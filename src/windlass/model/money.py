@@ -21,7 +21,7 @@ def to_micros(amount: Decimal | str) -> int:
 
 
 def amount(micros: int) -> str:
-    """As text: 9.20, 1204.00, 0.0123, 0.000012. Small amounts have three significant digits."""
+    """The amount as text: 9.20, 1204.00, 0.0123, 0.000012. Small amounts have three significant digits."""
     sign, micros = ("-", -micros) if micros < 0 else ("", micros)
     decimals = 2
     if 0 < micros < _CENTS:

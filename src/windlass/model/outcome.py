@@ -21,14 +21,14 @@ class Intent:
     # only to the provider.
     join_token_hash: bytes | None = None
     join_ttl_s: float | None = None
-    # The worker registers with these, whatever it says about itself.
+    # These override what the worker says about itself when it registers.
     concurrency: int = 1
     kind: WorkerKind = WorkerKind.WORKER
     # For a worker that calls the database itself: the hash of its secret, which goes only to the provider.
     secret_hash: bytes | None = None
-    # As in Spawn.
+    # See Spawn.
     cause: str = "queue_depth"
-    # Of the code and settings that the worker is spawned with. None: unknown.
+    # Version of the code and settings that the worker is spawned with. None: unknown.
     fingerprint: str | None = None
 
 
@@ -103,7 +103,7 @@ class OrphanDeleted:
     machine: Machine
     reason: str
     billing_unit_s: int = 1
-    # As in Deleted.
+    # See Deleted.
     ended_at: datetime | None = None
 
 

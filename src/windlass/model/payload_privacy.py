@@ -54,7 +54,7 @@ class PayloadPrivacy:
         return self.text_filter(queue, *values)(message)
 
     def text_filter(self, queue: str, *values: str | None) -> Callable[[str], str]:
-        """As redact_text, for many messages about the same values."""
+        """Return a function that works like redact_text, for many messages about the same values."""
         paths, found = self.paths.get(queue, ()), set[str]()
         for text in values:
             try:

@@ -22,8 +22,8 @@ from windlass.model.auth import without_tokens
 HIDDEN = "********"
 # A shorter secret could be a part of ordinary words.
 MIN_SECRET_LENGTH = 6
-# Of the pattern of a secret in mixed encodings, which costs about 0.1 ms per character to compile. Keys of services and
-# addresses with a password are shorter. Of a longer one, such as a certificate, each single encoding is hidden.
+# A pattern of a secret in mixed encodings costs about 0.1 ms per character to compile. Keys of services and addresses
+# with a password are shorter. A longer secret, such as a certificate, is hidden in each single encoding.
 MAX_ESCAPED_LENGTH = 500
 # Shorter values are more likely versions, dates and names.
 _KEY = re.compile(r"[A-Za-z0-9_+=-]{20,}")
@@ -32,7 +32,7 @@ _HEX_KEY = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
 _UNCHANGED = re.compile(r"[A-Za-z0-9]*")
 _ALPHANUMERIC = re.compile(r"[A-Za-z0-9]+")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
-# Also of JSON in an address.
+# A backslash, also percent-encoded: JSON may be part of an address.
 _BACKSLASH = r"(?:\\|(?i:%(?:25){0,3}5c))"
 _ENTITIES = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
 _URL_USER = re.compile(r"(?<![\w+.-])[\w+.-]+://[^:/?#@]*:")
@@ -194,7 +194,7 @@ def _forms(secret: str) -> Iterator[str]:
         yield json.dumps(secret, ensure_ascii=False)[1:-1]
         yield json.dumps(secret)[1:-1].replace("/", "\\/")
         yield html.escape(secret)
-        # As Python quotes a text in most of its errors.
+        # Most of Python's errors quote a text in this form.
         yield repr(secret)[1:-1]
         yield ascii(secret)[1:-1]
     yield content.hex()
@@ -223,7 +223,7 @@ def add_known_secrets(secrets: Iterable[str]) -> None:
 
 
 def mask_known(text: str) -> str:
-    """As a Mask of all known secrets."""
+    """Mask all known secrets."""
     return _known(text)
 
 

@@ -38,7 +38,7 @@ class DeployRequest:
 class Rollout:
     """The running rollout of a fleet, or its last one."""
 
-    # Of the request. A rollout that `windlass up --watch` began has the id of the rollout before it, or 0.
+    # Id of the request. A rollout that `windlass up --watch` began has the id of the rollout before it, or 0.
     id: int
     # Fingerprint of the new version.
     target: str

@@ -87,13 +87,13 @@ class WorkerView:
     # that it reported, its join, the start of its preparation.
     running_at: datetime | None = None
     progress_at: datetime | None = None
-    # As last recorded.
+    # The last recorded address.
     address: str | None = None
     machine_host: str | None = None
     instance_type: str | None = None
     place: str | None = None
     machine_created_at: datetime | None = None
-    # Of the code and settings it was spawned with. None: unknown.
+    # Version of the code and settings it was spawned with. None: unknown.
     fingerprint: str | None = None
 
 

@@ -25,7 +25,7 @@ MAX_START_ID_CHARACTERS = 100
 # would be late.
 MIN_LEASE_S = 1.0
 MAX_LEASE_S = 86_400.0
-# As constraints of a field.
+# The limits as constraints of a pydantic field.
 LEASE_LIMITS = {"ge": MIN_LEASE_S, "le": MAX_LEASE_S}
 # Workers of one fleet: far beyond any real fleet, and few enough to count one by one in every cycle.
 MAX_COUNT = 100_000
@@ -87,9 +87,9 @@ class HeldClaim:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReport:
-    """A worker lives and holds these claims. `vitals`: pid, vram_total_mb, vram_used_mb and values for its metadata.
+    """What a live worker reports. `vitals`: pid, vram_total_mb, vram_used_mb and values for its metadata.
 
-    `claims` are all that it holds of the tasks from `first_task_id` to `last_task_id`. Other reports name the others.
+    `claims` are all its claims on tasks from `first_task_id` to `last_task_id`. Other reports name the others.
     """
 
     worker_id: str
@@ -158,7 +158,7 @@ class Worker:
     boot_step: str | None = None
     # None: the machine has no price.
     bill: Bill | None = None
-    # Of the code and settings it was spawned with. None: started by hand, or unknown.
+    # Version of the code and settings it was spawned with. None: started by hand, or unknown.
     fingerprint: str | None = None
 
     @property

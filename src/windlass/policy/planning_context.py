@@ -231,8 +231,8 @@ def _own_machine(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | No
 def _presences(context: PlanningContext) -> dict[str, Presence]:
     """What the list says about each worker's machine. Places the LIST_SHRANK hold while a suspect list is new."""
     snapshot, grace_s = context.snapshot, context.snapshot.traits.absence_grace_s
-    # Workers whose machine, if it exists, must be in the list. Not those without a known machine or on another host.
-    # Not those that became known after the list was requested; where lists lag, not those that were new then.
+    # Workers whose machine, if it exists, must be in the list: it is known, on this host, and was known before the list
+    # was requested. Where lists lag, it was not new then.
     host, listed_at = snapshot.traits.host, snapshot.listed_at
     expected = [
         worker

@@ -53,7 +53,7 @@ class FleetQueries(DatabaseClock, Protocol):
         """Ids of running tasks by worker id."""
 
     async def queues_with_tasks(self, queues: Sequence[str]) -> set[str]:
-        """Those of these queues with a queued task, counted as an observation counts it. One cheap query."""
+        """Which of these queues have a queued task, counted as an observation counts it. One cheap query."""
 
     async def ready_before(self, task_id: int) -> int:
         """How many ready tasks of its queue come before this one; MAX_AHEAD + 1 if there are more than MAX_AHEAD."""

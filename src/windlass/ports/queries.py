@@ -117,7 +117,7 @@ class QueryStore(DatabaseClock, Protocol):
         search: str | None = None,
         unsearched_queues: Sequence[str] = (),
     ) -> ErrorCounts:
-        """Of the same attempts as `task_errors`, at most MAX_COUNTED_ERRORS."""
+        """Count the errors of the attempts that `task_errors` lists, at most MAX_COUNTED_ERRORS."""
 
     async def events_page(
         self,

@@ -20,7 +20,7 @@ class TaskStore(DatabaseClock, Protocol):
         """Add a task and return its id. If its unique key exists: the id of that task, which is not changed."""
 
     async def enqueue_or_find(self, task: NewTask) -> tuple[int, bool]:
-        """As enqueue, and whether the task is new. Takes longer."""
+        """Enqueue, and return whether the task is new. Slower than `enqueue`."""
 
     async def enqueue_many(self, tasks: Iterable[NewTask] | AsyncIterable[NewTask]) -> int:
         """Add all tasks or none. Returns how many were new; tasks whose unique key exists are skipped."""
@@ -67,7 +67,7 @@ class TaskStore(DatabaseClock, Protocol):
         before_id: int | None = None,
         is_scheduled: bool = False,
     ) -> Page[ListedTask]:
-        """As tasks, with the beginning of the payload instead of payload and result, which may be a MiB each.
+        """Like `tasks` with the beginning of the payload instead of payload and result, which may be a MiB each.
 
         `is_scheduled`: only future run_after. The page's `next_cursor` is the next `before_id`. A search for finished
         tasks stops after SEARCH_S, so its page may be incomplete; a list of unfinished tasks reads no finished ones.

@@ -88,7 +88,7 @@ class HeartbeatStore(Protocol):
     async def heartbeat_many(
         self, heartbeats: Sequence[HeartbeatReport], *, waits: bool = False
     ) -> list[HeartbeatReply | None]:
-        """As `heartbeat` for each worker, in their order. Every worker occurs once.
+        """Call `heartbeat` for each worker, in their order. Every worker occurs once.
 
         None: the worker's row is locked and nothing was recorded. With `waits` the call waits for locked rows, which
         are at most one then. Raises BadInput if one of them is invalid, and then records none.

@@ -25,7 +25,7 @@ class RateLimiter:
         self._tokens = float(burst)
         self._refilled_at: float | None = None
         self._paused_until = float("-inf")
-        # As the vendor asked, without MAX_PAUSE_S. Deletions resume sooner: their machines are billed.
+        # The pause that the vendor asked for, without MAX_PAUSE_S. Deletions resume sooner: their machines are billed.
         self._vendor_pause_until = float("-inf")
         self._rejections = 0
         # Waiting requests in the order of arrival.

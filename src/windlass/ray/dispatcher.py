@@ -52,11 +52,11 @@ log = structlog.get_logger(__name__)
 class DispatcherSettings:
     fleet: str
     config: FleetConfig
-    # Of the Ray head.
+    # Address of the Ray head.
     address: str
     max_result_bytes: int
     timeout_s: float | None
-    # Of what each of Ray's processes prints in attempts. None: it is not sent.
+    # Limits of what each of Ray's processes prints in attempts. None: output is not sent.
     output: OutputLimits | None = None
     version: str | None = None
 

@@ -29,7 +29,7 @@ class DispatcherLease:
         self._fleet = fleet
         self.candidate = Candidate(holder_of_this_process(), LEASE_S, dispatcher_lease(fleet))
         self._guard = LeaseGuard(self.candidate)
-        # Of the last acquisition.
+        # Term of the last acquisition.
         self.term = 0
 
     @property

@@ -44,7 +44,7 @@ class NodeSettings:
     worker_id: str
     fleet: str
     queues: tuple[str, ...]
-    # Of the head.
+    # Address of the head.
     address: str
     ray: RaySettings
     concurrency: int = 1
@@ -52,7 +52,7 @@ class NodeSettings:
     lease_s: float = 30.0
     registration_timeout_s: float = 0.0
     version: str | None = None
-    # Of the head, if known in advance.
+    # Versions of the head, if known in advance.
     head_versions: Versions | None = None
     # Identifies this start of the program when it registers more than once under the same worker id.
     start_id: str = field(default_factory=lambda: uuid4().hex)

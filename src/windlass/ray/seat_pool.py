@@ -219,7 +219,7 @@ class SeatPool:
         self._assign(attempt, seat)
         verdict = await self._place(Placement(attempt.claim.task_id, attempt.claim.token, worker_id))
         if attempt.is_settled:
-            # As in on_finished.
+            # See on_finished.
             return None
         if verdict is NodeVerdict.PLACED and not seat.is_closed:
             attempt.has_begun = seat.has_run_attempt = True

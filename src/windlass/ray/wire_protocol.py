@@ -30,7 +30,7 @@ from windlass.worker.executor import AttemptFailure, AttemptSuccess, Outcome
 MAX_HEADER_BYTES = 1 << 14
 # Error texts are cut to this size.
 MAX_ERROR_BYTES = 1 << 16
-# Of the lines in one message: more than a batch of output has, of which each byte may become three.
+# Limit of the lines in one message: more than a batch of output has, each byte of which may become three.
 MAX_OUTPUT_BYTES = 1 << 20
 
 PING = b'{"ping":true}\n'

@@ -42,7 +42,7 @@ MIN_BODY_BYTES_PER_S = 64 * 1024
 MIN_RESPONSE_PROGRESS_BYTES = 64 * 1024
 # Request line and headers together. Our largest header is a session cookie of some hundred bytes.
 MAX_HEADER_BYTES = 16 * 1024
-# Requests that a client may send before it has read the response to the first. Each occupies memory; no client of ours
+# Requests that a client may send before it has read the response to the first. Each occupies memory; no Windlass client
 # sends more than one.
 MAX_PIPELINED = 8
 # Key of the connection in the state of a request.
@@ -171,7 +171,7 @@ class LimitedConnection(asyncio.Protocol):
         self._with_header = 0
         self._received = 0
         self._answered = 0
-        # Of the header that is being received.
+        # Size of the header that is being received.
         self._header_bytes = 0
         self._hosts = 0
         self._transfer_encoding: bytes | None = None

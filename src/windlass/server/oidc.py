@@ -189,7 +189,7 @@ class OidcClient:
     async def _describe(self) -> Mapping[str, Any]:
         async with self._describing:
             if self._description is None or time.monotonic() >= self._description[1]:
-                # Also for the requests that waited for the lock: each would wait for the time limit again.
+                # Requests that waited for the lock fail at once: each would wait for the time limit again.
                 if self._failure is not None and time.monotonic() < self._failure[1]:
                     raise ProviderUnavailable(self._failure[0])
                 try:

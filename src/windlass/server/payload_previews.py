@@ -1,7 +1,7 @@
 """Tasks, their previews, errors and notes without the parts that a fleet's `redact` hides.
 
 A preview that is cut cannot be parsed, so it is hidden as a whole, and so is the error, which may repeat a part of the
-payload. Payloads of such queues are not searched either: a search that matches would tell what it found.
+payload. Payloads of such queues are not searched either: a match would reveal the text.
 """
 
 from collections.abc import Callable, Sequence

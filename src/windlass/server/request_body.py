@@ -110,7 +110,7 @@ class BodyReader:
 
     @property
     def may_be_large(self) -> bool:
-        """Also true for a compressed body, whose size is not known before it is read."""
+        """True for a compressed body too, whose size is not known before it is read."""
         return self.is_large or self._encoding != b"identity"
 
     @property

@@ -55,7 +55,7 @@ class ReloadingTls:
             ) from None
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Check for a new certificate until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             await self.reload_if_changed()

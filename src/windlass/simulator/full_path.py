@@ -133,7 +133,7 @@ def _machine(machine: SimulatedMachine) -> Machine:
 
 
 def _name(machine: SimulatedMachine) -> str:
-    # Of one length, so that the order of names is the order of creation.
+    # All names have one length, so that the order of names is the order of creation.
     return f"{HOST}/{machine.number:08d}"
 
 

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from windlass.model.snapshot import QueueDurations
 from windlass.simulator.engine import SimulatedFleet
 
-# As many as the observation of a cycle reads from the database.
+# The observation of a cycle reads as many from the database.
 KEPT_DURATIONS = 200
 KEPT_BOOTS = 50
 KEPT_QUEUE_DURATIONS = 100

@@ -18,7 +18,7 @@ from windlass.simulator.engine import World
 from windlass.simulator.runs import RunRequest
 from windlass.simulator.trace import Trace
 
-# Fewer boots say nothing about their spread.
+# The spread of fewer boots is not estimated.
 MIN_BOOTS_FOR_SPREAD = 5
 # Outliers beyond it would be drawn in most runs.
 MAX_BOOT_SIGMA = 1.5

@@ -85,7 +85,7 @@ def identifier(name: str) -> str:
 
 def literal(text: str) -> str:
     quoted = "'" + text.replace("'", "''") + "'"
-    # Also right if standard_conforming_strings is off.
+    # E'' is right with standard_conforming_strings off, too.
     return "E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
 
 

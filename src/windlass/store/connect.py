@@ -105,7 +105,7 @@ async def _first_connection(urls: list[str], options: dict[str, Any], attempts: 
             if not isinstance(failure, _OF_ONE_HOST):
                 raise failure
             failures.append(failure)
-    # Of a server that is not suitable and one that cannot be reached, the latter is the cause.
+    # Report a server that cannot be reached rather than one that is not suitable.
     unsuitable = asyncpg.exceptions.TargetServerAttributeNotMatched
     raise next((failure for failure in failures if not isinstance(failure, unsuitable)), failures[0])
 

@@ -177,7 +177,7 @@ class Database:
         return await self.fetchval(doing, f"select {function}({_placeholders(arguments)})", *arguments)
 
     async def call_within(self, limit_s: float, doing: str, function: str, *arguments: Any) -> Any:
-        """As `call`, but the server cancels the statement after `limit_s`."""
+        """Like `call`, but the server cancels the statement after `limit_s`."""
         async with self.connection(doing) as connection, connection.transaction():
             await connection.execute(_set_statement_timeout(limit_s, "local"))
             return await connection.fetchval(f"select {function}({_placeholders(arguments)})", *arguments)

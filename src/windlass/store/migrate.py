@@ -36,7 +36,7 @@ LOCK_KEY = 94635277
 MIGRATE_TIMEOUT_S = 3600.0
 LOCK_TIMEOUT_S = 60
 # A statement that needs a whole table waits this long for it. Workers wait behind it, so it is shorter than any lease.
-# Also shorter than PostgreSQL's deadlock_timeout (1 s): in a deadlock normally the migration is repeated, not a worker.
+# It is shorter than PostgreSQL's deadlock_timeout (1 s), too: a deadlock normally repeats the migration, not a worker.
 TABLE_LOCK_TIMEOUT_S = 0.7
 TABLE_LOCK_ATTEMPTS = 60
 MAX_RETRY_PAUSE_S = 5.0

@@ -248,5 +248,5 @@ async def _searched(
 
 
 def _claim_order(row: Any) -> tuple[Any, ...]:
-    """Sort key of a queued task: highest priority first. Of a scheduled one: its due time."""
+    """Sort key of a queued task: highest priority first. A scheduled task is sorted by its due time."""
     return (-row["priority"], row["id"]) if "priority" in row.keys() else (row["at"], row["id"])  # noqa: SIM118

@@ -17,7 +17,7 @@ from windlass.store.database import DatabaseStore
 from windlass.store.queries import read_queries
 
 QUERIES = read_queries("windlass.store", "worker_logs.sql")
-# Of one page. A chunk more may be read.
+# Limits of one page. One chunk more may be read.
 MAX_READ_BYTES = 4 << 20
 MAX_READ_CHUNKS = 5_000
 

@@ -69,7 +69,7 @@ class FingerprintReader:
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 if self._pending is not None and self._pending[0] != fleet:
-                    # Of former settings: only its end matters.
+                    # The read is of former settings: wait for its end and drop its result.
                     with suppress(OSError):
                         await asyncio.wrap_future(self._pending[1])
                     self._pending = None

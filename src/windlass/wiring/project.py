@@ -2,7 +2,7 @@
 
 Rendering is pure except for reading templates. The deploy files are those of deploy/ in the repository, which the wheel
 contains; only names and values that belong to the project are replaced. `check_project` loads the configuration with
-the real loader before anything is written. `write_project` replaces no file unless told to.
+the real loader before anything is written. `write_project` replaces no file unless `may_replace` is set.
 """
 
 import json

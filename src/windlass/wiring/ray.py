@@ -151,7 +151,7 @@ class RaySupervisor:
         self._use_head = use_head
         self._resources = resources
         self._fleets: dict[str, FleetConfig] = {}
-        # Of the head in use.
+        # Address of the head in use.
         self.address: str | None = None
 
     async def check(self, config: Config) -> None:

@@ -99,7 +99,7 @@ class _Watch:
         self.last = "no machine was requested"
 
     def new_steps(self, workers: list[Worker], task: Task | None) -> list[Diagnostic]:
-        # Those of earlier rehearsals are older.
+        # Workers of earlier rehearsals are older.
         workers = [worker for worker in workers if worker.created_at >= self._started_at]
         found: list[Diagnostic] = []
         if not workers:

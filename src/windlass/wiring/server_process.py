@@ -214,7 +214,7 @@ async def run_server(
                 link.report_ready()
                 try:
                     if number == 0:
-                        # One process of a supervisor is enough. Those of other hosts write the same rows.
+                        # One process of a supervisor is enough. Supervisors of other hosts write the same rows.
                         async with background_task(take_samples(user_store, overview_feed)):
                             if order.reason is None:
                                 create_link = functools.partial(create_login_link, user_store, url)

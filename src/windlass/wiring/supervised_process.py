@@ -68,7 +68,7 @@ class SupervisedProcess:
     outgoing: bytearray = field(default_factory=bytearray)
 
     def send(self, *message: Any) -> None:
-        """Never blocks. A process that reads nothing is silent too, and is killed for that with what waits for it."""
+        """Never blocks. A process that reads nothing is silent, too: it is killed, and its messages are lost."""
         self.outgoing += encode(message)
         self.flush()
 

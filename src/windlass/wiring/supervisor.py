@@ -130,7 +130,7 @@ class Supervisor:
             self._wakeup_writer.close()
 
     def request_reload(self) -> None:
-        """As by SIGHUP."""
+        """Reload as after SIGHUP."""
         self._signals.append(signal.SIGHUP)
 
     def _handle_signals(self) -> None:
@@ -337,7 +337,7 @@ class Supervisor:
     def _reap(self) -> None:
         while True:
             try:
-                # Of all children: as the first process of a container, it also gets those that lost their parent.
+                # Wait for any child: the first process of a container also gets processes that lost their parent.
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return

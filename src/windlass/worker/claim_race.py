@@ -22,7 +22,7 @@ class ClaimRace:
     def __init__(self) -> None:
         self._lost = 0
         self._is_race = False
-        # Of the last heartbeat. None: the most recently used worker is preferred.
+        # Share from the reply to the last heartbeat. None: the most recently used worker is preferred.
         self._share: float | None = None
         self._won = 0
 

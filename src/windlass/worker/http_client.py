@@ -138,7 +138,7 @@ class HttpClient:
         try:
             response = await connection.send(message, timeout_s)
         except BaseException:
-            # Also when cancelled: the response would be read as that of the next request.
+            # Abort when cancelled, too: the response would be read as that of the next request.
             connection.abort()
             raise
         finally:

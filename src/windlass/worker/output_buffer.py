@@ -28,14 +28,14 @@ from windlass.worker.nonblocking_stderr import standard_error
 
 # Bytes that wait to be sent: half a minute at the default rate, and all the memory that an outage costs.
 MAX_WAITING_BYTES = 1 << 20
-# Of dropped output, the end that is kept: per attempt, and in all.
+# The end of dropped output is kept, up to this size: per attempt, and in all.
 MAX_TAIL_BYTES = 16 << 10
 MAX_TAILS_BYTES = 4 << 20
 # A burst of this many seconds' worth of output is accepted.
 BURST_S = 16.0
 # Ends of dropped outputs have a rate of their own, this share of the other: otherwise nothing would be left for them.
 TAIL_SHARE = 0.5
-# Of a line, the rest is discarded. Twice what is sent: a secret that begins in the sent part is masked as a whole.
+# A longer line is cut. Twice what is sent: a secret that begins in the sent part is masked as a whole.
 MAX_LINE_BYTES = 2 * MAX_LINE_CHARACTERS
 # Bytes of lines in one batch: JSON escapes make it larger, at most to six times its size.
 MAX_BATCH_BYTES = 128 << 10
@@ -224,7 +224,7 @@ class OutputBuffer:
             return not self._waiting and not any(each.tail for each in (self._own, *self._streams.values()))
 
     def take(self) -> LogBatch | None:
-        """The next batch, or None. What it has is no longer here: the caller repeats a call that failed."""
+        """Remove and return the next batch, or None. The caller keeps the batch until a call with it succeeds."""
         with self._exclusive():
             self._send_tails()
             lines: list[_WaitingLine] = []

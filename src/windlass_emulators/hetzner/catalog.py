@@ -89,7 +89,7 @@ class HetznerCatalog:
         return next((each for each in self.server_types if _matches(each.id, each.name, id_or_name)), None)
 
     def image(self, id_or_name: object, architecture: str) -> Image | None:
-        """By id or name. Of images with the same name, the one for this architecture."""
+        """Find an image by id or name; among images with the same name, the one for this architecture."""
         found = [each for each in self.images if _matches(each.id, each.name, id_or_name)]
         return next((each for each in found if each.architecture == architecture), found[0] if found else None)
 

@@ -261,7 +261,7 @@ class Project:
 
     def crash(self, server: Server) -> None:
         if server.status == "running":
-            # Also cancels a scheduled start of the program.
+            # This also cancels a scheduled start of the program.
             self._new_power_change(server)
             self.host.stop(server.id, is_sudden=True)
 

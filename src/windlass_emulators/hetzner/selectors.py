@@ -1,7 +1,7 @@
 """Label selectors in Hetzner's published grammar.
 
 `k=v`, `k==v`, `k!=v`, `k`, `!k`, `k in (a,b)`, `k notin (a,b)`, joined by commas that mean "and".
-As published, `k!=v` and `k notin (...)` also match resources without the label `k`.
+The vendor documents that `k!=v` and `k notin (...)` also match resources without the label `k`.
 """
 
 import re

@@ -69,7 +69,7 @@ class EmulatedVolume:
     data_center: str
     type: str
     created: datetime
-    # As `df` reports it. The API does not publish it.
+    # The number that `df` reports. The API does not publish it.
     used_gb: float = 1.0
 
 

@@ -19,7 +19,7 @@ class GpuType:
     name: str
     pool: str | None
     memory_gb: int
-    # As the driver reports it.
+    # The number that the driver reports.
     vram_mb: int
     # By cloud. A type without a price is not offered there.
     prices_micros: Mapping[str, int]

@@ -48,7 +48,7 @@ def config(of: EmulatorConfig) -> Json:
 
 
 def pod(account: EmulatedRunpodAccount, of: EmulatedPod, moment: datetime | None = None) -> Json:
-    """As of `moment`, for a list with an injected lag."""
+    """The pod as it was at `moment`, for a list with an injected lag."""
     moment = moment or account.now
     status = of.status_at(moment)
     shown: Json = {

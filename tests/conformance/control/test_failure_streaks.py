@@ -175,9 +175,9 @@ async def test_quarantine_refunds_attempts_of_failed_tasks(
     assert error.detail is not None
     assert error.detail["code"] == "QUARANTINED"
     assert error.detail["evidence"]["failed"] == list(suspect.failed)
-    acquitted = [event for event in await store.events(worker_id="w0") if event.code == "ATTEMPTS_REFUNDED"]
-    assert [event.task_id for event in acquitted] == [before, dead, waiting, others]
-    assert acquitted[0].reason == "1 failed attempts on worker w0 refunded"
+    refunds = [event for event in await store.events(worker_id="w0") if event.code == "ATTEMPTS_REFUNDED"]
+    assert [event.task_id for event in refunds] == [before, dead, waiting, others]
+    assert refunds[0].reason == "1 failed attempts on worker w0 refunded"
     assert {depth.queue: depth.oldest_queued_age_s for depth in await store.queue_depths()}["a"] == 0
 
 

@@ -308,7 +308,7 @@ async def test_deploy_requests_are_numbered_and_aborted_once(store: ControlStore
 async def test_rollout_that_began_without_a_request_is_aborted(
     store: ControlStores, clock: VirtualClock, ann: Leader, requests: int
 ) -> None:
-    """As `windlass up --watch` begins it: without any request, or after one that was aborted."""
+    """Begin a rollout like `windlass up --watch`: without any request, or after one that was aborted."""
     for _ in range(requests):
         await store.request_deploy("f", 0, 0, is_immediate=False)
     assert await store.abort_deploy("f") is bool(requests)

@@ -38,10 +38,10 @@ from windlass.model.worker import Registration, WorkerStatus
 PRICED = Machine("m0", "w0", MachineState.RUNNING, price_micros_per_hour=3_600_000, price_parts=PARTS, currency="EUR")
 
 
-async def hire_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: int = 3600, born_s: float = 0) -> None:
+async def spawn_priced(ann: Leader, clock: VirtualClock, slot: int = 0, unit_s: int = 3600, age_s: float = 0) -> None:
     await ann.observe()
     await ann.spawn_worker(slot)
-    made = replace(PRICED, id=f"m{slot}", name=f"w{slot}", created_at=clock() - timedelta(seconds=born_s))
+    made = replace(PRICED, id=f"m{slot}", name=f"w{slot}", created_at=clock() - timedelta(seconds=age_s))
     await ann.report(Created(f"w{slot}", made, billing_unit_s=unit_s))
 
 
@@ -51,7 +51,7 @@ async def settle_all(store: ControlStores, fleet: str = "f") -> int:
 
 
 async def test_costs_by_queue_add_up_to_costs_by_fleet(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     await store.register(Registration("w0", ("a", "b"), fleet="f"))
     for queue, seconds in (("a", 1200), ("b", 600), ("a", 1800), ("b", 3600)):
         await do(store, clock, "w0", seconds, queue)
@@ -70,7 +70,7 @@ async def test_costs_by_queue_add_up_to_costs_by_fleet(store: ControlStores, clo
 async def test_priced_machine_is_billed_from_its_creation(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await hire_priced(ann, clock, born_s=7)
+    await spawn_priced(ann, clock, age_s=7)
     await ann.spawn_worker(1)
     await ann.report(Created("w1", Machine("m1", "w1", MachineState.RUNNING)))
     priced, free = (await ann.observe()).workers
@@ -207,7 +207,7 @@ async def test_failed_checks_of_a_host_are_forgotten_with_the_image_and_by_a_res
 
 async def test_spread_costs_of_tasks_add_up_to_the_bill(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     for slot in (0, 1):
-        await hire_priced(ann, clock, slot)
+        await spawn_priced(ann, clock, slot)
         await store.register(Registration(f"w{slot}", ("a", "b"), fleet="f"))
     for seconds in (1000, 1, 1700):
         await do(store, clock, "w0", seconds, "a")
@@ -234,7 +234,7 @@ async def test_spread_costs_of_tasks_add_up_to_the_bill(store: ControlStores, cl
 async def test_billing_period_is_charged_after_worker_ends(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     clock.advance(20)
     await ann.observe()
     clock.advance(20)
@@ -269,7 +269,7 @@ async def test_billing_period_is_charged_after_worker_ends(
 
 
 async def test_live_worker_is_charged_every_hour(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     await ann.commit(Promote("w0", "first heartbeat"))
     task_id = await store.enqueue(NewTask("a"))
     (claim,) = await store.claim("w0", ("a",), 1)
@@ -295,7 +295,7 @@ async def test_charges_of_later_hours_use_no_budget_of_the_current_one(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
     clock.advance(2 * 3600)
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     clock.advance(3660)
     await ann.observe()
     assert await settle_all(store) == 1
@@ -306,7 +306,7 @@ async def test_charges_of_later_hours_use_no_budget_of_the_current_one(
 
 
 async def test_monthly_cap_makes_rest_of_month_free(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     clock.advance(5 * 3600)
     await ann.observe()
     await ann.report(Deleted("w0", "m0", "X", "x"))
@@ -356,7 +356,7 @@ async def test_every_end_of_attempt_records_billed_span(
     store: ControlStores, clock: VirtualClock, ann: Leader, end: Any, is_priced: bool
 ) -> None:
     if is_priced:
-        await hire_priced(ann, clock)
+        await spawn_priced(ann, clock)
     else:
         await ann.spawn_worker(0)
         await ann.report(Created("w0", Machine("m0", "w0", MachineState.RUNNING)))
@@ -383,7 +383,7 @@ async def test_span_before_machine_is_known_is_recorded(store: ControlStores, cl
 
 
 async def test_settlement_of_changed_account_is_skipped(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     clock.advance(3700)
     (account,) = await store.accounts_to_settle("f", 10)
     closed = settle(account, clock())
@@ -399,7 +399,7 @@ async def test_settlement_of_changed_account_is_skipped(store: ControlStores, cl
 async def test_repeated_settlement_of_a_live_worker_charges_once(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     clock.advance(3700)
     (account,) = await store.accounts_to_settle("f", 10)
     closed = settle(account, clock())
@@ -412,9 +412,9 @@ async def test_repeated_settlement_of_a_live_worker_charges_once(
 async def test_accounts_to_settle_are_bounded_longest_due_first(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await hire_priced(ann, clock, 1)
+    await spawn_priced(ann, clock, 1)
     clock.advance(1)
-    await hire_priced(ann, clock, 0)
+    await spawn_priced(ann, clock, 0)
     clock.advance(4000)
     assert [account.worker_id for account in await store.accounts_to_settle("f", 1)] == ["w1"]
     assert [account.worker_id for account in await store.accounts_to_settle("f", 9)] == ["w1", "w0"]
@@ -424,7 +424,7 @@ async def test_accounts_to_settle_are_bounded_longest_due_first(
 async def test_retention_keeps_workers_with_unsettled_bills(
     store: ControlStores, clock: VirtualClock, ann: Leader
 ) -> None:
-    await hire_priced(ann, clock)
+    await spawn_priced(ann, clock)
     await ann.report(Deleted("w0", "m0", "X", "x"))
     clock.advance(RETENTION.events_s + 1)
     await store.sweep()

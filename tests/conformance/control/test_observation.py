@@ -69,7 +69,7 @@ async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: 
     await store.register(Registration("w0", ("a", "b"), fleet="f", concurrency=2))
     clock.advance(5)
     await store.heartbeat("w0", (), {"vram_total_mb": 100, "vram_used_mb": 7, "idle_s": 2.5})
-    heard_at = clock()
+    heartbeat_at = clock()
     await ann.observe()
     await ann.commit(Promote("w0", "first heartbeat"))
     activated_at = clock()
@@ -84,11 +84,11 @@ async def test_snapshot_has_all_fields_of_a_worker(store: ControlStores, clock: 
     await ann.observe()
     (view,) = ann.snapshot.workers
     assert (view.id, view.slot, view.status, view.is_paused, view.concurrency) == ("w0", 0, "active", False, 2)
-    assert (view.created_at, view.activated_at, view.last_heartbeat) == (created_at, activated_at, heard_at)
+    assert (view.created_at, view.activated_at, view.last_heartbeat) == (created_at, activated_at, heartbeat_at)
     assert (view.first_claimed_at, view.terminating_at, view.idle_s) == (claimed_at, None, 2.5)
     assert (view.machine_id, view.machine_at, view.creation) == ("m1", machine_at, "created")
     assert view.prepared_at == machine_at, "its machine starts the worker's program by itself"
-    assert (view.vram_total_mb, view.vram_used_mb, view.vram_at) == (100, 7, heard_at)
+    assert (view.vram_total_mb, view.vram_used_mb, view.vram_at) == (100, 7, heartbeat_at)
     assert [(task.task_id, task.started_at, task.timeout_s) for task in view.running] == [
         (first, claimed_at, 9.0),
         (second, clock(), None),
@@ -330,7 +330,7 @@ async def test_tasks_of_ended_workers_are_orphaned(
     for worker_id in ("broken", "gone", "well", "stranger"):
         await store.enqueue(NewTask("a"))
         await store.claim(worker_id, ("a",), 1)
-    # As a claim that was in progress when its worker ended.
+    # Like a claim that was in progress when its worker ended.
     await set_status("gone", WorkerStatus.TERMINATED)
     await set_status("broken", WorkerStatus.ERROR)
     await set_status("stranger", WorkerStatus.ERROR)

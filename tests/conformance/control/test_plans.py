@@ -175,7 +175,7 @@ async def test_failed_preparation_is_ignored_after_a_heartbeat(store: ControlSto
     await ann.spawn_worker(0)
     await ann.report(Created("w0", machine(1), is_prepared=False))
     await store.heartbeat("w0")
-    await ann.report(PreparationFailed("w0", "m1", "SSH_UNREACHABLE", "nobody answers"))
+    await ann.report(PreparationFailed("w0", "m1", "SSH_UNREACHABLE", "no answer"))
     (view,) = (await ann.observe()).workers
     assert view.prepare_code is None
 

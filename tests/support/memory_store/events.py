@@ -93,7 +93,7 @@ def failed_attempts(
 
 
 def failed_attempts_text(attempts: list[dict[str, Any]]) -> str:
-    """As windlass.failed_attempts_text."""
+    """The same as windlass.failed_attempts_text."""
     workers = list(dict.fromkeys(str(attempt["worker_id"]) for attempt in attempts))
     if len(workers) < 2:
         return ""

@@ -163,7 +163,7 @@ def _is_dispatcher(worker: MemoryWorker | None) -> bool:
 
 
 def _reported_seconds(value: Any) -> float | None:
-    """As windlass_internal.reported_seconds."""
+    """The same as windlass_internal.reported_seconds."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and 0 <= value <= 1e9 else None
 
@@ -386,7 +386,7 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """As percentile_cont."""
+    """The same as percentile_cont."""
     ordered = sorted(values)
     if not ordered:
         return None

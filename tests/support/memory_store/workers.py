@@ -15,7 +15,7 @@ from windlass.model.node import NodeView
 from windlass.model.worker import MAX_METADATA_BYTES, Registration, Worker, WorkerKind, WorkerStatus
 
 MAX_FAILED_TASKS = 100
-# As windlass_internal.max_heartbeat_gap_s: a longer silence, in leases, is a gap.
+# The same as windlass_internal.max_heartbeat_gap_s: a longer silence, in leases, is a gap.
 MAX_HEARTBEAT_GAP = 0.4
 # Peers judge spawned workers once no orchestrator has held the lease for this many of their leases.
 LEADERLESS_LEASES = 2

@@ -48,7 +48,7 @@ DELETE_CALL_S, DELETE_CALL_SHARE = 30.0, 1 / 20
 IDLE_CODES = ("IDLE", "BILLING_HOUR_END")
 
 
-# Of one worker: the first, the last, and the longest silence.
+# Heartbeats of one worker: the first, the last, and the longest silence.
 Heartbeats = tuple[float | None, float | None, float]
 
 

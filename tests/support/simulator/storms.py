@@ -110,7 +110,7 @@ class Storm:
         rng = self._simulation.rng_for(f"death {purpose}")
         if self._simulation.faults_ended or rng.random() >= share:
             return None
-        # As often early in a life as late: a start has few awaits, and each matters.
+        # Crash as often early in a life as late: a start has few awaits, and each matters.
         return round(float(MAX_STEPS ** rng.random()))
 
     # ---------------------------------------------------------------------------------------------------- database

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, comb
 
-# Of the tasks that wait for a boot, this share may miss the goal. Others find a free worker, so that fewer miss it.
+# This share of the tasks that wait for a boot may miss the goal. Others find a free worker, so that fewer miss it.
 LATE_SHARE = 0.06
 # Fewer known boots say too little about their spread.
 MIN_BOOTS = 8

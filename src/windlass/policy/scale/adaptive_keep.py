@@ -45,7 +45,7 @@ def observe(load: FleetLoad, memory: AdaptiveMemory) -> AdaptiveMemory:
     """The memory with the arrivals and the machine seconds since the last decision."""
     now = load.now
     passed_s = 0.0 if memory.at is None else max(0.0, now - memory.at)
-    # Of the workers that exist, not of those that were wanted: the provider may have refused them.
+    # Count workers that exist, not workers that were wanted: the provider may have refused them.
     started_s = sum(min(passed_s, age_s) for age_s in load.starting_ages_s)
     machine_s = memory.machine_s + (load.busy + len(load.idle)) * passed_s + started_s
     arrivals = memory.arrivals

@@ -13,7 +13,7 @@ from windlass.policy.scale.adaptive_boot import BootEstimate
 ASSUMED_DURATION_S = 10.0
 ASSUMED_DURATION_LONG_UNIT_S = 8.0
 ASSUMED_DURATION_WITH_PRICE_S = 15.0
-# Of the known durations, the longest share that counts as outliers: two of 200. A running task that is older than all
+# This share of the known durations, the longest, counts as outliers: two of 200. A running task that is older than all
 # others is overdue.
 OUTLIER_SHARE = 0.01
 # A queue with fewer known durations is expected to be like all queues of the fleet together.
@@ -73,7 +73,7 @@ class FleetLoad:
     max_cancelled: int = 0
     # Machines are processes of this host and cost nothing: no task has to wait for another's worker.
     is_free: bool = False
-    # Of a fleet with several queues: the queue of each running task, in the order of `running_ages_s`, and the queues.
+    # A fleet with several queues: the queue of each running task, in the order of `running_ages_s`, and the queues.
     running_queues: Sequence[str | None] = ()
     queues: Sequence[QueueDurations] = ()
 

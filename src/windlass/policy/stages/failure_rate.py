@@ -62,8 +62,8 @@ def hold_on_failure_rate(context: PlanningContext) -> list[Action]:
 
 
 def hold_on_late_machines(context: PlanningContext) -> list[Action]:
-    """Alert about machines that did not join in time and are kept until their billing period ends. As many as trip the
-    failure rate also stop spawning: further machines would most likely be late too."""
+    """Alert about machines that did not join in time and are kept until their billing period ends. When
+    their number reaches the failure rate, spawning stops: further machines would most likely be late too."""
     late = sum(state.is_late for state in context.states.values())
     if late == 0 or context.is_stopped:
         return []

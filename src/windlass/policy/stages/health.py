@@ -24,8 +24,8 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
     """Give silent workers more time if the silence may not be their fault.
 
     If most workers fall silent at once, every action waits for one more heartbeat timeout. If no cycle ran for a while,
-    the database may have been unavailable: every action waits until live workers had time for two heartbeats. Also if
-    their last heartbeats become too old only within that time.
+    the database may have been unavailable: every action waits until live workers had time for two heartbeats, even if
+    their last heartbeats become too old within that time.
     """
     hold = context.planner_state.hold
     alerts = context.alert(hold.code, hold.reason) if hold is not None and hold.code == LIST_SHRANK else []

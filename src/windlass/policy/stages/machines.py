@@ -8,7 +8,7 @@ from windlass.policy.planning_context import PlanningContext
 
 
 def adopt_machines(context: PlanningContext) -> list[Action]:
-    """Also for workers that are about to be terminated: their machines are billed until then."""
+    """Adopt listed machines, also for workers that are about to be terminated: they are billed until then."""
     if context.snapshot.machines is None or context.is_stopped:
         return []
     actions: list[Action] = []
@@ -45,7 +45,7 @@ def record_machines(context: PlanningContext) -> list[Action]:
 def prepare_machines(context: PlanningContext) -> list[Action]:
     """Start the worker's program on machines that run, where the provider's machines do not start it themselves.
 
-    Preparations that this orchestrator is already running are skipped. Those of a crashed one start again at once.
+    Preparations that this orchestrator is already running are skipped. After a crash they start again at once.
     """
     if not context.snapshot.traits.has_prepare_step or context.is_stopped:
         return []

@@ -251,9 +251,9 @@ def _old_workers(context: PlanningContext, target: str) -> list[WorkerState]:
 def spare_workers(
     context: PlanningContext, staying: list[WorkerState], spare: tuple[WorkerState, ...]
 ) -> tuple[WorkerState, ...]:
-    """Of the workers that the policy can do without: old ones, and as many fewer as there are new ones on trial.
+    """Old workers that the policy can do without, reduced by the number of new workers on trial.
 
-    While the current version is rejected, none of another version: it could not be spawned again.
+    While the current version is rejected, no worker of another version is spare: it could not be spawned again.
     """
     rollout = context.planner_state.rollout
     if is_rejected(context):
@@ -262,7 +262,7 @@ def spare_workers(
         return spare
     new = [state for state in staying if state.worker.fingerprint == rollout.target]
     on_trial = sum(state.worker.slot in rollout.surged or not has_passed(context, state) for state in new)
-    # As if those on trial did not exist.
+    # Workers on trial do not count.
     most = max(0, min(len(spare), len(staying) - context.fleet.min_workers) - on_trial)
     return tuple(state for state in spare if state.worker.fingerprint != rollout.target)[:most]
 
@@ -390,7 +390,7 @@ def _drain_rejected(context: PlanningContext, rollout: Rollout, staying: list[Wo
         context.remember(rollout=replace(rollout, surged=left))
         return _drains(context, extra[:most], f"rollout of version {rollout.target} aborted", ROLLBACK) if extra else []
     if rollout.status is RolloutStatus.ROLLED_BACK:
-        # Those that worked stay: the fleet cannot spawn the former version in their place.
+        # Workers that worked stay: the fleet cannot spawn the former version in their place.
         bad = [s for s in staying if s.worker.fingerprint == rollout.target and not has_passed(context, s)]
         # Only those of the rollout: a later one was requested by a person, who may want to see it fail.
         ended_at = rollout.ended_at or context.now

@@ -98,7 +98,7 @@ def _demand(context: PlanningContext, staying: list[WorkerState], windows: dict[
         fleet=context.fleet,
         billed_until={worker_id: window.boundary for worker_id, window in windows.items()},
         now=context.now,
-        # Also without a worker, and so without a window: the first spawn costs a billing period too.
+        # Applies without a worker, too: the first spawn costs a billing period.
         billing_unit_s=unit_s if billing.is_worth_waiting(unit_s, context.cycle_interval_s) else 1,
         is_free=context.snapshot.traits.host is not None,
         memory=context.planner_state.scaling.adaptive,

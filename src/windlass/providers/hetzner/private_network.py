@@ -56,7 +56,7 @@ class ProjectNetwork:
             self._zones = {str(each.name): str(each.network_zone) for each in page.locations}
         zone = self._zones.get(location)
         if zone is None:
-            # As the vendor would say of a server: the location is a part of the choice.
+            # The vendor refuses a server with the same error: the location is a part of the choice.
             raise VendorError(ErrorKind.REFUSED, f"location {location} does not exist", fields=frozenset({"location"}))
         return zone
 

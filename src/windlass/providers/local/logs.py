@@ -116,7 +116,7 @@ class LogFolder:
 
 
 def _describe_line(line: str) -> str:
-    """Quote the last line. Of a worker's own JSON lines only errors are quoted: others explain no exit."""
+    """Quote the last line. A worker's own JSON lines are quoted only if they are errors: others explain no exit."""
     if not line.startswith("{"):
         return f"last log line: {line}" if line else ""
     try:

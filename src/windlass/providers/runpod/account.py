@@ -33,8 +33,8 @@ TRICKLE_S = 10.0
 # Attempts of a read, and the pause before the second. The pause doubles each time.
 READ_ATTEMPTS = 3
 READ_PAUSE_S = 0.5
-# Of a stream of log lines: its end, and the longest wait for the limiter. A deletion waits for both, for 3 s at most;
-# what was read until then is kept.
+# Limits of a stream of log lines: silence, total time, and the wait for the limiter. A deletion waits for all of them,
+# for 3 s at most; what was read until then is kept.
 LOG_IDLE_S = 1.5
 LOG_TIMEOUT_S = 2.3
 LOG_MAX_WAIT_S = 0.5

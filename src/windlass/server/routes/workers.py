@@ -113,7 +113,7 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
 
     @viewer.get("/workers/{worker_id}", **documented(WorkerResponse, "Get a worker"))
     async def worker(request: Request, worker_id: WorkerId, scope: CallerScope) -> Response:
-        """Of a worker that failed or terminated, `metadata.diagnostics` has what was known about it then."""
+        """After a worker failed or terminated, `metadata.diagnostics` has what was known about it then."""
         row = without_private_note(context.privacy, await _worker_row(context, worker_id, scope))
         is_private = is_output_private(context, request, row.queues)
         diagnostics = await _diagnostics(context, worker_id, is_private=is_private)

@@ -17,7 +17,7 @@ log=/dev/null
 # Written when everything is installed: what was asked for.
 complete=$lib/complete
 MIN_PYTHON="3, 11"
-# Of pip, for one connection.
+# Time limit of pip for one connection.
 CONNECT_TIMEOUT_S=30
 MAX_LINES=15
 
