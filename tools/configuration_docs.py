@@ -1,5 +1,6 @@
 """Generates docs/configuration.md from the model: `python tools/configuration_docs.py`. A test compares them."""
 
+import re
 import types
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
@@ -55,7 +56,8 @@ Settings are read from these sources; later sources override earlier ones.
 
 - An empty environment variable counts as not set.
 - Lists in environment variables are separated by commas.
-- A name that is not a setting is an error, in every source. The message names the key, its value and its source.
+- A name that is not a setting is an error, in every source.
+  The message names the key, its value and its source.
 - Fleet settings are read by `up`, `cycle` and the status commands only.
   `windlass worker` and the Python client ignore them.
 - In the column "also", names of fleet settings configure the only fleet.
@@ -165,7 +167,8 @@ def _parts(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
 
 
 def _section(title: str, text: str, fields: Iterable[tuple[str, FieldInfo]]) -> str:
-    lines = [f"\n## {title}\n", f"{text}\n", *HEAD]
+    one_per_line = re.sub(r"(?<=\.) (?=[A-Z])", "\n", text)
+    lines = [f"\n## {title}\n", f"{one_per_line}\n", *HEAD]
     is_fleet = title == "[fleets.NAME]"
     for name, field in fields:
         default = _default(name, field, is_fleet=is_fleet)

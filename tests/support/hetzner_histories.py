@@ -1,7 +1,8 @@
 """The simulated world with Hetzner in it: the real control loop over the real provider, SDK and emulated API.
 
-The emulator's servers are the machines in the cloud's books, with the simulated workers in them; what the books check
-(never too many, no worker terminated without cause, nothing left over) is checked for servers. Faults of each request are drawn
+The emulator's servers are the machines in the cloud's books, with the simulated workers in them. The books check the
+servers: never too many, no worker terminated without cause, nothing left over.
+Faults of each request are drawn
 from the scenario's rates. Primary IPs must not be left over either. Each start of an orchestrator has an account and
 a provider of its own, as a process would.
 

@@ -1,7 +1,8 @@
 """The simulated world with Runpod in it: the real control loop over the real provider, httpx and emulated API.
 
-The emulator's pods are the machines in the cloud's books, with the simulated workers in them; what the books check
-(never too many, no worker terminated without cause, nothing left over, no doubles) is checked for pods. Faults of each request
+The emulator's pods are the machines in the cloud's books, with the simulated workers in them. The books check the
+pods: never too many, no worker terminated without cause, nothing left over, no doubles.
+Faults of each request
 are drawn from the scenario's rates. Each start of an orchestrator has an account and a provider of its own, as a
 process would. In every second history workers are started by a preparation that takes its time, and fails where the
 pod is a bad one. Workers need GPUs, and some pods have none, or stay RUNNING without a runtime.
