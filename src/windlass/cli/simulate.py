@@ -10,6 +10,7 @@ import typer
 from windlass.cli.fleet_history import Since, chosen_fleet, read_past
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
+from windlass.cli.world_options import Billing, BootTime, Interval, MaxWorkers, Slots, TraceFile, billing_unit_s
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
@@ -21,15 +22,12 @@ from windlass.simulator.report import HEADINGS, html_report, table_rows
 from windlass.simulator.runs import RunRequest, peak_concurrency, run_policy
 from windlass.simulator.trace import GeneratorSettings, Trace, generate, read_trace
 
-BILLING_UNITS = {"second": 1, "hour": 3600}
 MAX_RUNS = 50
 
 
 @command
 async def simulate(
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="CSV file: arrival_s,duration_s[,queue]; .gz works.", metavar="FILE")
-    ] = None,
+    trace: TraceFile = None,
     generator: Annotated[
         str | None,
         typer.Option("--generate", help="Make a trace: poisson, bursts, diurnal or spikes.", metavar="KIND"),
@@ -40,26 +38,16 @@ async def simulate(
             "--policy", help="Policy or baseline; several are compared. name:key=value changes a setting of one run."
         ),
     ] = None,
-    slots: Annotated[
-        int | None, typer.Option("--slots", help="Tasks that a machine runs at once (1).", min=1, max=10_000)
-    ] = None,
-    boot_s: Annotated[
-        float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0)
-    ] = None,
+    slots: Slots = None,
+    boot_s: BootTime = None,
     boot_sigma: Annotated[
         float | None,
         typer.Option("--boot-sigma", help="Spread of boot times: sigma of a lognormal (0).", min=0.0, max=3.0),
     ] = None,
-    billing: Annotated[
-        str | None, typer.Option("--billing", help="Billed by the started `second` (default) or `hour`.")
-    ] = None,
-    interval_s: Annotated[
-        float | None, typer.Option("--interval", help="Seconds between cycles (10).", min=0.05)
-    ] = None,
+    billing: Billing = None,
+    interval_s: Interval = None,
     min_workers: Annotated[int | None, typer.Option("--min", help="Minimum number of machines (0).", min=0)] = None,
-    max_workers: Annotated[
-        int | None, typer.Option("--max", help="Maximum number of machines (default: as many as tasks need).", min=1)
-    ] = None,
+    max_workers: MaxWorkers = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change one setting of the fleet, for all runs.", metavar="NAME=VALUE"),
@@ -98,11 +86,9 @@ async def simulate(
     Without --trace and --generate it reads the history of the fleet from the database: its tasks, boots, billing,
     refusals and crashes. Options replace what it found.
     """
-    if billing not in (None, *BILLING_UNITS):
-        raise BadInput(f"--billing is {billing!r}: write second or hour.")
+    unit_s = billing_unit_s(billing)
     if trace is not None and generator is not None:
         raise BadInput("pass a trace file with --trace, or make one with --generate, not both.")
-    unit_s = BILLING_UNITS[billing] if billing is not None else None
     measured: dict[str, Any] = {
         "slots": slots,
         "boot_s": boot_s,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, command, load
-from windlass.cli.output import TextTable, duration, one_line, print_json, print_text_table, rich_table, to_plain
+from windlass.cli.output import TextTable, one_line, print_json, print_text_table, rich_table, to_plain
 from windlass.cli.queues import check_queue_is_known
 from windlass.control.explain import no_orchestrator_reason
 from windlass.model.cycle import Cycle, Fleet
@@ -19,6 +19,7 @@ from windlass.model.errors import DatabaseUnavailable
 from windlass.model.event import QueueDepth
 from windlass.model.node import NodeView
 from windlass.model.task import TaskStatus
+from windlass.model.text_format import duration
 from windlass.model.worker import Worker, WorkerKind
 from windlass.operations import OperationStore
 from windlass.rollouts import count_versions, versions_text

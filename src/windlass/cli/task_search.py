@@ -11,12 +11,13 @@ from typing import Annotated, Protocol, TypeVar
 import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, load, person_command
-from windlass.cli.output import duration, one_line, print_json, print_table
+from windlass.cli.output import one_line, print_json, print_table
 from windlass.cli.queues import check_queue_is_known
 from windlass.cli.times import parse_duration
 from windlass.model.error_text import error_headline
 from windlass.model.listing import MAX_PAGE, Page, TaskError, TaskList, TaskRow
 from windlass.model.payload_privacy import PayloadPrivacy
+from windlass.model.text_format import duration
 from windlass.server.payload_previews import unsearched_queues
 from windlass.wiring import stores
 

@@ -15,7 +15,6 @@ from windlass.cli.errors import EXIT_BAD_INPUT, print_error
 from windlass.cli.log_output import NO_OUTPUT_HINT, LogTail, Timestamps, print_log_lines, print_note
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, load, person_command
 from windlass.cli.output import (
-    duration,
     format_count,
     one_line,
     print_json,
@@ -38,6 +37,7 @@ from windlass.model.money import with_currency
 from windlass.model.payload_privacy import privacy_of
 from windlass.model.redaction import mask_of
 from windlass.model.task import CANCELLED, MAX_TASK_ID, Task, TaskStatus, TaskSummary
+from windlass.model.text_format import duration
 from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import CANCEL_REASON, OperationResult
 from windlass.ports.queries import SEARCH_S

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, load, os_user, person_command
-from windlass.cli.output import duration, print_json, print_table
+from windlass.cli.output import print_json, print_table
 from windlass.cli.times import parse_duration
 from windlass.model.auth import (
     API_PREFIX,
@@ -19,6 +19,7 @@ from windlass.model.auth import (
 )
 from windlass.model.errors import BadInput
 from windlass.model.task import is_name
+from windlass.model.text_format import duration
 from windlass.wiring import stores
 from windlass.wiring.http_server import dashboard_link
 

@@ -11,7 +11,7 @@ import typer
 from windlass.cli.fleet_history import Since, chosen_fleet, read_past
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
-from windlass.cli.simulate import BILLING_UNITS
+from windlass.cli.world_options import Billing, BootTime, Interval, MaxWorkers, Slots, TraceFile, billing_unit_s
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
@@ -28,10 +28,7 @@ _GOAL = re.compile(r"p95_wait=(\d+(?:\.\d+)?)s?")
 
 @command
 async def tune(
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="CSV file: arrival_s,duration_s[,queue]; .gz works.", metavar="FILE"),
-    ] = None,
+    trace: TraceFile = None,
     slo: Annotated[
         str | None, typer.Option("--slo", help="The goal that must hold, for example p95_wait=60s.", metavar="GOAL")
     ] = None,
@@ -39,21 +36,11 @@ async def tune(
         float | None,
         typer.Option("--price-of-waiting", help="What a second of waiting is worth, in machine seconds.", min=0.0),
     ] = None,
-    slots: Annotated[
-        int | None, typer.Option("--slots", help="Tasks that a machine runs at once (1).", min=1, max=10_000)
-    ] = None,
-    boot_s: Annotated[
-        float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0)
-    ] = None,
-    billing: Annotated[
-        str | None, typer.Option("--billing", help="Billed by the started `second` (default) or `hour`.")
-    ] = None,
-    interval_s: Annotated[
-        float | None, typer.Option("--interval", help="Seconds between cycles (10).", min=0.05)
-    ] = None,
-    max_workers: Annotated[
-        int | None, typer.Option("--max", help="Maximum number of machines (default: as many as tasks need).", min=1)
-    ] = None,
+    slots: Slots = None,
+    boot_s: BootTime = None,
+    billing: Billing = None,
+    interval_s: Interval = None,
+    max_workers: MaxWorkers = None,
     fleet: Annotated[
         str | None,
         typer.Option("--fleet", help="Name of the fleet section; without --trace, whose history.", metavar="NAME"),
@@ -71,8 +58,7 @@ async def tune(
     Without --trace it searches on the fleet's own history. The rest of it, which the search has not seen, shows how the
     settings do. Exit code 1 if no settings hold the goal.
     """
-    if billing not in (None, *BILLING_UNITS):
-        raise BadInput(f"--billing is {billing!r}: write second or hour.")
+    unit_s = billing_unit_s(billing)
     if (slo is None) == (price is None):
         raise BadInput("pass a goal with --slo p95_wait=60s, or a price with --price-of-waiting.")
     goal = _GOAL.fullmatch(slo) if slo is not None else None
@@ -82,7 +68,7 @@ async def tune(
     measured = {
         "slots": slots,
         "boot_s": boot_s,
-        "billing_unit_s": BILLING_UNITS[billing] if billing is not None else None,
+        "billing_unit_s": unit_s,
         "boot_sigma": 0.0 if boot_s is not None else None,
     }
     options: dict[str, Any] = {name: value for name, value in measured.items() if value is not None}

@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from windlass.model.redaction import secrets_in
 from windlass.model.task import check_queue_name
 from windlass.model.urls import problem_of_control_plane_url
 from windlass.model.worker import MAX_CONCURRENCY
-from windlass.wiring.worker import run_joined_worker, run_self_registered_worker, run_worker
+from windlass.wiring.worker import HandlerChoice, run_joined_worker, run_self_registered_worker, run_worker
 from windlass.worker.handler_user import runs_handlers_as_root
 from windlass.worker.lifecycle import ExitReason, WorkerSettings
 from windlass.worker.nonblocking_stderr import standard_error
@@ -174,11 +173,13 @@ async def worker(
         version=__version__,
         needs_gpu=spawned.needs_gpu,
     )
-    run = partial(run_worker, loaded.config, settings, secret=spawned.secret)
-    if url is not None:
-        run = partial(run_self_registered_worker, loaded.config, settings, url.rstrip("/"), api_token, ca_file)
+    choice = HandlerChoice(handler, exec_, inline, run_as, redact or ())
+    if url is None:
+        return await _exit_code_of(run_worker(loaded.config, settings, choice, secret=spawned.secret))
     return await _exit_code_of(
-        run(handler=handler, command=exec_, is_inline=inline, run_as=run_as, redact=redact or ())
+        run_self_registered_worker(
+            loaded.config, settings, choice, url=url.rstrip("/"), api_token=api_token, ca_file=ca_file
+        )
     )
 
 

@@ -18,13 +18,14 @@ from windlass.cli.log_output import (
     print_note,
 )
 from windlass.cli.options import AsJson, ConfigFile, DataDir, FleetFilter, command, load
-from windlass.cli.output import duration, print_json, print_table, printable
+from windlass.cli.output import print_json, print_table, printable
 from windlass.config_loader import secrets_of
 from windlass.cost.report import read_meter
 from windlass.log_reader import follow_worker_log, read_worker_log
 from windlass.model.errors import BadInput
 from windlass.model.money import with_currency
 from windlass.model.redaction import mask_of
+from windlass.model.text_format import duration
 from windlass.model.worker import Worker
 from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import worker_not_found
@@ -116,7 +117,9 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
     fields = [(name, getattr(found, name)) for name in Worker.__dataclass_fields__ if name not in ("bill", *PHASES)]
     rows = [(name, _text(value)) for name, value in fields if value not in (None, {}, ())]
     moments = ((name, getattr(found, name)) for name in PHASES)
-    rows += [(name, _after(moment, found.created_at)) for name, moment in moments if moment is not None]
+    for name, moment in moments:
+        if moment is not None:
+            rows.append((name, f"{_text(moment)} (after {duration((moment - found.created_at).total_seconds())})"))
     if found.bill is not None:
         price, cost, billed_until, _ = _machine_cells(found, now)
         rows += [("price_per_hour", price), ("cost", cost), ("billed_until", billed_until)]
@@ -125,10 +128,6 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
         print(f"{event.at:%Y-%m-%d %H:%M:%S}  {event.code:<20} {printable(event.reason)}")
     for line in diagnostics_lines(diagnostics or {}):
         print(printable(line))
-
-
-def _after(moment: datetime, created_at: datetime) -> str:
-    return f"{_text(moment)} (after {duration((moment - created_at).total_seconds())})"
 
 
 def _text(value: object) -> object:

@@ -7,8 +7,6 @@ from datetime import datetime
 from re import compile as pattern
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from windlass.dashboard.alerts import AttentionItem
 from windlass.dashboard.charts import Chart, ChartRange, fleet_charts
 from windlass.dashboard.cost import BudgetView
@@ -73,7 +71,7 @@ def settings_of(config: FleetConfig) -> list[FleetSetting]:
     found = []
     for name, field in FleetConfig.model_fields.items():
         is_default = getattr(config, name) == field.get_default(call_default_factory=True)
-        found.append(FleetSetting(name, _value_text(shown[name]), _description(field), is_default))
+        found.append(FleetSetting(name, _value_text(shown[name]), field.description or "", is_default))
     return sorted(found, key=lambda setting: (setting.is_default, setting.name))
 
 
@@ -87,10 +85,6 @@ def _value_text(value: Any) -> str:
     if isinstance(value, Mapping | list):
         return json.dumps(value, indent=2, ensure_ascii=False)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _description(field: FieldInfo) -> str:
-    return field.description or ""
 
 
 def fleet_page(

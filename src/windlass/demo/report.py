@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from windlass.cli.output import duration
 from windlass.model.money import with_currency
+from windlass.model.text_format import duration
 
 
 @dataclass(frozen=True, slots=True)

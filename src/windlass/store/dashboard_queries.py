@@ -62,7 +62,7 @@ class PostgresQueryStore(PostgresOverview, PostgresTaskLists):
 
     async def _worker_rows(self, ids: Sequence[str]) -> list[WorkerRow]:
         rows = await self._database.fetch("reading workers", QUERIES["worker_rows"], ids)
-        return [_worker_row(row) for row in rows]
+        return [WorkerRow(**worker_fields(row)) for row in rows]
 
     async def events_page(
         self,
@@ -132,10 +132,6 @@ class PostgresQueryStore(PostgresOverview, PostgresTaskLists):
     async def component_health(self) -> Sequence[Mapping[str, Any]]:
         rows = await self._database.fetch("reading the workers' health", QUERIES["component_health"], MAX_COMPONENTS)
         return [dict(row) for row in rows]
-
-
-def _worker_row(row: Any) -> WorkerRow:
-    return WorkerRow(**worker_fields(row))
 
 
 def _log_line(row: Any) -> LogLine:

@@ -20,6 +20,9 @@ from windlass.model.auth import Role
 from windlass.model.config import ApiConfig, Config, Retention
 from windlass.model.errors import BadInput, ConfigError, WindlassError
 from windlass.model.urls import LOOPBACK
+from windlass.store.database import Database
+from windlass.store.overview import SAMPLE_INTERVAL_S
+from windlass.wiring.store_roles import AccessStores, DashboardStores, WorkerProtocolStores
 from windlass.wiring.stores import auth_store
 
 # Modules of the server import FastAPI and uvicorn, which commands without a server must not load.
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from windlass.server.event_stream import OverviewFeed
     from windlass.server.oidc import OidcClient
     from windlass.server.tls import ReloadingTls
-    from windlass.wiring.store_roles import AccessStores, DashboardStores, WorkerProtocolStores
 
 WORKER_CONNECTIONS = 8
 USER_CONNECTIONS = 6
@@ -62,11 +64,8 @@ def open_listener(config: Config) -> socket.socket | None:
 @asynccontextmanager
 async def server_stores(
     dsn: str, retention: Retention | None = None, virtual_now: Callable[[], datetime] | None = None
-) -> "AsyncIterator[tuple[WorkerProtocolStores, DashboardStores]]":
+) -> AsyncIterator[tuple[WorkerProtocolStores, DashboardStores]]:
     """The store of workers and the store of users."""
-    from windlass.store.database import Database
-    from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
-
     async with (
         Database(
             dsn, retention=retention, max_connections=WORKER_CONNECTIONS, virtual_now=virtual_now
@@ -126,7 +125,7 @@ async def dashboard_link(config: Config, role: Role, url: str | None, name: str)
         return await create_login_link(store, base_url.rstrip("/"), role, name)
 
 
-async def _recorded_url(store: "AccessStores") -> str | None:
+async def _recorded_url(store: AccessStores) -> str | None:
     """Address of a running server that is reachable from this host. BadInput if all are on other hosts."""
     servers = [(process.url, process.host) for process in await store.processes() if process.url is not None]
     for url, host in servers:
@@ -150,10 +149,8 @@ def browser_url(config: Config, port: int) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def take_samples(store: "DashboardStores", overview_feed: "OverviewFeed") -> None:
+async def take_samples(store: DashboardStores, overview_feed: "OverviewFeed") -> None:
     """Record samples for charts every few seconds, and purge links, sessions and addresses now and then."""
-    from windlass.store.overview import SAMPLE_INTERVAL_S
-
     for number in itertools.count():
         try:
             await store.take_samples(await overview_feed.overview())

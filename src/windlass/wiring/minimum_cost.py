@@ -11,6 +11,8 @@ from windlass.model.errors import WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Quote
 from windlass.model.money import with_currency
+from windlass.providers.hetzner import catalog as hetzner_catalog
+from windlass.providers.runpod import catalog as runpod_catalog
 from windlass.wiring.providers import hetzner_account, runpod_account
 from windlass.wiring.reachability import remote_fleets
 
@@ -44,13 +46,9 @@ async def quote_price(fleet: FleetConfig, config: Config) -> Quote | None:
     """The published price of one machine of this fleet; None if it cannot be read."""
     try:
         if fleet.provider == "hetzner":
-            from windlass.providers.hetzner import catalog as hetzner_catalog
-
             servers = hetzner_account(config, fleet.hetzner.call_timeout_s)
             return hetzner_catalog.quote(fleet.hetzner, await servers.prices(fleet.hetzner.prices, PRICE_WAIT_S))
         if fleet.provider == "runpod":
-            from windlass.providers.runpod import catalog as runpod_catalog
-
             pods = runpod_account(config, fleet.runpod.call_timeout_s)
             clouds = {choice.cloud for choice in fleet.runpod.ordered}
             return runpod_catalog.quote(fleet.runpod, await pods.offers(clouds, fleet.runpod.gpu_count))

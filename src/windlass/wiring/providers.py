@@ -21,8 +21,9 @@ from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
 from windlass.ports.provider import Provider
 from windlass.providers.diagnostic import Diagnostic
-from windlass.providers.local import LocalProvider
+from windlass.providers.local import LocalProvider, spawn
 from windlass.providers.local.logs import log_folder
+from windlass.providers.runpod.installation import INSTALL_SCRIPT, PodInstallation
 from windlass.ray.versions import our_versions
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
@@ -33,7 +34,6 @@ from windlass.worker.bootstrap import FETCH_SCRIPT, read_certificate, render_use
 if TYPE_CHECKING:
     from windlass.providers.hetzner.account import HetznerAccount
     from windlass.providers.runpod.account import RunpodAccount
-    from windlass.providers.runpod.installation import PodInstallation
     from windlass.providers.runpod.ssh import Identity
 
 # Per raylet on this host. There are many, and Ray's default is a third of the memory.
@@ -242,10 +242,8 @@ def _runpod_provider(name: str, fleet: FleetConfig, config: Config, instance_id:
     )
 
 
-def _installation(fleet: FleetConfig) -> "PodInstallation | None":
+def _installation(fleet: FleetConfig) -> PodInstallation | None:
     """What is installed on the fleet's pods over SSH."""
-    from windlass.providers.runpod.installation import INSTALL_SCRIPT, PodInstallation
-
     ssh = fleet.runpod.ssh
     if not ssh.installs_windlass:
         return None
@@ -337,8 +335,6 @@ async def _known_instance_id(config: Config) -> str | None:
         return None
 
 
-def startup_problem(name: str, fleet: "FleetConfig") -> str | None:
+def startup_problem(name: str, fleet: FleetConfig) -> str | None:
     """Why no worker process of a local fleet could start, as a sentence; None if one could."""
-    from windlass.providers.local import spawn
-
     return spawn.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))

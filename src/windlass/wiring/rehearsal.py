@@ -122,7 +122,7 @@ class _Watch:
             else:
                 self.has_failed = True
                 found.append(Diagnostic("task", f"failed: {task.error}", is_error=True))
-        if worker.status in (WorkerStatus.ERROR, WorkerStatus.TERMINATED) and not self._has_result():
+        if worker.status in (WorkerStatus.ERROR, WorkerStatus.TERMINATED) and "task" not in self._reported:
             self.has_failed = True
             if self._is_new("failure"):
                 found.append(Diagnostic("worker", f"{worker.code}: {worker.reason}; {self.last}", is_error=True))
@@ -146,9 +146,6 @@ class _Watch:
             else:
                 found.append(Diagnostic("cost", "the machine has no price"))
         return found
-
-    def _has_result(self) -> bool:
-        return "task" in self._reported
 
     def _is_new(self, check: str) -> bool:
         is_new = check not in self._reported

@@ -21,6 +21,7 @@ from windlass.model.redaction import masked
 from windlass.store.connect import connected
 from windlass.store.costs import PostgresCostStore
 from windlass.store.database import Database
+from windlass.store.doctor_checks import DatabaseCheck, dsn_with_role, examine
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.history import PostgresHistoryStore
 from windlass.store.migrate import applied_migrations, migrate
@@ -28,14 +29,19 @@ from windlass.store.postgres_programs import PROGRAMS, package_dir
 from windlass.store.task_lists import PostgresTaskLists
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.worker_logs import PostgresWorkerLogs
+from windlass.wiring.store_roles import AccessStores
 
 if TYPE_CHECKING:
-    from windlass.store.doctor_checks import DatabaseCheck
     from windlass.store.embedded import EmbeddedPostgres
-    from windlass.wiring.store_roles import AccessStores
 
 # Interval of the check that the embedded server still runs. It reads a file and looks up a process.
 CHECK_INTERVAL_S = 5.0
+
+
+def _embedded_server(config: Config) -> "EmbeddedPostgres":
+    from windlass.store.embedded import EmbeddedPostgres
+
+    return EmbeddedPostgres(data_dir(config))
 
 
 def data_dir(config: Config) -> Path:
@@ -64,9 +70,7 @@ def check_embedded_database_is_there(config: Config) -> None:
 
 def check_place_of_embedded_database(config: Config) -> None:
     """Raise WindlassError if no server could run in the data directory. Creates nothing."""
-    from windlass.store.embedded import EmbeddedPostgres
-
-    EmbeddedPostgres(data_dir(config)).check_place()
+    _embedded_server(config).check_place()
 
 
 def described_database(config: Config) -> str:
@@ -83,9 +87,7 @@ def postgres_programs() -> Path:
 
 def running_database_url(config: Config) -> str | None:
     """The URL of the embedded database, if it runs now. Starts nothing."""
-    from windlass.store.embedded import EmbeddedPostgres
-
-    server = EmbeddedPostgres(data_dir(config))
+    server = _embedded_server(config)
     return server.dsn if server.is_running() else None
 
 
@@ -126,9 +128,7 @@ async def database(config: Config, *, makes_schema: bool = True, may_create: boo
         return
     if not may_create:
         check_embedded_database_is_there(config)
-    from windlass.store.embedded import EmbeddedPostgres
-
-    server = EmbeddedPostgres(data_dir(config))
+    server = _embedded_server(config)
     try:
         await _in_thread(server.open)
         if makes_schema and not await applied_migrations_of(server.dsn):
@@ -142,8 +142,6 @@ async def database(config: Config, *, makes_schema: bool = True, may_create: boo
 @asynccontextmanager
 async def database_as(role: str, config: Config, **options: bool) -> AsyncIterator[str]:
     """The same without the owner's rights, if `windlass db roles` was run and this user is a member of the role."""
-    from windlass.store.doctor_checks import dsn_with_role
-
     async with database(config, **options) as dsn:
         yield await dsn_with_role(dsn, role)
 
@@ -152,9 +150,7 @@ async def open_embedded_database(config: Config) -> "EmbeddedPostgres | None":
     """Start the embedded database, which the caller closes; None if another is configured."""
     if config.database_url is not None:
         return None
-    from windlass.store.embedded import EmbeddedPostgres
-
-    server = EmbeddedPostgres(data_dir(config))
+    server = _embedded_server(config)
     try:
         await _in_thread(server.open)
     except BaseException:
@@ -238,9 +234,7 @@ async def store(
 
 
 @asynccontextmanager
-async def auth_store(config: Config, *, may_create: bool = True) -> "AsyncIterator[AccessStores]":
-    from windlass.wiring.store_roles import AccessStores
-
+async def auth_store(config: Config, *, may_create: bool = True) -> AsyncIterator[AccessStores]:
     async with database(config, may_create=may_create) as dsn, Database(dsn, retention=config.retention) as opened:
         yield AccessStores(opened)
 
@@ -251,7 +245,5 @@ async def applied_migrations_of(dsn: str) -> dict[int, Any]:
         return await applied_migrations(connection)
 
 
-async def examine_database(dsn: str) -> "DatabaseCheck":
-    from windlass.store.doctor_checks import examine
-
+async def examine_database(dsn: str) -> DatabaseCheck:
     return await examine(dsn)

@@ -1,34 +1,40 @@
-"""Builds workers: over the database, over HTTP on a joined machine, or over HTTP with an API token.
-
-Imports of the worker package are local to the functions, because other commands must start without it.
-"""
+"""Builds workers: over the database, over HTTP on a joined machine, or over HTTP with an API token."""
 
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
-from typing import TYPE_CHECKING
+
+import psutil
 
 from windlass.model.auth import SECRET_PREFIX, new_token
-from windlass.model.config import Config
+from windlass.model.config import Config, LogsConfig, WorkerConfig
 from windlass.model.errors import BadInput, HandlerNotFound, WindlassError
 from windlass.model.payload_privacy import privacy_of
 from windlass.model.redaction import add_known_secrets, secrets_in
+from windlass.model.work_order import RayOrder, WorkOrder
+from windlass.ray.node import NodeProgram, NodeSettings
+from windlass.ray.versions import Versions
 from windlass.store.connect import COMMAND_TIMEOUT_S
 from windlass.store.doctor_checks import WORKER, dsn_with_role
 from windlass.store.transport import PostgresTransport, open_postgres_transport
 from windlass.wiring.stores import database
 from windlass.wiring.tracing import trace_attempts
-
-if TYPE_CHECKING:
-    from windlass.model.config import LogsConfig
-    from windlass.model.work_order import RayOrder, WorkOrder
-    from windlass.worker.executor import Executor
-    from windlass.worker.heartbeat import OpenTransport
-    from windlass.worker.lifecycle import ExitReason, WorkerSettings
-    from windlass.worker.output_buffer import OutputBuffer, OutputLimits
+from windlass.worker.command import CommandExecutor
+from windlass.worker.executor import Executor
+from windlass.worker.handler_user import find_handler_user
+from windlass.worker.heartbeat import OpenTransport
+from windlass.worker.http_transport import HttpTransport, tls_context
+from windlass.worker.inline import InlineExecutor
+from windlass.worker.isolated import IsolatedExecutor
+from windlass.worker.join import join
+from windlass.worker.lifecycle import ExitReason, WorkerRuntime, WorkerSettings
+from windlass.worker.output_buffer import OutputBuffer, OutputLimits, captured_output
+from windlass.worker.private_errors import PrivateErrors
+from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
 # Default share of the machine's memory for all handlers of a worker together.
 MEMORY_SHARE = 0.9
@@ -36,23 +42,23 @@ MEMORY_SHARE = 0.9
 JOINED_REGISTRATION_TIMEOUT_S = 900.0
 
 
-async def run_worker(
-    config: Config,
-    settings: "WorkerSettings",
-    *,
-    secret: str | None,
-    handler: str | None,
-    command: str | None,
-    is_inline: bool,
-    run_as: str | None = None,
-    redact: Sequence[str] = (),
-) -> "ExitReason":
-    """Run a worker over the database until it is drained. Without a secret it generates one."""
-    from windlass.worker.lifecycle import WorkerRuntime
+@dataclass(frozen=True, slots=True)
+class HandlerChoice:
+    """What a worker runs for each task: a Python function or a command."""
 
-    executor = _executor(
-        config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
-    )
+    function: str | None
+    command: str | None
+    is_inline: bool
+    run_as: str | None = None
+    # Paths of payloads that errors and output must not quote.
+    redact: Sequence[str] = ()
+
+
+async def run_worker(
+    config: Config, settings: WorkerSettings, handler: HandlerChoice, *, secret: str | None
+) -> ExitReason:
+    """Run a worker over the database until it is drained. Without a secret it generates one."""
+    executor = _executor(config, settings, handler)
     secret = secret or new_token(SECRET_PREFIX, SystemRandom())
     add_known_secrets([secret])
     async with database(config) as dsn, trace_attempts(config, settings.version) as traced:
@@ -71,15 +77,13 @@ async def run_worker(
             ) as transport:
                 yield transport
 
-        with worker_output(config.logs, settings.queues, redact) as output:
+        with worker_output(config.logs, settings.queues, handler.redact) as output:
             return await WorkerRuntime(settings, connect, traced(executor), output=output).run()
 
 
 @contextlib.contextmanager
-def worker_output(logs: "LogsConfig", queues: Sequence[str], redact: Sequence[str]) -> "Iterator[OutputBuffer | None]":
+def worker_output(logs: LogsConfig, queues: Sequence[str], redact: Sequence[str]) -> Iterator[OutputBuffer | None]:
     """Collect what this process and its handlers print, to be sent; None if that is switched off."""
-    from windlass.worker.output_buffer import OutputBuffer, captured_output
-
     limits = output_limits(logs)
     if limits is None:
         yield None
@@ -89,47 +93,32 @@ def worker_output(logs: "LogsConfig", queues: Sequence[str], redact: Sequence[st
         yield buffer
 
 
-def output_limits(logs: "LogsConfig") -> "OutputLimits | None":
+def output_limits(logs: LogsConfig) -> OutputLimits | None:
     """None: output is not sent."""
-    from windlass.worker.output_buffer import OutputLimits
-
     return OutputLimits(logs.output_bytes_per_s, logs.output_bytes_per_attempt) if logs.send_output else None
 
 
 async def run_self_registered_worker(
     config: Config,
-    settings: "WorkerSettings",
+    settings: WorkerSettings,
+    handler: HandlerChoice,
+    *,
     url: str,
     api_token: str,
     ca_file: Path | None,
-    *,
-    handler: str | None,
-    command: str | None,
-    is_inline: bool,
-    run_as: str | None = None,
-    redact: Sequence[str] = (),
-) -> "ExitReason":
+) -> ExitReason:
     """Run a worker over HTTP that was not spawned until it is drained. Raises TokenRefused for an invalid API token."""
-    from windlass.worker.http_transport import tls_context
-    from windlass.worker.lifecycle import WorkerRuntime
-    from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
-
-    executor = _executor(
-        config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as, redact=redact
-    )
+    executor = _executor(config, settings, handler)
     self_registration = new_self_registration(url, api_token, tls_context(url, ca_file))
     async with trace_attempts(config, settings.version) as traced:
-        with worker_output(config.logs, settings.queues, redact) as output:
+        with worker_output(config.logs, settings.queues, handler.redact) as output:
             return await WorkerRuntime(
                 settings, lambda: SelfRegisteredTransport(self_registration), traced(executor), output=output
             ).run()
 
 
-async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
+async def run_joined_worker(join_file: Path, version: str) -> ExitReason:
     """Run a worker over HTTP on a joined machine until it is drained. Raises TokenRefused if it is not wanted."""
-    from windlass.worker.http_transport import HttpTransport
-    from windlass.worker.join import join
-
     add_known_secrets(secrets_in(os.environ))
     credentials, tls, order = await join(join_file)
     add_known_secrets([credentials.token])
@@ -143,10 +132,7 @@ async def run_joined_worker(join_file: Path, version: str) -> "ExitReason":
         raise
 
 
-async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", version: str) -> "ExitReason":
-    from windlass.model.config import LogsConfig, WorkerConfig
-    from windlass.worker.lifecycle import WorkerRuntime, WorkerSettings
-
+async def _run_order(order: WorkOrder, open_transport: OpenTransport, version: str) -> ExitReason:
     # For handlers and the processes that they start.
     os.environ.update(order.env)
     add_known_secrets(secrets_in(order.env))
@@ -185,29 +171,20 @@ async def _run_order(order: "WorkOrder", open_transport: "OpenTransport", versio
     if order.ray is not None:
         with worker_output(config.logs, settings.queues, order.redact) as output:
             return await _run_joined_node(order, order.ray, open_transport, version, output)
-    executor = _executor(
-        config,
-        settings,
-        handler=order.handler,
-        command=order.exec,
-        is_inline=order.is_inline,
-        redact=order.redact,
-    )
+    handler = HandlerChoice(order.handler, order.exec, order.is_inline, redact=order.redact)
+    executor = _executor(config, settings, handler)
     async with trace_attempts(config, settings.version) as traced:
         with worker_output(config.logs, settings.queues, order.redact) as output:
             return await WorkerRuntime(settings, open_transport, traced(executor), output=output).run()
 
 
 async def _run_joined_node(
-    order: "WorkOrder",
-    ray: "RayOrder",
-    open_transport: "OpenTransport",
+    order: WorkOrder,
+    ray: RayOrder,
+    open_transport: OpenTransport,
     version: str,
-    output: "OutputBuffer | None",
-) -> "ExitReason":
-    from windlass.ray.node import NodeProgram, NodeSettings
-    from windlass.ray.versions import Versions
-
+    output: OutputBuffer | None,
+) -> ExitReason:
     settings = NodeSettings(
         worker_id=order.worker_id,
         fleet=order.fleet,
@@ -224,54 +201,25 @@ async def _run_joined_node(
     return await NodeProgram(settings, open_transport, output).run()
 
 
-def _executor(
-    config: Config,
-    settings: "WorkerSettings",
-    *,
-    handler: str | None,
-    command: str | None,
-    is_inline: bool,
-    run_as: str | None = None,
-    redact: Sequence[str] = (),
-) -> "Executor":
-    executor = _plain_executor(config, settings, handler=handler, command=command, is_inline=is_inline, run_as=run_as)
-    if not redact:
-        return executor
-    from windlass.worker.private_errors import PrivateErrors
-
-    return PrivateErrors(executor, settings.queues, redact)
+def _executor(config: Config, settings: WorkerSettings, handler: HandlerChoice) -> Executor:
+    executor = _plain_executor(config, settings, handler)
+    return PrivateErrors(executor, settings.queues, handler.redact) if handler.redact else executor
 
 
-def _plain_executor(
-    config: Config,
-    settings: "WorkerSettings",
-    *,
-    handler: str | None,
-    command: str | None,
-    is_inline: bool,
-    run_as: str | None,
-) -> "Executor":
-    from windlass.worker.handler_user import find_handler_user
-
-    user = find_handler_user(run_as) if run_as is not None else None
+def _plain_executor(config: Config, settings: WorkerSettings, handler: HandlerChoice) -> Executor:
+    user = find_handler_user(handler.run_as) if handler.run_as is not None else None
     limit_mb = config.worker.memory_limit_mb
     limit_bytes = limit_mb << 20 if limit_mb else int(_memory_bytes() * MEMORY_SHARE) // settings.concurrency
-    if command is not None:
-        from windlass.worker.command import CommandExecutor
-
+    if handler.command is not None:
         return CommandExecutor(
-            command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes, run_as=user
+            handler.command, memory_limit_bytes=limit_bytes, max_result_bytes=config.max_payload_bytes, run_as=user
         )
-    if handler is None:
+    if handler.function is None:
         raise BadInput("nothing to run: a worker needs a handler or a command.")
-    if is_inline:
-        from windlass.worker.inline import InlineExecutor
-
-        return InlineExecutor(handler, max_result_bytes=config.max_payload_bytes)
-    from windlass.worker.isolated import IsolatedExecutor
-
+    if handler.is_inline:
+        return InlineExecutor(handler.function, max_result_bytes=config.max_payload_bytes)
     return IsolatedExecutor(
-        handler,
+        handler.function,
         concurrency=settings.concurrency,
         memory_limit_bytes=limit_bytes,
         max_result_bytes=config.max_payload_bytes,
@@ -281,8 +229,6 @@ def _plain_executor(
 
 def _memory_bytes() -> int:
     """The memory of the machine, or of the container if that is less."""
-    import psutil
-
     total = int(psutil.virtual_memory().total)
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

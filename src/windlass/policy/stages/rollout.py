@@ -204,19 +204,15 @@ def _rejection(
         return f"tasks fail on its workers{last}"
     if len(rollout.failed) >= MAX_FAILED:
         return f"{len(rollout.failed)} of its workers failed before they worked{last}"
-    ids = {s.worker.id for s in new}
+    ids, min_failures = {s.worker.id for s in new}, context.fleet.quarantine_min_failures
     for streak in context.snapshot.failure_streaks:
         alone = len(streak.failed) - len(streak.failed_elsewhere)
-        if streak.worker_id in ids and streak.since >= rollout.started_at and alone >= _min_failures(context):
+        if streak.worker_id in ids and streak.since >= rollout.started_at and alone >= min_failures:
             return f"{alone} different tasks in a row failed on {streak.worker_id}"
     refusal = context.snapshot.refusal
     if refusal is not None and refusal.code == INVALID_REQUEST and refusal.at >= rollout.started_at:
         return f"the provider refuses its settings: {refusal.reason}"
     return None
-
-
-def _min_failures(context: PlanningContext) -> int:
-    return context.fleet.quarantine_min_failures
 
 
 def has_passed(context: PlanningContext, state: WorkerState) -> bool:
