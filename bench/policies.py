@@ -1,17 +1,17 @@
 """The tables and plots of docs/policies.md: every policy and baseline on a folder of traces.
 
-    python -m bench.policies results --traces ../shared/traces --images docs/images
-    python -m bench.policies own-policies --traces ../shared/traces    `threshold`, `buffered` and `clear-time`
-    python -m bench.policies boots --traces ../shared/traces       random boots, three seeds
-    python -m bench.policies hold-out --traces ../shared/traces    constants chosen without the trace that is scored
-    python -m bench.policies others --traces ../shared/traces      shifted, thinned, scaled and resampled traces
-    python -m bench.policies each --traces FOLDER                  `adaptive` on each trace of a folder
-    python -m bench.policies paths --traces ../shared/traces       fast path against full path, on whole traces
-    python -m bench.policies speed                                 100,000 tasks over 14 days, both paths
+    python -m bench.policies results --traces FOLDER --images docs/images
+    python -m bench.policies own-policies --traces FOLDER        `threshold`, `buffered` and `clear-time`
+    python -m bench.policies boots --traces FOLDER               random boots, three seeds
+    python -m bench.policies hold-out --traces FOLDER            constants chosen without the trace that is scored
+    python -m bench.policies others --traces FOLDER              shifted, thinned, scaled and resampled traces
+    python -m bench.policies each --traces FOLDER                `adaptive` on each trace of a folder
+    python -m bench.policies paths --traces FOLDER               fast path against full path, on whole traces
+    python -m bench.policies speed                               100,000 tasks over 14 days, both paths
 
-R has one slot, boots of 120 s and bills by the second. H has two slots, boots of 90 s and bills by the hour. A score
-is the geometric mean over the traces. One process. `own-policies` and `paths` run the full plan() in every cycle and
-take about half an hour of processor time each; the others take one to three minutes.
+bench/traces.md describes the traces. R has one slot, boots of 120 s and bills by the second. H has two slots, boots of
+90 s and bills by the hour. A score is the geometric mean over the traces. One process. `own-policies` and `paths` run
+the full plan() in every cycle and take about half an hour of processor time each; the others take one to three minutes.
 """
 
 import argparse
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument(
         "part", choices=("results", "own-policies", "boots", "hold-out", "others", "each", "paths", "speed")
     )
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--traces", type=Path, default=Path("traces"), help="folder of traces (see bench/traces.md)")
     parser.add_argument("--settings", nargs="*", choices=tuple(WORLDS), default=tuple(WORLDS))
     parser.add_argument("--images", type=Path, help="write the plots of `results` to this folder")
     arguments = parser.parse_args()

@@ -91,6 +91,10 @@ HF_TOKEN = "cmd:vault kv get -field=token secret/hugging-face"
 
 ## Names of the original orchestrators
 
+The original orchestrators are the [earlier systems](architecture.md#how-conflicting-requirements-were-decided) that
+Windlass joins.
+Their environment variables still work.
+
 - A fleet that sets `TASKS_PER_GPU_THRESHOLD` and none of `MACHINES_TO_KEEP_IDLE`, `SCALE_UP_MULTIPLIER` and
   `SCALE_DOWN_MULTIPLIER` uses the policy `threshold`, unless `policy` is set.
 - A Runpod fleet with `MIN_ACTIVE_GPUS` or `MAX_ACTIVE_GPUS` uses `threshold` too, unless it has a setting of another
