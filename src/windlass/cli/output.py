@@ -71,7 +71,7 @@ def print_table(rows: Sequence[Sequence[object]], *headings: str, right: Collect
 
 def print_text_table(table: TextTable) -> None:
     if sys.stdout.isatty() and len(table.rows) <= MAX_RICH_ROWS:
-        from rich.console import Console  # noqa: PLC0415
+        from rich.console import Console
 
         Console().print(rich_table(table))
         return
@@ -93,9 +93,9 @@ def _align(rows: list[list[str]], is_right: list[bool]) -> Iterator[str]:
 
 
 def rich_table(table: TextTable) -> "Table":
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
 
     has_headings = bool(table.headings)
     drawn = Table(box=SIMPLE_HEAD if has_headings else None, show_header=has_headings, show_edge=False, pad_edge=False)
@@ -129,8 +129,8 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
     if not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import Progress  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(description, total=total)

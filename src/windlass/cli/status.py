@@ -128,9 +128,9 @@ async def _stream(read: Callable[[], Awaitable[StatusReport]]) -> NoReturn:
 
 async def _watch(read: Callable[[], Awaitable[StatusReport]]) -> NoReturn:
     """Refresh every second. While the database is unavailable, the last view stays, with the error above it."""
-    from rich.console import Group  # noqa: PLC0415
-    from rich.live import Live  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
 
     shown = Group()
     # On a terminal the view uses the alternate screen. Elsewhere only the last view is printed.
@@ -146,8 +146,8 @@ async def _watch(read: Callable[[], Awaitable[StatusReport]]) -> NoReturn:
 
 def render(report: StatusReport) -> "Group":
     """The live view."""
-    from rich.console import Group  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Group
+    from rich.text import Text
 
     tables = [rich_table(table) if table.rows else Text(empty) for table, empty in _tables(report, is_short=True)]
     return Group(*[part for table in tables for part in (table, Text())], Text(_last_hour(report)))

@@ -67,7 +67,7 @@ class Cluster:
 
     async def fetch_versions(self) -> Versions:
         def fetch() -> Versions:
-            from ray._private.ray_constants import KV_NAMESPACE_CLUSTER  # noqa: PLC0415
+            from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
 
             metadata = self.connect().internal_kv_get(
                 b"CLUSTER_METADATA", namespace=KV_NAMESPACE_CLUSTER, timeout=CALL_TIMEOUT_S
@@ -83,7 +83,7 @@ class Cluster:
         """Live nodes, and the dead ones that the head remembers."""
 
         def fetch() -> list[ClusterNode]:
-            from ray.core.generated import autoscaler_pb2, gcs_pb2  # noqa: PLC0415
+            from ray.core.generated import autoscaler_pb2, gcs_pb2
 
             gcs = self.connect()
             state = gcs.get_cluster_resource_state(CALL_TIMEOUT_S)
@@ -103,7 +103,7 @@ class Cluster:
         """
 
         def drain() -> None:
-            from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # noqa: PLC0415
+            from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
             deadline_ms = int((time.time() + timeout_s) * 1000)
             preemption = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

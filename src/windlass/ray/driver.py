@@ -55,7 +55,7 @@ class Driver:
             ) from error
 
     def _connect(self) -> None:
-        import ray  # noqa: PLC0415
+        import ray
 
         context = ray.init(
             address=self._address,
@@ -82,7 +82,7 @@ class Driver:
         return function.remote(pickle.dumps((seat_id, self._job)))
 
     def _make_function(self, needs: dict[str, float], excluded_nodes: Collection[str]) -> Any:
-        import ray  # noqa: PLC0415
+        import ray
 
         if self._function is None:
             self._function = ray.remote(make_remote_function())
@@ -106,7 +106,7 @@ class Driver:
 
     async def wait_for_exit(self, reference: Any) -> SeatExit | AttemptFailure:
         """Why the seat exited. If Ray ended it, that is a failure of the attempt that ran in it."""
-        from ray import exceptions  # noqa: PLC0415
+        from ray import exceptions
 
         try:
             seat_exit: SeatExit | tuple[str, str] = await asyncio.wrap_future(reference.future())
@@ -129,7 +129,7 @@ class Driver:
 
     async def kill(self, reference: Any) -> None:
         """Kill a seat, pending or running, and wait until it is gone or out of reach. Does not say which."""
-        import ray  # noqa: PLC0415
+        import ray
 
         # Ray raises if the seat has ended already, which is what we want.
         with contextlib.suppress(Exception):
@@ -139,7 +139,7 @@ class Driver:
 
     async def cancel(self, references: Collection[Any]) -> None:
         """Cancel seats and do not wait for their end."""
-        import ray  # noqa: PLC0415
+        import ray
 
         def cancel_all() -> None:
             for reference in references:

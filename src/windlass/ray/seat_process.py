@@ -133,13 +133,14 @@ def make_remote_function() -> Callable[[bytes], Any]:
     """
 
     def windlass_seat(pickled: bytes) -> Any:
-        import pickle  # noqa: PLC0415 - its imports must happen where it runs
+        # The function runs on a node, and so must its imports.
+        import pickle
 
-        import ray  # noqa: PLC0415
+        import ray
 
         node_id = ray.get_runtime_context().get_node_id()
         try:
-            from windlass.ray.seat_process import run_seat  # noqa: PLC0415
+            from windlass.ray.seat_process import run_seat
 
             seat_id, job = pickle.loads(pickled)  # noqa: S301 - from our dispatcher, through Ray
         except Exception as error:
