@@ -1,4 +1,4 @@
-"""Output of commands: JSON, tables, durations and progress bars.
+"""Output of commands: JSON, tables and progress bars.
 
 Text from the database may contain anything. Control characters in it are escaped before they reach a terminal.
 """

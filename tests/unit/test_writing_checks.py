@@ -1,0 +1,78 @@
+"""The checks of `tools/wording.py` and `tools/structure.py`: what they find, and what they leave alone."""
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("call", "is_found"),
+    [
+        ('log.info("registered worker", fleet=1)', False),
+        ('self._log.warning("send heartbeat failed")', False),
+        ('get_logger("windlass.up").warning("run handlers as root")', False),
+        ('retrying(call, "register node failed")', False),
+        ("log.warning(event, error=1)", False),
+        ('print("Done.")', False),
+        ('log.info("ready")', True),
+        ('log.info("worker registered")', True),
+        ('log.error("restart program, waiting")', True),
+        ('log.error(f"start {name} failed")', True),
+        ('retrying(call, "register node failed, retrying")', True),
+    ],
+)
+def test_log_events_are_a_verb_and_its_object(call: str, is_found: bool) -> None:
+    assert bool(tool("structure").log_event_findings(ast.parse(call), Path("x.py"))) is is_found
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("# " + "Of the head.", True),
+        ('"""' + 'As by SIGHUP."""', True),
+        ("# " + "Those that are left.", True),
+        ("# As in systemd, an empty value clears the others.", False),
+        ("# Office hours only.", False),
+        ("# Address of the head.", False),
+    ],
+)
+def test_comments_begin_with_their_subject(line: str, is_found: bool) -> None:
+    assert bool(tool("wording").fragments_in(line)) is is_found
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("It drains. Then it stops.", True),
+        ("It drains. `up` stops.", True),
+        ("word " * 30, True),
+        ("[A link](" + "x" * 120 + ")", False),
+        ("1. Drain the worker.", False),
+        ("- **Drain.** The worker finishes its tasks.", False),
+        ("It takes 1.5 s, e.g. on `a. B`.", False),
+        ("| It drains. Then it stops. |", False),
+        ("```\nIt drains. Then it stops.\n```", False),
+    ],
+)
+def test_documentation_has_one_sentence_per_line(line: str, is_found: bool) -> None:
+    assert bool(tool("wording").layout_findings(line)) is is_found
+
+
+def test_long_sentences_in_tables_are_found() -> None:
+    long_sentence = "a " * 36
+    assert tool("wording").long_sentences_in(f"| x | {long_sentence} |")
+    assert not tool("wording").long_sentences_in(f"| x | {', '.join(['`a`'] * 40)} |")
