@@ -36,20 +36,26 @@ LOG_EVENT = re.compile(r"[a-z]+( [a-z0-9]+)+(: %s)?")
 def log_event_findings(tree: ast.AST, path: Path) -> list[str]:
     """Log calls and retry loops (`retrying`) whose event is not a constant `verb object`."""
     found = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
             continue
-        function = ast.unparse(node.func)
-        receiver, _, method = function.rpartition(".")
-        is_log = method in LOG_METHODS and re.search(r"(^|[._])(log|get_logger\(.*\))$", receiver)
-        position = 0 if is_log else 1 if function == "retrying" else len(node.args)
-        # `retrying` itself logs the event of its caller.
-        for event in node.args[position : position + 1]:
-            text = event.value if isinstance(event, ast.Constant) else None
-            is_argument = isinstance(event, ast.Name) and event.id == "event"
-            is_event = text and LOG_EVENT.fullmatch(text) and LOG_VERB.fullmatch(text.partition(" ")[0])
-            if not is_argument and not is_event:
-                found.append(f"{path}:{node.lineno}: log event {ast.unparse(event)}: write a constant 'verb object'")
+        # `run(log.info, "event")` logs too.
+        for function, arguments in [
+            (call.func, call.args),
+            *((each, call.args[n:]) for n, each in enumerate(call.args, 1)),
+        ]:
+            receiver, _, method = ast.unparse(function).rpartition(".")
+            is_log = method in LOG_METHODS and re.search(r"(^|[._])(log|get_logger\(.*\))$", receiver)
+            position = 0 if is_log else 1 if method == "retrying" else len(arguments)
+            for event in arguments[position : position + 1]:
+                text = event.value if isinstance(event, ast.Constant) else None
+                is_event = text and LOG_EVENT.fullmatch(text) and LOG_VERB.fullmatch(text.partition(" ")[0])
+                # `retrying` itself logs the event of its caller.
+                is_argument = isinstance(event, ast.Name) and event.id == "event"
+                if not is_event and not is_argument:
+                    found.append(
+                        f"{path}:{call.lineno}: log event {ast.unparse(event)}: write a constant 'verb object'"
+                    )
     return found
 
 

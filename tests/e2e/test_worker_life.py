@@ -200,7 +200,7 @@ async def _two_signals_of_one_moment(_harness: WorkerHarness, process: WorkerPro
     # `timeout` signals a program and then its process group.
     process.send(signal.SIGTERM)
     process.send(signal.SIGINT)
-    await until(lambda: '"event": "repeated signal ignored' in process.log(), "both signals are handled")
+    await until(lambda: '"event": "ignored repeated signal' in process.log(), "both signals are handled")
 
 
 async def _set_terminating(harness: WorkerHarness, process: WorkerProcess) -> None:

@@ -118,7 +118,7 @@ class WorkerProcess:
             await until(lambda: self._count_signals() > handled, f"signal handled\n{self.last_lines()}")  # noqa: B023
 
     def _count_signals(self) -> int:
-        return self.log().count('"event": "draining"') + self.log().count('"event": "repeated signal ignored"')
+        return self.log().count('"event": "drain worker"') + self.log().count('"event": "ignored repeated signal"')
 
     def send_to_all(self, number: signal.Signals) -> None:
         """Signal the worker and its descendants, as a service manager or a terminal does."""

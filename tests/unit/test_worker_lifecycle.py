@@ -39,7 +39,7 @@ async def test_two_signals_at_once_count_as_one() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
             await scenario.wait_until(
-                lambda: {"draining", "repeated signal ignored"} <= {line["event"] for line in lines},
+                lambda: {"drain worker", "ignored repeated signal"} <= {line["event"] for line in lines},
                 "both signals are handled",
             )
             may_finish.set()
@@ -60,7 +60,7 @@ async def test_claim_arriving_after_second_signal_is_released(monkeypatch: pytes
             await scenario.wait_for_heartbeat()
 
             def drain_limits_s() -> list[float]:
-                return [line["limit_s"] for line in lines if line["event"] == "draining"]
+                return [line["limit_s"] for line in lines if line["event"] == "drain worker"]
 
             async def signal_twice() -> None:
                 if scenario.has_running_task():

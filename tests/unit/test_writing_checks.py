@@ -28,6 +28,8 @@ def tool(name: str) -> ModuleType:
         ('retrying(call, "register node failed")', False),
         ("log.warning(event, error=1)", False),
         ('print("Done.")', False),
+        ('run(log.info, "ignored repeated signal")', False),
+        ('run(log.info, "repeated signal ignored")', True),
         ('log.info("ready")', True),
         ('log.info("worker registered")', True),
         ('log.error("restart program, waiting")', True),

@@ -11,19 +11,17 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import psutil
 import structlog
 
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.ray import RaySettings
-from windlass.model.worker import LIVE, HeartbeatReply, Registration, WorkerKind, WorkerStatus
+from windlass.model.worker import LIVE, HeartbeatReply, WorkerKind, WorkerStatus
 from windlass.ports.transport import WorkerTransport
 from windlass.ray.cluster import FLEET_LABEL, WORKER_LABEL, to_label_value
 from windlass.ray.temp_dir import ray_temp_dir
@@ -34,28 +32,20 @@ from windlass.worker.lifecycle import ExitReason
 from windlass.worker.output_buffer import OutputBuffer
 from windlass.worker.output_shipper import OutputShipper
 from windlass.worker.process import ProcessGroup, describe_exit, start_group
+from windlass.worker.registration import RegistrationSettings
 
 RAYLET_CHECK_INTERVAL_S = 0.5
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings(RegistrationSettings):
     worker_id: str
-    fleet: str
-    queues: tuple[str, ...]
     # Address of the head.
     address: str
     ray: RaySettings
-    concurrency: int = 1
-    heartbeat_interval_s: float = 5.0
-    lease_s: float = 30.0
-    registration_timeout_s: float = 0.0
-    version: str | None = None
     # Versions of the head, if known in advance.
     head_versions: Versions | None = None
-    # Identifies this start of the program when it registers more than once under the same worker id.
-    start_id: str = field(default_factory=lambda: uuid4().hex)
 
 
 class NodeLost(WindlassError):
@@ -115,18 +105,7 @@ class NodeProgram:
     async def _register(self, transport: WorkerTransport) -> bool:
         """Returns False if the program was stopped meanwhile, or its worker is not live any longer."""
         settings = self._settings
-        registration = Registration(
-            worker_id=settings.worker_id,
-            queues=settings.queues,
-            fleet=settings.fleet,
-            concurrency=settings.concurrency,
-            lease_s=settings.lease_s,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            version=settings.version,
-            kind=WorkerKind.NODE,
-            start_id=settings.start_id,
-        )
+        registration = settings.registration(settings.worker_id, WorkerKind.NODE)
         try:
             self._status = await retrying(
                 lambda: transport.register(registration),

@@ -24,7 +24,7 @@ from uuid import uuid4
 import structlog
 
 from windlass.model.errors import BadInput, DatabaseUnavailable, SchemaMismatch, UnknownWorker, WindlassError
-from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeartbeatReply, Registration, WorkerKind, WorkerStatus
+from windlass.model.worker import LIVE, SAME_SIGNAL_S, HeartbeatReply, WorkerKind, WorkerStatus
 from windlass.ports.transport import WorkerTransport
 from windlass.retry import retrying
 from windlass.worker.attempts import Attempts
@@ -35,6 +35,7 @@ from windlass.worker.gpu import GpuReader
 from windlass.worker.heartbeat import Heartbeat, OpenTransport
 from windlass.worker.output_buffer import OutputBuffer
 from windlass.worker.output_shipper import STOP_TIMEOUT_S, URGENT_STOP_TIMEOUT_S, OutputShipper
+from windlass.worker.registration import RegistrationSettings
 from windlass.worker.shutdown_state import FOREVER, ShutdownState
 from windlass.worker.storage import StorageReader
 
@@ -42,31 +43,21 @@ _Value = TypeVar("_Value", HeartbeatReply, SchemaMismatch)
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    queues: tuple[str, ...]
-    fleet: str = "default"
-    concurrency: int = 1
-    heartbeat_interval_s: float = 5.0
-    lease_s: float = 30.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(RegistrationSettings):
     # For tasks without a time limit of their own.
     timeout_s: float | None = None
     # From the drain request until running tasks are released.
     drain_timeout_s: float = 600.0
     # How long a result is kept for a database that does not answer.
     delivery_timeout_s: float = 3600.0
-    # How long the first registration is retried. A rented machine must survive a restart of the control plane.
-    registration_timeout_s: float = 0.0
     # Set for a spawned worker. A worker started by hand makes up its own.
     worker_id: str | None = None
-    version: str | None = None
     # Claim nothing while no GPU responds: the attempts would only fail.
     needs_gpu: bool = False
     # Mount point of shared storage whose usage is reported.
     storage_path: str | None = None
     kind: WorkerKind = WorkerKind.WORKER
-    # Identifies this start of the program when it registers more than once under the same worker id.
-    start_id: str = field(default_factory=lambda: uuid4().hex)
     # Sent with each heartbeat, for people to read.
     remarks: Mapping[str, str] = field(default_factory=dict)
 
@@ -160,7 +151,7 @@ class WorkerRuntime:
             self._signalled_at = now
             run(self.drain, name)
         elif now - self._signalled_at < SAME_SIGNAL_S:
-            run(log.info, "repeated signal ignored", signal=name)
+            run(log.info, "ignored repeated signal", signal=name)
         else:
             run(self.drain, name, 0.0)
 
@@ -295,20 +286,7 @@ class _WorkerSession:
         # Every log line from now on carries the id.
         structlog.contextvars.bind_contextvars(worker_id=self._id)
         self._shutdown.context = contextvars.copy_context()
-        self._status = await self._transport.register(
-            Registration(
-                worker_id=self._id,
-                queues=settings.queues,
-                fleet=settings.fleet,
-                concurrency=settings.concurrency,
-                lease_s=settings.lease_s,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                version=settings.version,
-                kind=settings.kind,
-                start_id=settings.start_id,
-            )
-        )
+        self._status = await self._transport.register(settings.registration(self._id, settings.kind))
         log.info("registered worker", queues=list(settings.queues), concurrency=settings.concurrency)
         self._drain_if_terminating()
 
