@@ -28,4 +28,4 @@ async def background_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None
 def _log_failure(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        log.error("background task failed", task=task.get_name(), exc_info=error)
+        log.error("run background task failed", task=task.get_name(), exc_info=error)

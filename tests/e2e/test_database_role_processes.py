@@ -78,7 +78,7 @@ async def test_each_program_runs_with_its_role_alone(tmp_path: Path, dsn: str, d
         await check_operations(host)
         await host.stop(up)
         assert "denied" not in host.log()
-        assert "database user owns the schema" not in host.log()
+        assert "run with owner rights" not in host.log()
     await check_users(dsn, dsn_of)
 
 

@@ -19,7 +19,7 @@ async def test_failure_is_logged_while_the_context_is_open() -> None:
             while not logs:
                 await asyncio.sleep(0)
     assert [(entry["event"], entry["task"], str(entry["exc_info"])) for entry in logs] == [
-        ("background task failed", "fail", "a defect")
+        ("run background task failed", "fail", "a defect")
     ]
 
 

@@ -97,4 +97,4 @@ async def test_listener_that_fails_does_not_stop_fleets() -> None:
             while cycle.runs < CYCLES:
                 await asyncio.sleep(0.01)
             task.stop()
-    assert {(entry["event"], entry["fleet"]) for entry in logs} == {("receive summary failed", "failing")}
+    assert {(entry["event"], entry["fleet"]) for entry in logs} == {("handle summary failed", "failing")}

@@ -344,7 +344,7 @@ class FleetCycle:
             try:
                 provider = self._deployment.make_provider(config)
             except WindlassError as error:
-                log.warning("restore former settings failed", fleet=self.name, error=str(error))
+                log.warning("apply former settings failed", fleet=self.name, error=str(error))
                 self._run_with(configured)
                 return False
         if self._provider is not self._configured[1]:

@@ -179,7 +179,7 @@ class FleetTask:
         try:
             self._on_summary(summary)
         except Exception:
-            log.exception("receive summary failed", fleet=self.name)
+            log.exception("handle summary failed", fleet=self.name)
 
     def _interval_s(self, summary: Summary) -> float:
         """Time from the start of this cycle to the start of the next."""

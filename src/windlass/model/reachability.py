@@ -42,7 +42,7 @@ def problem_of_reach(url: str, network: MachineNetwork) -> str | None:
         return "is an address of one network segment"
     if network.private_range is not None and _is_within(address, network.private_range):
         return None
-    # Also shared addresses (100.64.0.0/10), which Tailscale and carriers use, and reserved ones.
+    # Shared addresses (100.64.0.0/10), which Tailscale and carriers use, and reserved ones are not global either.
     if not address.is_global:
         if network.private_range is not None:
             return f"is not in the machines' private network {network.private_range}"

@@ -22,7 +22,7 @@ from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 # Time for a body, plus the time that the bytes received so far take at MIN_BODY_BYTES_PER_S.
 BODY_TIMEOUT_S = 60.0
 MAX_BUFFERED_BYTES = 256 << 20
-# Of it, for one caller: otherwise one token could keep all workers from delivering large results.
+# One caller may use this share of it. Otherwise one token could keep all workers from delivering large results.
 MAX_SHARE_OF_CALLER = 0.5
 # Large bodies of one worker at the same time: a batch of results, and output.
 MAX_LARGE_PER_WORKER = 2

@@ -134,7 +134,7 @@ async def warn_of_owner_rights(dsn: str) -> None:
     user = await user_with_owner_rights(await dsn_with_role(dsn, ORCHESTRATOR))
     if user is not None:
         hint = "run `windlass db roles`, then connect as a user with the role windlass_orchestrator"
-        structlog.get_logger("windlass.up").warning("database user owns the schema", user=user, hint=hint)
+        structlog.get_logger("windlass.up").warning("run with owner rights", user=user, hint=hint)
 
 
 async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlOptions) -> None:

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import PurePath
 
 _FRAME = re.compile(r'^(?P<margin>[ |]*)File "(?P<path>.*)", line \d+')
-# Of the worker, which calls the handler.
+# The worker's own code is in this folder. It calls the handler.
 _WORKER = str(PurePath(__file__).parent)
 _STANDARD_LIBRARY = tuple(sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")

@@ -55,7 +55,7 @@ FLEET_REFUSALS = frozenset({"LIMIT_REACHED", "DENIED", "INVALID_REQUEST", "NO_CA
 FAILURES = ("TASK_ERROR", "TASK_FAILED")
 # Codes of checks that depend on the host of a machine.
 HOST_CHECKS = frozenset({"GPU_NOT_DETECTED", "STORAGE_NOT_MOUNTED", "DISK_FULL", "SSH_UNREACHABLE"})
-# Those for which an image may be at fault too.
+# An image may be at fault for these, too.
 IMAGE_CHECKS = frozenset({"DISK_FULL", "SSH_UNREACHABLE"})
 
 
