@@ -49,6 +49,28 @@ def test_slot_of_ambiguous_create_without_machine_is_freed() -> None:
     assert SLOT_FREED_S < machine.created_at < SLOT_FREED_S + 20.0
 
 
+@pytest.mark.parametrize("step_s", [120.0, 3600.0])
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same leader", "new leader"])
+def test_clock_set_forward_during_a_creation_keeps_its_slot(step_s: float, is_restarted: bool) -> None:
+    """Else a second machine takes the slot, and the first one appears beside it."""
+    simulation = fault_free_simulation(max_workers=1, min_workers=1, ttl_s=5.0)
+
+    def step() -> None:
+        simulation.clock_offset_s += step_s
+        simulation.checker.on_clock_step(step_s)
+        if is_restarted:
+            simulation.orchestrators[0].kill()
+            simulation.orchestrators[0].start()
+
+    # The call times out, and the machine appears later.
+    creation = {"duration_s": 1.0, "takes_effect_late_s": LATE_S}
+    script(simulation, (0, lambda: red(simulation).next_create(**creation)), (15.0, step))
+    simulation.run()
+    assert simulation.checker.most_billed == {"red": 1}
+    first, *_ = red(simulation).machines.values()
+    assert first.created_at == pytest.approx(LATE_S + 1.0, abs=1.0)
+
+
 @pytest.mark.parametrize(
     "problem", [Refused("limit"), NoCapacity("none left")], ids=lambda problem: type(problem).__name__
 )

@@ -69,6 +69,48 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
             id="an unanswered creation whose machine can no longer appear",
         ),
         pytest.param(
+            snapshot(
+                worker(machine_id=None, created=3600, heartbeat=None),
+                machines=(),
+                traits=LAGGING_LIST,
+                state={"planned_at": ago(3600)},
+            ),
+            Presence.UNKNOWN,
+            id="an unanswered creation that only a clock set forward makes old",
+        ),
+        pytest.param(
+            snapshot(
+                worker(machine_id=None, created=3600, heartbeat=None),
+                machines=(),
+                traits=LAGGING_LIST,
+                since_plan_s=118.0,
+                state={"planned_at": ago(3599)},
+            ),
+            Presence.UNKNOWN,
+            id="an unanswered creation that is young by the leader's own clock",
+        ),
+        pytest.param(
+            snapshot(
+                worker(machine_id=None, created=3600, heartbeat=None),
+                machines=(),
+                traits=LAGGING_LIST,
+                since_plan_s=120.0,
+                state={"planned_at": ago(3600)},
+            ),
+            Presence.NEVER,
+            id="an unanswered creation that is old by the leader's own clock",
+        ),
+        pytest.param(
+            snapshot(
+                worker(machine_id=None, created=3600, heartbeat=None),
+                machines=(),
+                traits=LAGGING_LIST,
+                state={"unproven_s": {"w0": 3481.0}},
+            ),
+            Presence.UNKNOWN,
+            id="an unanswered creation whose age an earlier step of the clock made",
+        ),
+        pytest.param(
             snapshot(worker(machine_id=None, created=1, heartbeat=None), machines=(), listed_at=ago(2)),
             Presence.UNKNOWN,
             id="an unanswered creation younger than the list",

@@ -101,6 +101,8 @@ class FleetCycle:
         self._recorded: list[Outcome] = []
         # The database's time, and the loop's time at which it was read.
         self._clock: tuple[datetime, float] | None = None
+        # The database's time of the last plan of this process, and the loop's time at which it was known.
+        self._last_plan: tuple[datetime, float] | None = None
         # The last listing error, and when it was logged by the loop's clock.
         self._listing_error: tuple[str, float] = ("", float("-inf"))
 
@@ -172,6 +174,10 @@ class FleetCycle:
         self._lease.renewed(observing_at)
         term, seen = observed
         self._clock = (seen.now, loop.time())
+        # From the answer of one call to the request of the next: never more than has passed at the database.
+        is_last_plan_own = self._last_plan is not None and self._last_plan[0] == seen.planner_state.cadence.planned_at
+        since_plan_s = observing_at - self._last_plan[1] if self._last_plan is not None and is_last_plan_own else None
+        self._last_plan = self._clock
         volume, volume_problem = await self._read_volume(seen.planner_state, list_timeout_s)
         if volume is not None and volume.price_micros_per_hour is not None:
             await self._store.record_volume(self.name, volume)
@@ -189,6 +195,7 @@ class FleetCycle:
             volume=volume,
             volume_problem=volume_problem,
             listed_at=seen.now - timedelta(seconds=self._clock[1] - listing_at),
+            since_plan_s=since_plan_s,
             traits=replace(traits, creation_lateness_s=creation_lateness_s),
             is_shutting_down=is_shutting_down,
             planner_state=seen.planner_state if is_one_shot else replace(seen.planner_state, cadence=cadence),

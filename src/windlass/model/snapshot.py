@@ -267,6 +267,9 @@ class HealthState:
 class MachineListState:
     # Worker id to the first complete list that lacked its machine.
     missing_since: dict[str, datetime] = field(default_factory=dict)
+    # Id of a spawned worker whose machine is unknown to the seconds of its age that a step of the database's clock
+    # forward may have added: its machine may still appear.
+    unproven_s: dict[str, float] = field(default_factory=dict)
     # Since when the provider has returned no complete list.
     unlisted_since: datetime | None = None
     # Machine id to the first of the consecutive cycles that asked for its deletion.
@@ -372,6 +375,8 @@ class Snapshot:
     machines: tuple[Machine, ...] | None = None
     # When the list was requested, by the database's clock. Machines that became known later cannot be missing from it.
     listed_at: datetime | None = None
+    # Seconds since the last plan by the leader's own clock. None: another process made it, or it is not known.
+    since_plan_s: float | None = None
     traits: ProviderTraits = field(default_factory=ProviderTraits)
     # Workers spawned, or found failed, within the failure window, oldest first.
     launches: tuple[LaunchRecord, ...] = ()

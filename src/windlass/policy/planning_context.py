@@ -231,6 +231,7 @@ def _own_machine(worker: WorkerView, found: tuple[Machine, ...]) -> Machine | No
 def _presences(context: PlanningContext) -> dict[str, Presence]:
     """What the list says about each worker's machine. Places the LIST_SHRANK hold while a suspect list is new."""
     snapshot, grace_s = context.snapshot, context.snapshot.traits.absence_grace_s
+    context.remember_in("machines", unproven_s=_unproven_s(context))
     # Workers whose machine, if it exists, must be in the list: it is known, on this host, and was known before the list
     # was requested. Where lists lag, it was not new then.
     host, listed_at = snapshot.traits.host, snapshot.listed_at
@@ -263,6 +264,23 @@ def _presences(context: PlanningContext) -> dict[str, Presence]:
     return {w.id: _presence(context, w, missing_since.get(w.id), grace_s, is_suspect) for w in snapshot.workers}
 
 
+def _unproven_s(context: PlanningContext) -> dict[str, float]:
+    """By worker without a known machine: the part of its age that is not proven to have passed.
+
+    The database's clock may have been set forward since the last plan. Proven is what the leader's own clock measured
+    or, if another process made that plan, one cycle.
+    """
+    before, planned_at = context.snapshot.planner_state.machines.unproven_s, context.planner_state.cadence.planned_at
+    if planned_at is None:
+        added_s = 0.0
+    else:
+        measured_s = context.snapshot.since_plan_s
+        added_s = max(0.0, context.age_s(planned_at) - (context.cycle_interval_s if measured_s is None else measured_s))
+    unknown = [worker for worker in context.snapshot.workers if worker.machine_id is None and worker.slot is not None]
+    totals_s = {worker.id: before.get(worker.id, 0.0) + added_s for worker in unknown}
+    return {worker_id: total_s for worker_id, total_s in totals_s.items() if total_s > 0}
+
+
 def _presence(
     context: PlanningContext, worker: WorkerView, missing_since: datetime | None, grace_s: float, is_suspect: bool
 ) -> Presence:
@@ -274,9 +292,10 @@ def _presence(
         return Presence.EXITED if machine.state is MachineState.EXITED else Presence.PRESENT
     if worker.machine_id is None:
         # The create call was never answered. Its machine may still appear for creation_lateness_s, measured from when
-        # the list was requested: a slow list shows the state at that time.
+        # the list was requested: a slow list shows the state at that time. A step of the clock is no waiting.
         listed_at = context.snapshot.listed_at or context.now
-        waited_s = (listed_at - worker.created_at).total_seconds()
+        unproven_s = context.planner_state.machines.unproven_s.get(worker.id, 0.0)
+        waited_s = (listed_at - worker.created_at).total_seconds() - unproven_s
         may_appear = worker.creation != "refused" and waited_s < context.snapshot.traits.creation_lateness_s
         is_never = worker.slot is not None and not is_suspect and not may_appear
         return Presence.NEVER if is_never else Presence.UNKNOWN

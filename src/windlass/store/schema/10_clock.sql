@@ -5,7 +5,8 @@
 -- what the present state depends on, never history: finished tasks, events, cycles and charges keep their times.
 --
 -- A clock that was set forward needs no correction. Leases expire and are renewed; no worker judges another until it
--- has had heartbeats without a gap for a lease; a gap between plans counts as an outage.
+-- has had heartbeats without a gap for a lease; a gap between plans counts as an outage; how long a machine may still
+-- appear is measured by the leader's own clock.
 
 -- A time moved back by p_step if it lies in the future.
 create function windlass_internal.moved_back(p_at timestamptz, p_now timestamptz, p_step interval) returns timestamptz
