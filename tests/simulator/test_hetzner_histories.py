@@ -20,6 +20,7 @@ from support.simulator.invariants import InvariantViolation
 from support.simulator.scenario import FleetScenario, Scenario, fleet_config
 from support.simulator.trace import Trace
 from support.simulator.workers import TaskProfile
+from support.simulator.worlds import check_seed
 from windlass.policy import billing
 from windlass.policy.stages import draining
 from windlass_emulators.hetzner.ledger import HetznerBill
@@ -39,8 +40,9 @@ def test_no_leaks_no_excess_servers_and_no_wasted_hours(
     """`--junitxml=FILE -o junit_family=xunit1` keeps the numbers of the simulated events."""
     tally: Counter[str] = Counter()
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
-        history = HetznerHistory(hetzner_scenario(seed))
-        report = history.run()
+        history = check_seed("hetzner", seed)
+        assert isinstance(history, HetznerHistory)
+        report = history.report
         requests = len(history.project.emulator.requests)
         tally += history.tally + Counter(
             histories=1,

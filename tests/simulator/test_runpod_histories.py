@@ -13,6 +13,7 @@ import pytest
 from support.runpod_histories import AFTER, NO_ANSWERS, NOT_DELETED, REFUSALS, RunpodHistory, runpod_scenario
 from support.simulator.cloud import FaultRates
 from support.simulator.scenario import Scenario
+from support.simulator.worlds import check_seed
 
 SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
@@ -25,7 +26,7 @@ MAX_ROUGH = 60
 @pytest.mark.parametrize("first", range(FIRST, FIRST + SEEDS, CHUNK))
 def test_no_leaked_duplicate_or_excess_pods(first: int) -> None:
     for seed in range(first, min(first + CHUNK, FIRST + SEEDS)):
-        RunpodHistory(runpod_scenario(seed)).run()
+        check_seed("runpod", seed)
 
 
 def rough(seed: int) -> Scenario:

@@ -7,12 +7,12 @@ import pytest
 from support.memory_store.tables import Tables
 from support.scripted_simulation import fault_free_simulation, red, script
 from support.simulator.campaign import run_campaign
-from support.simulator.coverage import Coverage, known_event_codes, known_pairs
+from support.simulator.coverage import OUT_OF_REACH, Coverage, known_alert_codes, known_event_codes, known_pairs
 from support.simulator.invariants import InvariantViolation
 from support.simulator.loop import run
 from support.simulator.processes import SimulatedProcess, track_processes
 from support.simulator.storms import Standby, copy_store, restore_store
-from support.simulator.worlds import check_seed
+from support.simulator.worlds import WORLDS, check_seed, make_simulation
 from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
 
@@ -20,7 +20,8 @@ SEEDS = range(24)
 # Faults of the whole installation that these seeds inject while a worker is busy.
 BASELINE = (
     "orchestrator_dies_at_await", "failover", "clock_forward", "clock_back", "notification_lost", "reconfigured",
-    "rolling_restart", "deployed", "machines_taken", "outage", "list_failed", "control_call_unanswered",
+    "rolling_restart", "deployed", "bad_version", "budget_reached", "machines_taken",
+    "outage", "list_failed", "control_call_unanswered",
 )  # fmt: skip
 
 
@@ -31,6 +32,7 @@ def test_storms_keep_every_promise_and_meet_busy_workers() -> None:
     assert [fault for fault in BASELINE if not coverage.pairs["active busy", fault]] == []
     assert coverage.pairs["active busy", "worker_dies_at_await"] > 0
     assert len(known_pairs()) - len(coverage.uncovered_pairs()) >= 130
+    assert {"BUDGET", "FAILURE_RATE", "WAS_AWAY"} <= set(coverage.alerts)
     assert {"WORKER_SPAWNED", "WORKER_ERROR", "TASK_REQUEUED", "CLOCK_SET_BACK"} <= set(coverage.events)
 
 
@@ -38,12 +40,53 @@ def test_coverage_lists_pairs_and_codes_that_no_seed_met() -> None:
     coverage = Coverage()
     coverage.pairs["active busy", "failover"] = 2
     coverage.events["ALERT"] = 1
+    coverage.alerts["BUDGET"] = 1
+    coverage.holds["FAILURE_RATE"] = 3
     report = coverage.report()
     assert f"worker state x fault: 1 of {len(known_pairs())} pairs covered" in report
     assert "not covered: spawning x failover" in report
     assert "not covered: active busy x failover" not in report
     assert f"event codes: 1 of {len(known_event_codes())} covered" in report
     assert "not covered: WORKER_TERMINATED" in report
+    assert f"alert and hold codes: 2 of {len(known_alert_codes())} covered" in report
+    assert "not covered: TOO_MANY_DEAD\n" in report
+    assert "not covered: ENGINE_SILENT (not part of these worlds)" in report
+    assert "holds: FAILURE_RATE 3" in report
+
+
+def test_known_codes_are_those_of_the_source() -> None:
+    assert {"WORKER_SPAWNED", "TASK_FAILED", "WORKER_RESUMED", "CLOCK_SET_BACK", "DEPLOY_ROLLED_BACK"} <= set(
+        known_event_codes()
+    )
+    assert len(known_event_codes()) >= 39
+    assert set(known_event_codes()) | set(known_alert_codes()) > OUT_OF_REACH
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_world_has_fleets_with_the_default_policy(world: str) -> None:
+    scenarios = [make_simulation(world, seed).scenario for seed in range(30)]
+    fleets = [fleet for scenario in scenarios for fleet in scenario.fleets.values()]
+    adaptive = sum(fleet.config.policy == "adaptive" for fleet in fleets)
+    assert len(fleets) / 6 < adaptive < len(fleets) / 2
+
+
+def test_limit_of_a_reload_holds_again_when_its_calls_have_ended() -> None:
+    simulation = fault_free_simulation(max_workers=1, arrivals=((1.0, 9),), lasts_s=900.0)
+    config = simulation.scenario.fleets["red"].config
+    limits: dict[float, int] = {}
+
+    async def reload(max_workers: int) -> None:
+        await simulation.reconfigure("red", config.model_copy(update={"max_workers": max_workers}))
+
+    def note() -> None:
+        limits[simulation.now()] = simulation.checker.fleets["red"].max_workers
+
+    script(
+        simulation,
+        (20.0, lambda: reload(6)), (21.0, lambda: reload(1)), (22.0, note), (400.0, note),
+    )  # fmt: skip
+    simulation.run()
+    assert limits == {22.0: 6, 400.0: 1}
 
 
 def test_campaign_reports_broken_seeds_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

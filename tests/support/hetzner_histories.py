@@ -298,7 +298,7 @@ def check_not_deleted_early(history: "HetznerHistory", entry: MachineRecord) -> 
     server = history.project.emulator.project.servers[int(entry.id)]
     hour_s, age_s = history.hour_s, (virtual_now() - server.created).total_seconds()
     idle_drain_at = history.checker.idle_drain_at.get(entry.name)
-    is_early = age_s % hour_s < MIN_USED_SHARE * hour_s
+    is_early = age_s % hour_s < MIN_USED_SHARE * hour_s and history.checker.has_billing_rules
     if idle_drain_at is None:
         history.deletion_reasons[entry.id] = "failed, " + ("early in an hour" if is_early else "late in an hour")
         return

@@ -29,7 +29,7 @@ class WorkerFaultPlan:
     fails_tasks: float = 0.0
 
     def draw(self, rng: Random, fleet: FleetConfig) -> WorkerFaults:
-        faults = WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
+        faults = WorkerFaults(boots_s=rng.uniform(1.0, MAX_USUAL_BOOT_S))
         roll = rng.random()
         if roll < self.never_joins:
             return replace(faults, never_joins=True)
@@ -91,8 +91,24 @@ class Scenario:
     storm: StormPlan = field(default_factory=StormPlan)
     # Drawn by draw_billed_scenario.
     is_billed: bool = False
+    # Share of a worker's calls that take no virtual time, and so meet no fault. They are cheap to simulate.
+    immediate_share: float = 0.8
+
+    @property
+    def is_ledger_exact(self) -> bool:
+        """Whether machines cost what the cloud bills, and are used to the end of their billing periods.
+
+        A step of the clock and a lost transaction change both.
+        """
+        return self.storm.failover_every_s == self.storm.clock_step_every_s == 0
 
 
+STORM_IMMEDIATE_SHARE = 0.3
+DEFAULT_POLICY = FleetConfig.model_fields["policy"].default
+# The longest boot of a worker without a fault.
+MAX_USUAL_BOOT_S = 15.0
+# Of the emulated pods that the fleets of the Runpod world rent first.
+RUNPOD_PRICE_MICROS = 860_000
 # The group of faults that a run concentrates on. "all" concentrates on none.
 THEMES = ("all", "network", "cloud", "machines", "leadership")
 
@@ -177,40 +193,57 @@ def draw_billed_scenario(seed: int) -> Scenario:
     )
 
 
+def draw_policies(scenario: Scenario) -> Scenario:
+    """The product's default policy for a third of the fleets of every world. Other draws do not change."""
+    fleets = dict(scenario.fleets)
+    for name, fleet in fleets.items():
+        rng = Random(f"{scenario.seed} {name} policy")  # noqa: S311
+        if rng.random() < 1 / 3:
+            config = fleet.config.model_copy(update={"policy": DEFAULT_POLICY})
+            fleets[name] = replace(fleet, config=config)
+    return replace(scenario, fleets=fleets)
+
+
 def add_storm(scenario: Scenario) -> Scenario:
     """The scenario with rare faults of the whole installation (storms.py).
 
-    Configurations, clocks and lost transactions change what a machine costs by design, so billed scenarios have budgets
-    in place of them, and their ledger must still equal the bill.
+    Clocks and lost transactions change what a machine costs by design (Scenario.is_ledger_exact), so they come to half
+    of the scenarios with billing periods. In the others the ledger must still equal the bill.
     """
     rng = Random(f"{scenario.seed} storm")  # noqa: S311
+    has_periods = any(fleet.billing_unit_s > 1 for fleet in scenario.fleets.values())
+    has_exact_ledger = has_periods and Random(f"{scenario.seed} storm ledger").random() < 0.5  # noqa: S311
 
     def every_s(*means: float) -> float:
         return rng.choice([0.0, *means])
 
-    is_billed = any(fleet.price_micros_per_hour is not None for fleet in scenario.fleets.values())
     plan = StormPlan(
         machines_taken_every_s=every_s(150.0, 400.0),
         notification_lost=rng.choice([0.0, 0.1, 1.0]),
         orchestrator_dies=rng.choice([0.0, 0.5, 1.0]),
         worker_dies=rng.choice([0.0, 0.1, 0.4]),
-        failover_every_s=0.0 if is_billed else every_s(120.0, 300.0),
-        clock_step_every_s=0.0 if is_billed else every_s(100.0, 300.0),
-        reconfigured_every_s=0.0 if is_billed else every_s(100.0, 300.0),
-        deployed_every_s=0.0 if is_billed else every_s(200.0),
+        failover_every_s=0.0 if has_exact_ledger else every_s(120.0, 300.0),
+        clock_step_every_s=0.0 if has_exact_ledger else every_s(100.0, 300.0),
+        reconfigured_every_s=every_s(100.0, 300.0),
+        deployed_every_s=every_s(200.0),
     )
     return replace(
         scenario,
         storm=plan,
-        fleets={name: _with_budget(fleet, rng) if is_billed else fleet for name, fleet in scenario.fleets.items()},
+        immediate_share=STORM_IMMEDIATE_SHARE,
+        fleets={name: _with_budget(fleet, rng) for name, fleet in scenario.fleets.items()},
     )
 
 
 def _with_budget(fleet: FleetScenario, rng: Random) -> FleetScenario:
-    workers = Decimal(rng.choice([1, 2, 4]))
-    price = Decimal(fleet.price_micros_per_hour or 0) / 1_000_000
-    budget = (workers * price).quantize(Decimal("0.000001"))
-    changes = {"budget_per_hour": budget, "budget_action": rng.choice(["warn", "stop-spawning", "drain"])}
+    """A fleet of machines with a price, and often a budget that it reaches."""
+    roll, workers, action = rng.random(), rng.choice([1, 2, 4]), rng.choice(["warn", "stop-spawning", "drain"])
+    price_micros = fleet.price_micros_per_hour
+    if price_micros is None and roll < 0.5:
+        price_micros = RUNPOD_PRICE_MICROS if fleet.config.provider == "runpod" else 1_000_000
+        fleet = fleet if fleet.config.provider == "runpod" else replace(fleet, price_micros_per_hour=price_micros)
+    budget = (workers * Decimal(price_micros or 0) / 1_000_000).quantize(Decimal("0.000001"))
+    changes = {"budget_per_hour": budget, "budget_action": action}
     return replace(fleet, config=fleet.config.model_copy(update=changes)) if budget > 0 else fleet
 
 

@@ -22,16 +22,18 @@ from support.simulator.loop import EPOCH, run, virtual_now
 from support.simulator.network import NetworkFaults, RemoteStore
 from support.simulator.orchestrators import SimulatedOrchestrator, WrapService
 from support.simulator.processes import SimulatedProcess, start_detached, track_processes
-from support.simulator.scenario import FleetScenario, Scenario
+from support.simulator.scenario import MAX_USUAL_BOOT_S, FleetScenario, Scenario
 from support.simulator.storms import RESTART_DELAYS_S, Storm, find_task_difference
 from support.simulator.trace import Trace
 from support.simulator.workers import SimulatedWorker, WorkerFaults
 from windlass.control.executor import CALL_TIMEOUT_S
+from windlass.model.action import RaiseAlert
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import BootTimes
 from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
 from windlass.policy.boot import boot_limit
+from windlass.policy.stages import budget
 from windlass.ports.provider import Provider
 
 CHECK_INTERVAL_S = 5.0
@@ -44,8 +46,8 @@ CYCLES_AT_REST = 10
 # From rest until the cost of every terminated worker is settled.
 SETTLE_COSTS_LIMIT_S = 600.0
 MAX_WORKERS = 100_000
-# Share of a worker's calls that take no virtual time. They are cheap to simulate.
-IMMEDIATE_SHARE = 0.8
+# An orchestrator's call of before a reload has ended after its lease, the limit of a call, and this.
+RELOADED_S = 60.0
 
 
 @dataclass(slots=True)
@@ -94,6 +96,8 @@ class Simulation:
     configs: dict[str, FleetConfig] = field(init=False)
     clock_offset_s: float = field(init=False, default=0.0)
     storm: Storm = field(init=False)
+    # Of a run in which every invariant held.
+    report: SimulationReport = field(init=False)
     _worker_network: NetworkFaults = field(init=False)
     _control_network: NetworkFaults = field(init=False)
     _rng: Random = field(init=False)
@@ -103,7 +107,8 @@ class Simulation:
         self.trace = Trace()
         try:
             with self.trace.capture_logs():
-                return run(self._run())
+                self.report = run(self._run())
+                return self.report
         except Exception as error:
             problem = self.violations[0] if self.violations else f"{type(error).__name__}: {error}"
             raise InvariantViolation(self.failure_report(problem)) from error
@@ -162,7 +167,9 @@ class Simulation:
             self.make_store(store_rng) if self.make_store else MemoryStores(self.database_now, chance=store_rng)
         )
         self.configs = {name: fleet.config for name, fleet in scenario.fleets.items()}
-        self.checker = InvariantChecker(dict(self.configs), self.report_violation)
+        self.checker = InvariantChecker(
+            dict(self.configs), self.report_violation, has_billing_rules=scenario.is_ledger_exact
+        )
         self.clouds = self.checker.clouds = {
             name: self._make_cloud(name, fleet) for name, fleet in scenario.fleets.items()
         }
@@ -193,7 +200,7 @@ class Simulation:
     def _start_worker(self, cloud: SimulatedCloud, fleet: FleetScenario, record: MachineRecord) -> SimulatedWorker:
         rng = self.rng_for(f"worker {record.id}")
         if self.faults_ended:
-            faults = WorkerFaults(boots_s=rng.uniform(1.0, 15.0))
+            faults = WorkerFaults(boots_s=rng.uniform(1.0, MAX_USUAL_BOOT_S))
         else:
             faults = fleet.worker_faults.draw(rng, fleet.config)
             if not faults.are_none and not self._allow_worker_faults(record, faults):
@@ -212,12 +219,15 @@ class Simulation:
             rng,
             self.trace,
             self.checker.on_worker_call,
-            immediate_share=IMMEDIATE_SHARE,
+            immediate_share=self.scenario.immediate_share,
             decisions=self.decisions,
             source=record.id,
             worker_id=record.name,
         )
-        worker = SimulatedWorker(record, cloud, fleet.config, transport, process, faults, fleet.tasks, rng, self.trace)
+        if faults.boots_s > MAX_USUAL_BOOT_S:
+            self.decisions.happened("worker_boots_slowly", record.name)
+        config = self.configs[record.fleet]
+        worker = SimulatedWorker(record, cloud, config, transport, process, faults, fleet.tasks, rng, self.trace)
         worker.on_fault = lambda kind: self.decisions.happened(kind, record.name)
         worker.allow_task_failure = lambda: self.decisions.allow(record.id, "task_fails", record.name)
         steps = self.storm.draw_death(record.id, self.scenario.storm.worker_dies)
@@ -232,7 +242,7 @@ class Simulation:
         rng = self.rng_for(f"orchestrator {name}")
 
         def open_store(process: SimulatedProcess) -> RemoteStore:
-            observer = self.checker.on_orchestrator_call
+            observer = self._on_orchestrator_call
             return RemoteStore(
                 self.store, process, self._control_network, rng, self.trace, observer, decisions=self.decisions
             )
@@ -248,6 +258,14 @@ class Simulation:
         orchestrator.draw_death = self._draw_death
         orchestrator.on_death = self._kill_at_await
         return orchestrator
+
+    def _on_orchestrator_call(self, name: str, arguments: tuple[Any, ...], result: Any) -> None:
+        self.checker.on_orchestrator_call(name, arguments, result)
+        if name == "commit_plan" and not isinstance(result, Exception):
+            plan = arguments[3]
+            self.coverage.count_plan(plan)
+            if any(isinstance(action, RaiseAlert) and action.code == budget.CODE for action in plan.actions):
+                self.decisions.happened("budget_reached")
 
     def _draw_death(self, process: str) -> int | None:
         steps = self.storm.draw_death(process, self.scenario.storm.orchestrator_dies)
@@ -272,11 +290,12 @@ class Simulation:
     async def reconfigure(self, fleet: str, config: FleetConfig, *, is_rolling: bool = False) -> None:
         """Change the configuration of a fleet, by a reload or by restarting one orchestrator after another.
 
-        While the configurations differ, the larger limit holds.
+        While calls of the former configuration may be under way, the larger limit holds.
         """
         largest = max(config.max_workers, self.checker.fleets[fleet].max_workers)
         self.configs[fleet] = config
         self.checker.fleets[fleet] = config.model_copy(update={"max_workers": largest})
+        self.checker.changing.add(fleet)
         for orchestrator in self.orchestrators:
             if is_rolling:
                 orchestrator.kill()
@@ -284,6 +303,14 @@ class Simulation:
             if is_rolling:
                 await asyncio.sleep(5.0)
                 orchestrator.start()
+        calls_s = self.scenario.ttl_s + 2 * CALL_TIMEOUT_S + self.clouds[fleet].traits.creation_lateness_s
+        asyncio.get_running_loop().call_later(calls_s + RELOADED_S, self._end_reload, fleet, config)
+
+    def _end_reload(self, fleet: str, config: FleetConfig) -> None:
+        """From now on the limits of the new configuration hold, unless it was changed again."""
+        if self.configs[fleet] is config:
+            self.checker.fleets[fleet] = config
+            self.checker.changing.discard(fleet)
 
     # ---------------------------------------------------------------------------------------------------- phases
 
@@ -344,6 +371,7 @@ class Simulation:
         await self.storm.wait_for_failover()
         self.trace.add("simulation", "the faults end")
         self.faults_ended = True
+        self.storm.fix_versions()
         self.on_faults_ended()
         self._worker_network.clear()
         self._control_network.clear()
@@ -465,7 +493,7 @@ class Simulation:
             return f"billing rule broken: the costs of {ended[:5]} are not settled" if ended else None
 
         billed = [name for name, cloud in self.clouds.items() if cloud.price_micros_per_hour is not None]
-        if not billed:
+        if not billed or not self.scenario.is_ledger_exact:
             return 0
         await self._wait_for_none(find_open_account, self.now(), SETTLE_COSTS_LIMIT_S)
         ledger = {cost.key: cost.total_micros for cost in await self.store.costs("worker", EPOCH, limit=MAX_WORKERS)}

@@ -3,8 +3,9 @@
 - Any await can be the moment at which an orchestrator or a worker dies.
 - The database fails over to a standby that lacks the last transactions, and its clock steps in both directions.
 - Notifications are lost. The vendor takes away several machines at once.
-- The configuration changes, by a reload or by a rolling restart of the orchestrators. New code is deployed.
-- A budget is reached (a setting of the fleets, see worlds.py).
+- The configuration changes, by a reload or by a rolling restart of the orchestrators. New code is deployed; some of it
+  is bad.
+- A budget is reached (a setting of the fleets, see scenario.py).
 
 The task ledger of the invariant checker follows a failover: docs/backup.md allows that a task enqueued in the lost
 transactions is lost, and that one completed in them runs again. Nothing else may be lost.
@@ -14,11 +15,14 @@ import asyncio
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from support.memory_store.stores import MemoryStores
 from support.simulator.invariants import Heartbeats, TaskRecord
 from support.simulator.processes import start_detached
+from support.simulator.workers import WorkerFaults
+from windlass.model.fleet import FleetConfig
 
 if TYPE_CHECKING:
     from support.simulator.simulation import Simulation
@@ -29,6 +33,10 @@ MAX_LOST_S, MAX_FAILOVER_S = 10.0, 20.0
 CLOCK_STEPS_S = (-3600.0, -60.0, -5.0, 5.0, 60.0, 3600.0)
 # A worker or orchestrator that dies at an await does so within its first steps.
 MAX_STEPS = 3_000
+POLICIES = ("adaptive", "threshold", "buffered", "clear-time")
+# Deploys whose workers all have a fault, and which faults.
+BAD_VERSION_SHARE = 1 / 3
+BAD_VERSIONS = (WorkerFaults(crashes_at_s=3.0), WorkerFaults(never_joins=True), WorkerFaults(fails_tasks=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,8 @@ class Storm:
         self._simulation = simulation
         self._plan = plan
         self._rng = simulation.rng_for("storm")
+        # What changes in addition to the limits of a fleet, and which versions are bad: the draws of the rest stay.
+        self._settings_rng, self._versions_rng = simulation.rng_for("settings"), simulation.rng_for("versions")
         self._deploys = 0
         # Clear from the first lost transaction until the standby accepts connections.
         self._is_complete = asyncio.Event()
@@ -185,6 +195,7 @@ class Storm:
             "min_workers": rng.randint(0, min(2, max_workers)),
             "idle_timeout_s": rng.choice([10.0, 20.0, 60.0]),
         }
+        changes |= self._draw_settings(config)
         is_rolling = rng.random() < 0.5
         if not self._allow("rolling_restart" if is_rolling else "reconfigured"):
             return
@@ -192,12 +203,39 @@ class Storm:
         simulation.trace.add("operator", f"{how} of {name} with {changes}")
         await simulation.reconfigure(name, config.model_copy(update=changes), is_rolling=is_rolling)
 
+    def _draw_settings(self, config: FleetConfig) -> dict[str, Any]:
+        """Sometimes another policy, concurrency or budget. A GPU of the Runpod world runs one task at a time."""
+        rng, changes = self._settings_rng, dict[str, Any]()
+        policy, concurrency, factor = rng.choice(POLICIES), rng.choice([1, 2]), rng.choice(["0.5", "2"])
+        if rng.random() < 0.3:
+            changes["policy"] = policy
+        if rng.random() < 0.3 and not config.has_gpu:
+            changes["concurrency"] = concurrency
+        if rng.random() < 0.3 and config.budget_per_hour is not None:
+            changes["budget_per_hour"] = (config.budget_per_hour * Decimal(factor)).quantize(Decimal("0.000001"))
+        return changes
+
     async def _deploy(self) -> None:
-        name = self._rng.choice(list(self._simulation.clouds))
-        if self._allow("deployed"):
-            self._deploys += 1
-            self._simulation.trace.add("operator", f"deploy v{self._deploys} to {name}")
-            self._simulation.versions[name] = f"v{self._deploys}"
+        simulation, rng = self._simulation, self._versions_rng
+        name = self._rng.choice(list(simulation.clouds))
+        roll, faults = rng.random(), rng.choice(BAD_VERSIONS)
+        if not self._allow("deployed"):
+            return
+        self._deploys += 1
+        version = f"v{self._deploys}"
+        if roll < BAD_VERSION_SHARE and self._allow("bad_version"):
+            simulation.version_faults[version] = faults
+        is_bad = "bad " if version in simulation.version_faults else ""
+        simulation.trace.add("operator", f"deploy {is_bad}{version} to {name}")
+        simulation.versions[name] = version
+
+    def fix_versions(self) -> None:
+        """When the faults end, a person deploys a version that works."""
+        simulation = self._simulation
+        for name, version in simulation.versions.items():
+            if version in simulation.version_faults:
+                simulation.trace.add("operator", f"deploy a version that works to {name}")
+                simulation.versions[name] = f"{version} fixed"
 
     async def _take_machines(self) -> None:
         simulation, rng = self._simulation, self._rng

@@ -16,7 +16,7 @@ from support.runpod_histories import RunpodHistory, runpod_scenario
 from support.simulator.coverage import Coverage
 from support.simulator.decisions import FaultDecisions
 from support.simulator.invariants import InvariantViolation
-from support.simulator.scenario import Scenario, add_storm, draw_billed_scenario, draw_scenario
+from support.simulator.scenario import Scenario, add_storm, draw_billed_scenario, draw_policies, draw_scenario
 from support.simulator.shrinking import Injection, Shrinker, run_once
 from support.simulator.simulation import Simulation
 from support.simulator.trace import shorten
@@ -36,7 +36,8 @@ WORLDS = (*_CALM, "storm")
 def make_simulation(world: str, seed: int, injection: Injection = Injection()) -> Simulation:
     name = _STORMS[seed % len(_STORMS)] if world == "storm" else world
     draw, simulation_type = _CALM[name]
-    scenario = add_storm(draw(seed)) if world == "storm" else draw(seed)
+    scenario = draw_policies(draw(seed))
+    scenario = add_storm(scenario) if world == "storm" else scenario
     if injection.until_s is not None:
         scenario = replace(scenario, faults_end_s=injection.until_s)
     simulation = simulation_type(scenario)
