@@ -107,8 +107,8 @@ STORM_IMMEDIATE_SHARE = 0.3
 DEFAULT_POLICY = FleetConfig.model_fields["policy"].default
 # The longest boot of a worker without a fault.
 MAX_USUAL_BOOT_S = 15.0
-# Of the emulated pods that the fleets of the Runpod world rent first.
-RUNPOD_PRICE_MICROS = 860_000
+# Of the emulated machines that the fleets of these worlds rent first.
+VENDOR_PRICE_MICROS = {"runpod": 860_000, "hetzner": 6_400}
 # The group of faults that a run concentrates on. "all" concentrates on none.
 THEMES = ("all", "network", "cloud", "machines", "leadership")
 
@@ -238,13 +238,13 @@ def add_storm(scenario: Scenario) -> Scenario:
 def _with_budget(fleet: FleetScenario, rng: Random) -> FleetScenario:
     """A fleet of machines with a price, and often a budget that it reaches."""
     roll, workers, action = rng.random(), rng.choice([1, 2, 4]), rng.choice(["warn", "stop-spawning", "drain"])
-    price_micros = fleet.price_micros_per_hour
-    if price_micros is None and roll < 0.5:
-        price_micros = RUNPOD_PRICE_MICROS if fleet.config.provider == "runpod" else 1_000_000
-        fleet = fleet if fleet.config.provider == "runpod" else replace(fleet, price_micros_per_hour=price_micros)
-    budget = (workers * Decimal(price_micros or 0) / 1_000_000).quantize(Decimal("0.000001"))
-    changes = {"budget_per_hour": budget, "budget_action": action}
-    return replace(fleet, config=fleet.config.model_copy(update=changes)) if budget > 0 else fleet
+    if fleet.price_micros_per_hour is None and roll < 0.5:
+        return fleet
+    price_micros = VENDOR_PRICE_MICROS.get(fleet.config.provider, fleet.price_micros_per_hour or 1_000_000)
+    if fleet.config.provider not in VENDOR_PRICE_MICROS:
+        fleet = replace(fleet, price_micros_per_hour=price_micros)
+    changes = {"budget_per_hour": workers * Decimal(price_micros) / 1_000_000, "budget_action": action}
+    return replace(fleet, config=fleet.config.model_copy(update=changes))
 
 
 def _draw_fleet(rates: _RateDraw, queue: str, until_s: float) -> FleetScenario:
