@@ -118,7 +118,7 @@ async def test_next_orchestrator_finishes_an_interrupted_preparation(place: PodS
             "DEPENDENCY_MISSING",
             "`python3 -c 'import torch'` succeeds: No module named 'torch'",
         ),
-        ({}, {"checks": ("sleep 9",), "command_timeout_s": 0.5}, "DEPENDENCY_MISSING", "no response within 0.5 s"),
+        ({}, {"checks": ("sleep 99",), "command_timeout_s": 10.0}, "DEPENDENCY_MISSING", "no response within 10 s"),
         (
             {},
             {"start_command": "bash /workspace/none.sh"},
@@ -208,7 +208,7 @@ async def test_pod_with_another_key_is_unreachable(place: PodSite, tmp_path: Pat
         machine = await spawn_worker(provider)
         await provider.prepare(machine, None, ignore_host_key)
     # The server accepts the connection; the timeout applies to the login.
-    async with place.provider(Preparer(place.settings(timeout_s=4.0), other.open_shell, retry_s=0.2)) as provider:
+    async with place.provider(Preparer(place.settings(timeout_s=15.0), other.open_shell, retry_s=0.2)) as provider:
         with pytest.raises(NotPrepared, match="Permission denied") as caught:
             await provider.prepare(machine, None, ignore_host_key)
     assert caught.value.code == "SSH_UNREACHABLE"

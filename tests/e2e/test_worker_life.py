@@ -152,7 +152,7 @@ async def test_handler_of_cancelled_task_is_killed(harness: WorkerHarness, gate:
     process = await harness.start_registered(handler="wait_for_file")
     task_id = await gate.enter()
     assert await harness.store.cancel_task(task_id, "no longer needed")
-    await until(lambda: not is_alive(gate.handler_pid()), "the handler is gone", timeout_s=5)
+    await until(lambda: not is_alive(gate.handler_pid()), "the handler is gone")
     task = await harness.task(task_id)
     assert (task.status, task.error_code, task.error) == (TaskStatus.FAILED, "CANCELLED", "no longer needed")
     gate.open()
@@ -274,7 +274,7 @@ async def _is_given_back(harness: WorkerHarness, process: WorkerProcess, task: T
 async def test_idle_worker_exits_at_once_on_drain(harness: WorkerHarness) -> None:
     process = await harness.start_registered(handler="echo")
     process.send(signal.SIGTERM)
-    assert await process.exit_code(timeout_s=5) == 0
+    assert await process.exit_code(timeout_s=30) == 0
     assert await harness.worker_status(process) is WorkerStatus.TERMINATED
     assert "Traceback" not in process.log()
     assert "never retrieved" not in process.log()
@@ -285,7 +285,7 @@ async def test_drain_does_not_wait_for_handler_import(harness: WorkerHarness) ->
     process = harness.start("--chdir", str(harness.folder), "--handler", "sleepy:handler")
     await until(lambda: "importing" in process.log(), "the import has started")
     process.send(signal.SIGTERM)
-    assert await process.exit_code(timeout_s=5) == 0
+    assert await process.exit_code(timeout_s=30) == 0
     assert not harness.live_processes()
     assert await harness.store.workers(include_terminated=True) == []
 

@@ -40,7 +40,7 @@ async def test_killed_worker_loses_child_and_its_task_is_requeued(harness: Worke
     pids = [int(pid) for pid in file.read_text().split()]
     process.send(signal.SIGKILL)
     # Although its interpreter is blocked, and with the process that it forked.
-    await until(lambda: not any(map(is_alive, pids)), "the child and its copy are gone", timeout_s=5)
+    await until(lambda: not any(map(is_alive, pids)), "the child and its copy are gone")
 
     other = await harness.start_registered(handler="block_the_first_time", **SHORT_LEASE)
     assert await harness.wait_for_result(task_id) == "the second attempt"
@@ -62,7 +62,7 @@ async def test_detached_descendants_of_killed_worker_are_killed(harness: WorkerH
     pids = [int(pid) for pid in file.read_text().split()]
     assert all(map(is_alive, pids))
     process.send(signal.SIGKILL)
-    await until(lambda: not any(map(is_alive, pids)), "none of them is left", timeout_s=10)
+    await until(lambda: not any(map(is_alive, pids)), "none of them is left")
 
 
 async def test_worker_resumed_after_lease_registers_under_new_id(harness: WorkerHarness) -> None:

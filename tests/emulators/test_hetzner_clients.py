@@ -190,7 +190,10 @@ def test_hcloud_cli_works(command_line: Any, served: Served, tmp_path: Path) -> 
 def test_injected_time_out_exceeds_the_clients_timeout(served: Served) -> None:
     served.emulator.faults.next(held_s=30)
     with pytest.raises(requests.exceptions.ReadTimeout):
-        requests.get(f"{served.address}/v1/servers", headers={"Authorization": "Bearer any"}, timeout=0.2)
+        # Time to connect, and to read.
+        limits = (TIMEOUT_S, 0.2)
+        requests.get(f"{served.address}/v1/servers", headers={"Authorization": "Bearer any"}, timeout=limits)
+    wait_until(lambda: served.emulator.requests, TIMEOUT_S, "arriving")
     assert served.sdk().servers.get_all() == []
 
 

@@ -457,7 +457,8 @@ def test_injected_time_out_over_http(served: Served) -> None:
     served.emulator.faults.next_create(times_out_after_taking_effect=True)
     order = {"name": "gpu-1", "image": "i", "gpu": {"id": GPU}}
     with pytest.raises(httpx.ReadTimeout):
-        served.client.post("/pods", json=order, timeout=0.3)
+        served.client.post("/pods", json=order, timeout=httpx.Timeout(TIMEOUT_S, read=0.3))
+    wait_until(lambda: served.emulator.requests, TIMEOUT_S, "arriving")
     assert [pod["name"] for pod in served.client.get("/pods").json()["pods"]] == ["gpu-1"]
 
 

@@ -74,7 +74,7 @@ async def test_thirty_thousand_made_up_claims_are_an_error_at_once(connection: A
     with pytest.raises(asyncpg.ProgramLimitExceededError, match="names at most 10000 claims"):
         await connection.fetch("select windlass.heartbeat('w1', $1)", claims)
     # The old code took minutes for this.
-    assert time.monotonic() - begun[1] < 10
+    assert time.monotonic() - begun[1] < 60
     assert await connection.fetchval("select count(*) from windlass.events where code = 'LATE_RESULT'") == 0
 
 

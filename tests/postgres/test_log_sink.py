@@ -51,7 +51,7 @@ async def test_unavailable_database_drops_only_excess_lines(store: Flaky, dsn: s
     started = time.monotonic()
     for number in range(10_000):
         sink.take({"level": "info", "event": f"line {number}"})
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0
     await sink.write()
     store.is_away = False
     await sink.write()

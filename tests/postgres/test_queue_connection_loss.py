@@ -114,7 +114,7 @@ async def test_changed_schema_raises_schema_mismatch(connection: Any, each_dsn: 
 
 
 async def test_call_without_answer_times_out(connection: Any, each_dsn: str) -> None:
-    async with PostgresStores(each_dsn, command_timeout_s=0.2) as store:
+    async with PostgresStores(each_dsn, command_timeout_s=10.0) as store:
         await register(store, "w1")
         async with connection.transaction():
             await connection.execute("lock table windlass.tasks")

@@ -28,8 +28,8 @@ async def test_heartbeat_does_not_wait_for_locked_tasks(connection: Any, store: 
 
 
 async def test_heartbeat_with_thousands_of_claims_is_fast(connection: Any, store: PostgresStores) -> None:
-    """A nested loop over the claims would need 16 million comparisons, about half a minute."""
-    count = 4_000
+    """A nested loop over the claims would need 64 million comparisons, about two minutes."""
+    count = 8_000
     await register(store, "w1")
     await store.enqueue_many([NewTask("q")] * count)
     claims = await store.claim("w1", ("q",), count)
@@ -37,7 +37,7 @@ async def test_heartbeat_with_thousands_of_claims_is_fast(connection: Any, store
     held = [HeldClaim(claim.task_id, claim.token, 0.5, "half") for claim in claims[:-1]]
     began = time.monotonic()
     reply = await store.heartbeat("w1", held)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert reply.lost == frozenset()
     statuses = await connection.fetch("select status, progress, count(*) from windlass.tasks group by 1, 2 order by 1")
     assert [tuple(row) for row in statuses] == [("queued", None, 1), ("running", 0.5, count - 1)]

@@ -362,11 +362,11 @@ async def test_retry_after_delays_the_next_call(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(http_transport, "MAX_RETRY_AFTER_S", 0.2)
     busy = b"HTTP/1.1 503 Busy\r\nRETRY-After: 99\r\nContent-Length: 0\r\n\r\n"
     async with raw_server(responses([busy, OK])) as server, client_of(server.url) as client:
+        began = time.monotonic()
         with pytest.raises(ControlPlaneUnavailable, match="could not answer"):
             await get(client)
-        refused_at = time.monotonic()
         await get(client)
-        assert time.monotonic() - refused_at >= 0.15
+        assert time.monotonic() - began >= 0.2
     assert server.connections == 1
 
 

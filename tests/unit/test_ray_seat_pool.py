@@ -21,7 +21,7 @@ from windlass.ray.seat_process import NodeUnusable, SeatExit
 from windlass.worker.executor import AttemptFailure, AttemptSuccess, NotBegun, Outcome
 
 ONE_CPU = frozen({"CPU": 1.0})
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
 
 
 @dataclass

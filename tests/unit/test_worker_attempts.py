@@ -112,12 +112,12 @@ async def test_lost_handler_releases_task_drains_worker_and_is_raised() -> None:
 
 
 async def test_attempt_ends_when_a_heartbeat_says_that_its_claim_is_lost() -> None:
-    has_begun, was_cancelled = asyncio.Event(), asyncio.Event()
+    has_begun, was_cancelled, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def runs_on(_task: RunningTask) -> None:
         has_begun.set()
         try:
-            await asyncio.sleep(600)
+            await may_end.wait()
         except asyncio.CancelledError:
             was_cancelled.set()
             raise
@@ -131,5 +131,6 @@ async def test_attempt_ends_when_a_heartbeat_says_that_its_claim_is_lost() -> No
         await scenario.wait_until(
             lambda: was_cancelled.is_set() or scenario.transport.count("heartbeat") > heartbeats + 20, "more heartbeats"
         )
+        may_end.set()  # so that a failure does not wait for the handler
         assert was_cancelled.is_set()
         assert scenario.task(task_id).error_code == "CANCELLED"

@@ -18,7 +18,9 @@ from windlass.ports.transport import WorkerTransport
 from windlass.worker import heartbeat
 from windlass.worker.heartbeat import Heartbeat
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+# How long a heartbeat hangs before it times out: half of a lease.
+HANGING_S = 10.0
 REPLY = HeartbeatReply(WorkerStatus.ACTIVE, False, frozenset())
 
 
@@ -167,16 +169,17 @@ async def test_error_in_vitals_does_not_end_heartbeat() -> None:
 
 async def test_hanging_heartbeat_times_out_and_reconnects() -> None:
     transport = ScriptedTransport(hanging_heartbeats=1)
-    async with running_heartbeat(transport, lease_s=0.4):
+    async with running_heartbeat(transport, lease_s=2 * HANGING_S):
         await wait_until(lambda: len(transport.heartbeats_at) >= 3, "heartbeats after the hanging one")
-    assert transport.heartbeats_at[1] - transport.heartbeats_at[0] >= 0.2
+    assert transport.heartbeats_at[1] - transport.heartbeats_at[0] >= HANGING_S
+    # The others did not time out.
     assert len(transport.opened_at) == 2
 
 
 async def test_hanging_maintenance_does_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "MAINTENANCE_MIN_INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeat, "MAINTENANCE_MAX_INTERVAL_S", 0.02)
     transport = ScriptedTransport(is_maintenance_hanging=True)
-    async with running_heartbeat(transport, lease_s=0.04):
+    async with running_heartbeat(transport):
         await wait_until(lambda: transport.maintenance_at, "maintenance started")
         count = len(transport.heartbeats_at)
         await wait_until(lambda: len(transport.heartbeats_at) > count + 5, "more heartbeats")
@@ -184,9 +187,9 @@ async def test_hanging_maintenance_does_not_delay_heartbeats(monkeypatch: pytest
 
 
 async def test_failed_maintenance_is_retried_without_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "MAINTENANCE_MIN_INTERVAL_S", 0.02)
+    monkeypatch.setattr(heartbeat, "MAINTENANCE_MAX_INTERVAL_S", 0.02)
     transport = ScriptedTransport(on_maintenance=[DatabaseUnavailable("gone"), RuntimeError("a defect"), None])
-    async with running_heartbeat(transport, lease_s=0.04):
+    async with running_heartbeat(transport):
         await wait_until(lambda: len(transport.maintenance_at) >= 4, "maintenance is retried")
     assert len(transport.opened_at) == 1
 
@@ -198,7 +201,7 @@ async def test_progress_is_sent_at_most_once_per_second() -> None:
         for _ in range(1000):
             heart.send_soon()
         await wait_until(lambda: len(transport.heartbeats_at) == 2, "heartbeat with progress")
-    assert heartbeat.PROGRESS_INTERVAL_S <= transport.heartbeats_at[1] - transport.heartbeats_at[0] < 10
+    assert heartbeat.PROGRESS_INTERVAL_S <= transport.heartbeats_at[1] - transport.heartbeats_at[0] < 60
 
 
 async def test_progress_does_not_shorten_back_off() -> None:
@@ -224,4 +227,4 @@ async def test_stop_does_not_wait_for_next_heartbeat() -> None:
         pass  # may stop before its loop runs
     async with running_heartbeat(ScriptedTransport(on_open=[DatabaseUnavailable("gone")] * 100), interval_s=600):
         pass
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
