@@ -11,10 +11,12 @@ from support.simulator.coverage import OUT_OF_REACH, Coverage, known_alert_codes
 from support.simulator.invariants import InvariantViolation
 from support.simulator.loop import run
 from support.simulator.processes import SimulatedProcess, track_processes
+from support.simulator.runtime_workers import RuntimeWorker
 from support.simulator.storms import Standby, copy_store, restore_store
 from support.simulator.worlds import WORLDS, check_seed, make_simulation
 from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
+from windlass.worker.delivery import Outbox
 
 SEEDS = range(24)
 # Faults of the whole installation that these seeds inject while a worker is busy.
@@ -87,6 +89,25 @@ def test_limit_of_a_reload_holds_again_when_its_calls_have_ended() -> None:
     )  # fmt: skip
     simulation.run()
     assert limits == {22.0: 6, 400.0: 1}
+
+
+@pytest.mark.parametrize("first", [0, 10, 20])
+def test_real_worker_runtime_keeps_every_promise(first: int) -> None:
+    coverage = Coverage()
+    for seed in range(first, first + 10):
+        simulation = check_seed("runtime", seed)
+        assert {type(worker) for worker in simulation.checker.workers_by_id.values()} <= {RuntimeWorker}
+        coverage.add(simulation.coverage)
+    assert coverage.pairs["active busy", "worker_call_unanswered"] > 0
+    assert {"WORKER_REGISTERED", "WORKER_ACTIVATED", "TASK_REQUEUED"} <= set(coverage.events)
+
+
+def test_defect_of_the_worker_runtime_breaks_a_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heartbeats do not list the claims that it holds."""
+    monkeypatch.setattr(Outbox, "held_claims", lambda _: [])
+    with pytest.raises(InvariantViolation, match=r"promise 2 broken: task \d+ taken from [\w-]+, which is healthy"):
+        for seed in range(10):
+            make_simulation("runtime", seed).run()
 
 
 def test_campaign_reports_broken_seeds_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,8 @@ class InvariantChecker:
             case "fail":
                 self._end_attempt(arguments[0], arguments[2])
                 self._record_failure(arguments[0], arguments[1], result)
+            case "release":
+                self._end_attempt(arguments[0], arguments[2])
             case "heartbeat":
                 self._record_heartbeat(arguments[0], result)
             case "deregister":
@@ -256,7 +258,7 @@ class InvariantChecker:
     def _end_attempt(self, worker_id: str, token: UUID) -> None:
         worker = self.workers_by_id.get(worker_id)
         if worker is not None:
-            worker.history.running.pop(token, None)
+            worker.history.end_attempt(token, self._now(), self.fleets[worker.fleet_name])
 
     def _record_failure(self, worker_id: str, task_id: int, status: str | None) -> None:
         if status is None:

@@ -72,6 +72,8 @@ class Simulation:
     make_store: Callable[[Random], Any] | None = None
     make_provider: Callable[[SimulatedCloud], Provider] = lambda cloud: cloud
     wrap_service: WrapService = lambda _, service: service
+    # The program on the machines.
+    worker_type: type[SimulatedWorker] = SimulatedWorker
     # Called after everything is built and before it starts: tests script faults here.
     on_ready: Callable[["Simulation"], None] = lambda _: None
     on_faults_ended: Callable[[], None] = lambda: None
@@ -106,7 +108,7 @@ class Simulation:
         """Run to the end. Raises InvariantViolation with the trace."""
         self.trace = Trace()
         try:
-            with self.trace.capture_logs():
+            with self.trace.capture_logs(), self.worker_type.environment(self.rng_for("runtime")):
                 self.report = run(self._run())
                 return self.report
         except Exception as error:
@@ -227,7 +229,7 @@ class Simulation:
         if faults.boots_s > MAX_USUAL_BOOT_S:
             self.decisions.happened("worker_boots_slowly", record.name)
         config = self.configs[record.fleet]
-        worker = SimulatedWorker(record, cloud, config, transport, process, faults, fleet.tasks, rng, self.trace)
+        worker = self.worker_type(record, cloud, config, transport, process, faults, fleet.tasks, rng, self.trace)
         worker.on_fault = lambda kind: self.decisions.happened(kind, record.name)
         worker.allow_task_failure = lambda: self.decisions.allow(record.id, "task_fails", record.name)
         steps = self.storm.draw_death(record.id, self.scenario.storm.worker_dies)

@@ -8,7 +8,7 @@ tell whether the orchestrator had a reason to fail it.
 import asyncio
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -30,6 +30,8 @@ CLAIM_INTERVAL_S = 30.0
 # Duration of a task on a worker with `fails_tasks`.
 FAILING_TASK_S = 0.5
 VRAM_MB = 24_000
+# From the snapshot of a plan until its machines are deleted.
+PLAN_AGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class WorkerHistory:
     max_silence_s: float = 0.0
     # Start time of each running attempt, by claim token.
     running: dict[UUID, float] = field(default_factory=dict)
+    # When the last attempt ended that was longer than stuck_timeout_s.
+    was_stuck_at: float | None = None
     # Distinct tasks that failed since the last completed one.
     consecutive_failures: set[int] = field(default_factory=set)
     has_ended: bool = False
@@ -92,6 +96,11 @@ class WorkerHistory:
         self.max_silence_s = max(self.max_silence_s, now - since)
         self.first_heartbeat_at = self.first_heartbeat_at if self.first_heartbeat_at is not None else now
         self.last_heartbeat_at = now
+
+    def end_attempt(self, token: UUID, now: float, fleet: FleetConfig) -> None:
+        since, stuck_s = self.running.pop(token, None), fleet.stuck_timeout_s
+        if since is not None and stuck_s is not None and now - since > stuck_s:
+            self.was_stuck_at = now
 
     def reason_to_fail(self, now: float, fleet: FleetConfig) -> str | None:
         """Why the orchestrator may fail this worker. None: it must not."""
@@ -106,6 +115,8 @@ class WorkerHistory:
         stuck_s = fleet.stuck_timeout_s
         if stuck_s is not None and any(now - since > stuck_s for since in self.running.values()):
             return "stuck"
+        if self.was_stuck_at is not None and now - self.was_stuck_at < PLAN_AGE_S:
+            return "stuck when the plan was made"
         # With a random failure rate, many tasks may fail in a row on a worker without a fault.
         return "failed many tasks" if len(self.consecutive_failures) >= fleet.quarantine_min_failures else None
 
@@ -123,6 +134,11 @@ class TaskProfile:
 
 class SimulatedWorker:
     """One worker on one machine. `transport` is the store as this worker sees it."""
+
+    @classmethod
+    def environment(cls, _rng: Random) -> AbstractContextManager[None]:
+        """What the program needs during a simulation."""
+        return nullcontext()
 
     def __init__(
         self,
@@ -200,6 +216,18 @@ class SimulatedWorker:
         self._machine.running_at = self._now()
         if self._faults.never_joins:
             return
+        try:
+            await self._serve()
+        finally:
+            if not self.process.is_dead:
+                self._trace.add(self.id, "ended")
+                self.stop()
+                if self._cloud.max_list_age_s == 0:
+                    # A local machine is a process and exits with its program. A cloud machine stays and is billed.
+                    self._cloud.mark_exited(self._machine.id)
+
+    async def _serve(self) -> None:
+        """The program, from its registration to its end."""
         registration = Registration(
             self.id,
             self._fleet.queues,
@@ -208,21 +236,13 @@ class SimulatedWorker:
             lease_s=self._fleet.heartbeat_timeout_s,
             start_id=self.id,
         )
-        try:
-            status = await self._retry(lambda: self._transport.register(registration))
-            self._idle_since = self._now()
-            if status in LIVE:
-                lanes = [asyncio.create_task(self._work()) for _ in range(self._fleet.concurrency)]
-                await asyncio.create_task(self._send_heartbeats())
-                for lane in lanes:
-                    lane.cancel()
-        finally:
-            if not self.process.is_dead:
-                self._trace.add(self.id, "ended")
-                self.stop()
-                if self._cloud.max_list_age_s == 0:
-                    # A local machine is a process and exits with its program. A cloud machine stays and is billed.
-                    self._cloud.mark_exited(self._machine.id)
+        status = await self._retry(lambda: self._transport.register(registration))
+        self._idle_since = self._now()
+        if status in LIVE:
+            lanes = [asyncio.create_task(self._work()) for _ in range(self._fleet.concurrency)]
+            await asyncio.create_task(self._send_heartbeats())
+            for lane in lanes:
+                lane.cancel()
 
     # -------------------------------------------------------------------------------------------------- heartbeats
 

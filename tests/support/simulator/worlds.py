@@ -4,7 +4,8 @@ plain     a simulated cloud with free machines
 billed    a simulated cloud that bills by periods of 5 to 60 minutes
 runpod    the real provider over the emulated Runpod
 hetzner   the real provider over the emulated Hetzner Cloud, with its bill
-storm     each of these in turn, with the rare faults of storms.py
+runtime   plain, and the programs on the machines are the real worker runtime; every second seed has rare faults
+storm     each of the other worlds in turn, with the rare faults of storms.py
 """
 
 import shlex
@@ -16,10 +17,21 @@ from support.runpod_histories import RunpodHistory, runpod_scenario
 from support.simulator.coverage import Coverage
 from support.simulator.decisions import FaultDecisions
 from support.simulator.invariants import InvariantViolation
+from support.simulator.runtime_workers import RuntimeWorker
 from support.simulator.scenario import Scenario, add_storm, draw_billed_scenario, draw_policies, draw_scenario
 from support.simulator.shrinking import Injection, Shrinker, run_once
 from support.simulator.simulation import Simulation
 from support.simulator.trace import shorten
+
+
+def runtime_scenario(seed: int) -> Scenario:
+    scenario = draw_scenario(seed)
+    return add_storm(scenario) if seed % 2 else scenario
+
+
+def runtime_simulation(scenario: Scenario) -> Simulation:
+    return Simulation(scenario, worker_type=RuntimeWorker)
+
 
 _Scenarios = tuple[Callable[[int], Scenario], Callable[[Scenario], Simulation]]
 _CALM: dict[str, _Scenarios] = {
@@ -27,6 +39,7 @@ _CALM: dict[str, _Scenarios] = {
     "billed": (draw_billed_scenario, Simulation),
     "runpod": (runpod_scenario, RunpodHistory),
     "hetzner": (hetzner_scenario, HetznerHistory),
+    "runtime": (runtime_scenario, runtime_simulation),
 }
 # Most seeds of the storm are of the cheapest world, which has the most faults per second.
 _STORMS = ("plain", "billed", "plain", "runpod", "plain", "hetzner")
