@@ -18,6 +18,7 @@ from support.simulator import invariants
 from support.simulator.cloud import FaultRates
 from support.simulator.invariants import InvariantViolation
 from support.simulator.scenario import FleetScenario, Scenario, fleet_config
+from support.simulator.simulation import Simulation
 from support.simulator.trace import Trace
 from support.simulator.workers import TaskProfile
 from support.simulator.worlds import check_seed
@@ -95,6 +96,24 @@ def test_idle_servers_drain_at_hour_end_and_cost_matches_the_bill() -> None:
     report = history.run()
     assert history.tally == {"idle, at the end of an hour": 2}
     assert (report.billed_workers, report.inexact_bills) == (2, 0)
+    ours = sum(charge.amount_micros for charge in history.store.tables.ledger.charges)
+    assert ours == history.project.bill()["total_micros"] == 2 * 6_400
+
+
+def test_server_that_vanishes_while_prices_are_unknown_is_in_the_ledger() -> None:
+    history = HetznerHistory(replace(calm(), faults_end_s=60.0))
+
+    async def vanish() -> None:
+        cloud = history.clouds["red"]
+        assert await history.store.open_accounts() == [], "no price is known"
+        cloud.remove_machine(next(iter(cloud.machines)))
+
+    def on_ready(_: Simulation) -> None:
+        history.project.emulator.faults.next("unavailable", method="GET", path="/v1/pricing", times=3)
+        history.schedule(25.0, vanish)
+
+    history.on_ready = on_ready
+    history.run()
     ours = sum(charge.amount_micros for charge in history.store.tables.ledger.charges)
     assert ours == history.project.bill()["total_micros"] == 2 * 6_400
 
