@@ -33,7 +33,7 @@ check: setup
 	$(BIN)/python tools/wording.py
 	$(BIN)/python tools/structure.py
 
-# A thousand random histories, 200 of each world, and the coverage of faults. Broken seeds are shrunk.
+# 1,200 random histories, 200 of each world, and the coverage of faults. Broken seeds are shrunk.
 # One world, other seeds: make histories ARGUMENTS="--world storm --first 5000 --seeds 1000"
 histories: setup
 	PYTHONPATH=tests $(BIN)/python -m support.simulator.campaign --seeds 200 --jobs 2 $(ARGUMENTS)
