@@ -146,3 +146,9 @@ def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:
 )
 def test_machine_presence(seen: Snapshot, expected: Presence) -> None:
     assert presence(seen) is expected
+
+
+def test_clock_set_back_after_a_step_forward_does_not_keep_a_slot_for_the_step() -> None:
+    young = worker(machine_id=None, created=20, heartbeat=None)
+    seen = snapshot(young, machines=(), traits=LAGGING_LIST, state={"unproven_s": {"w0": 3600.0}})
+    assert build_context(seen, LOCAL).planner_state.machines.unproven_s == {"w0": 20.0}

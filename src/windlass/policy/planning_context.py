@@ -277,7 +277,8 @@ def _unproven_s(context: PlanningContext) -> dict[str, float]:
         measured_s = context.snapshot.since_plan_s
         added_s = max(0.0, context.age_s(planned_at) - (context.cycle_interval_s if measured_s is None else measured_s))
     unknown = [worker for worker in context.snapshot.workers if worker.machine_id is None and worker.slot is not None]
-    totals_s = {worker.id: before.get(worker.id, 0.0) + added_s for worker in unknown}
+    # Never more than its age: the clock may have been set back since.
+    totals_s = {w.id: min(before.get(w.id, 0.0) + added_s, context.age_s(w.created_at)) for w in unknown}
     return {worker_id: total_s for worker_id, total_s in totals_s.items() if total_s > 0}
 
 
