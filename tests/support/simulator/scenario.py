@@ -107,7 +107,7 @@ STORM_IMMEDIATE_SHARE = 0.3
 DEFAULT_POLICY = FleetConfig.model_fields["policy"].default
 # The longest boot of a worker without a fault.
 MAX_USUAL_BOOT_S = 15.0
-# Of the emulated machines that the fleets of these worlds rent first.
+# The prices of the emulated machines that the fleets of these worlds rent first.
 VENDOR_PRICE_MICROS = {"runpod": 860_000, "hetzner": 6_400}
 # The group of faults that a run concentrates on. "all" concentrates on none.
 THEMES = ("all", "network", "cloud", "machines", "leadership")

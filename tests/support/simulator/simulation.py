@@ -98,7 +98,7 @@ class Simulation:
     configs: dict[str, FleetConfig] = field(init=False)
     clock_offset_s: float = field(init=False, default=0.0)
     storm: Storm = field(init=False)
-    # Of a run in which every invariant held.
+    # Set once a run ended in which every invariant held.
     report: SimulationReport = field(init=False)
     _worker_network: NetworkFaults = field(init=False)
     _control_network: NetworkFaults = field(init=False)
