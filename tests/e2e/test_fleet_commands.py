@@ -143,7 +143,7 @@ async def test_cycles_spawn_and_drain_workers_and_can_be_replayed(host: FleetHos
     fewer = host.windlass("replay", number, "--set", "max_workers=1", "--json").json
     assert fewer["again"] == other["again"]
     for wrong, sentence in (
-        (("--set", "max_worker=1"), "'max_worker=1' is not a fleet setting: write name=value"),
+        (("--set", "max_worker=1"), "'max_worker' is not a fleet setting: did you mean max_workers?"),
         (("--with", "nosuch.toml"), "configuration file nosuch.toml not found. Check --with."),
     ):
         refused = host.windlass("replay", number, *wrong)

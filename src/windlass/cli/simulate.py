@@ -10,7 +10,21 @@ import typer
 from windlass.cli.fleet_history import Since, chosen_fleet, read_past
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
-from windlass.cli.world_options import Billing, BootTime, Interval, MaxWorkers, Slots, TraceFile, billing_unit_s
+from windlass.cli.simulation_options import (
+    Billing,
+    BootTime,
+    Interval,
+    MaxWorkers,
+    Slots,
+    TraceFile,
+    billing_unit_s,
+    check_finite,
+    check_limits,
+    check_output,
+    check_policy_option,
+    check_settings,
+    write_output,
+)
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
@@ -19,7 +33,7 @@ from windlass.simulator.engine import ClaimOrder, World
 from windlass.simulator.measures import RunResult
 from windlass.simulator.past import FleetPast, shadow_requests, simulated_settings
 from windlass.simulator.report import HEADINGS, html_report, table_rows
-from windlass.simulator.runs import RunRequest, peak_concurrency, run_policy
+from windlass.simulator.runs import WINDLASS_POLICIES, RunRequest, billed_by, peak_concurrency, run_policy
 from windlass.simulator.trace import GeneratorSettings, Trace, generate, read_trace
 
 MAX_RUNS = 50
@@ -86,9 +100,24 @@ async def simulate(
     Without --trace and --generate it reads the history of the fleet from the database: its tasks, boots, billing,
     refusals and crashes. Options replace what it found.
     """
-    unit_s = billing_unit_s(billing)
+    check_finite(
+        {
+            "--boot": boot_s,
+            "--boot-sigma": boot_sigma,
+            "--interval": interval_s,
+            "--crashes": crashes,
+            "--refused": refused,
+            "--days": days,
+            "--duration": duration_s,
+        }
+    )
+    check_limits(min_workers, max_workers)
+    check_policy_option(changes or ())
+    if report is not None:
+        check_output(report)
     if trace is not None and generator is not None:
         raise BadInput("pass a trace file with --trace, or make one with --generate, not both.")
+    unit_s = billing_unit_s(billing)
     measured: dict[str, Any] = {
         "slots": slots,
         "boot_s": boot_s,
@@ -141,17 +170,18 @@ async def simulate(
         raise BadInput(f"--policy is given {len(names)} times: at most {MAX_RUNS} runs are compared.")
     requests = shadow_requests(with_changes(base, given), world, has_charts=report is not None) if is_shadow else []
     requests += [_request(name, base, given, world, claims, is_full, report is not None) for name in names]
+    check_settings(requests, [*([()] * (len(requests) - len(names))), *map(_own_changes, names)], changes or ())
     if is_shadow and (claims is not None or is_full):
         requests = [replace(request, claim_order=claims, is_full=is_full) for request in requests]
     results = _run_all(requests, task_trace, is_quiet=as_json)
     if report is not None:
         notes = [
             f"{len(task_trace.arrivals)} tasks over {task_trace.span_s / 86400:.2f} days, {world.slots} slots per "
-            f"machine, boot {world.boot_s:g} s, billed by the {'hour' if world.billing_unit_s > 1 else 'second'}, "
+            f"machine, boot {world.boot_s:g} s, billed by the {billed_by(world.billing_unit_s)}, "
             f"cycles of {requests[0].config.poll_interval_s:g} s, seed {seed}.",
             *(past.notes[1:] if past is not None else ()),
         ]
-        report.write_text(html_report(f"Simulation of {task_trace.name}", notes, results))
+        write_output(report, html_report(f"Simulation of {task_trace.name}", notes, results))
     _print_results(results, past, as_json=as_json)
 
 
@@ -195,11 +225,18 @@ def _request(
     is_full: bool,
     has_charts: bool,
 ) -> RunRequest:
-    policy, _, own = name.partition(":")
-    settings = [*given, *(own.split(",") if own else ())]
-    if policy in ("adaptive", "threshold", "buffered", "clear-time"):
+    policy, own = name.partition(":")[0], _own_changes(name)
+    check_policy_option(own)
+    settings = [*given, *own]
+    if policy in WINDLASS_POLICIES:
         settings.append(f"policy={policy}")
     return RunRequest(policy, with_changes(base, settings), world, name, claims, is_full, has_charts)
+
+
+def _own_changes(name: str) -> list[str]:
+    """The settings in name:key=value,key=value."""
+    own = name.partition(":")[2]
+    return own.split(",") if own else []
 
 
 def _run_all(requests: list[RunRequest], trace: Trace, *, is_quiet: bool) -> list[RunResult]:

@@ -11,7 +11,18 @@ import typer
 from windlass.cli.fleet_history import Since, chosen_fleet, read_past
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
-from windlass.cli.world_options import Billing, BootTime, Interval, MaxWorkers, Slots, TraceFile, billing_unit_s
+from windlass.cli.simulation_options import (
+    Billing,
+    BootTime,
+    Interval,
+    MaxWorkers,
+    Slots,
+    TraceFile,
+    billing_unit_s,
+    check_finite,
+    check_output,
+    write_output,
+)
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
@@ -47,7 +58,7 @@ async def tune(
     ] = None,
     since: Since = "30d",
     output: Annotated[
-        Path | None, typer.Option("--write", help="Write the fleet section to this file.", metavar="FILE")
+        Path | None, typer.Option("--write", help="Write the fleet section to this new file.", metavar="FILE")
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -58,7 +69,9 @@ async def tune(
     Without --trace it searches on the fleet's own history. The rest of it, which the search has not seen, shows how the
     settings do. Exit code 1 if no settings hold the goal.
     """
-    unit_s = billing_unit_s(billing)
+    check_finite({"--price-of-waiting": price, "--boot": boot_s, "--interval": interval_s})
+    if output is not None:
+        check_output(output, is_new=True)
     if (slo is None) == (price is None):
         raise BadInput("pass a goal with --slo p95_wait=60s, or a price with --price-of-waiting.")
     goal = _GOAL.fullmatch(slo) if slo is not None else None
@@ -68,7 +81,7 @@ async def tune(
     measured = {
         "slots": slots,
         "boot_s": boot_s,
-        "billing_unit_s": unit_s,
+        "billing_unit_s": billing_unit_s(billing),
         "boot_sigma": 0.0 if boot_s is not None else None,
     }
     options: dict[str, Any] = {name: value for name, value in measured.items() if value is not None}
@@ -90,7 +103,7 @@ async def tune(
         tuned = search(task_trace, base, world, p95_wait_s=p95_wait_s, price=price, advance=advance)
     section = fleet_section(fleet or "default", tuned.settings)
     if output is not None:
-        output.write_text(section)
+        write_output(output, section, is_new=True)
     if as_json:
         print_json(
             {

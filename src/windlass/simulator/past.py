@@ -15,7 +15,7 @@ from windlass.model.fleet_changes import with_changes
 from windlass.model.history import MachineRecord, TaskHistory
 from windlass.policy.scale.adaptive import UNKNOWN_BOOT_S, UNKNOWN_PROCESS_START_S
 from windlass.simulator.engine import World
-from windlass.simulator.runs import RunRequest
+from windlass.simulator.runs import RunRequest, billed_by
 from windlass.simulator.trace import Trace
 
 # The spread of fewer boots is not estimated.
@@ -84,7 +84,7 @@ def fleet_past(
         is_free=config.is_of_this_host,
         seed=seed,
     )
-    notes.append(f"Billed by the {'hour' if world.billing_unit_s >= 3600 else 'second'}.")
+    notes.append(f"Billed by the {billed_by(world.billing_unit_s)}.")
     return FleetPast(
         trace,
         world,

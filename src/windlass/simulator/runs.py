@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS, reason_without_effect
 from windlass.simulator.baselines import BASELINES
 from windlass.simulator.engine import ClaimOrder, Controller, SimulatedFleet, World
 from windlass.simulator.fast_path import AdaptiveController
@@ -20,6 +21,19 @@ WINDLASS_POLICIES = ("adaptive", "threshold", "buffered", "clear-time")
 LONG_UNIT_S = 600
 # Points of a chart.
 CHART_POINTS = 600
+# Settings of a fleet that a run reads: of a baseline, and of Windlass's own policies.
+BASELINE_SETTINGS = ("min_workers", "max_workers")
+SIMULATED_SETTINGS = (
+    *BASELINE_SETTINGS,
+    *POLICY_SETTINGS,
+    *IGNORED_BY_ADAPTIVE,
+    "max_changes_per_cycle",
+    "min_scaling_interval_s",
+    "poll_interval_s",
+    "spawn_timeout_s",
+)
+# Settings of which only the full path knows: `adaptive` takes it if one differs from the default.
+FULL_PATH_SETTINGS = ("min_scaling_interval_s",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +65,33 @@ def run_policy(request: RunRequest, trace: Trace, on_cycle: Callable[[float], No
     return measure(fleet, label, optimal_s)
 
 
+def reason_not_simulated(request: RunRequest, setting: str) -> str | None:
+    """Why this run does not read a setting of a fleet; None if it reads it."""
+    if setting == "concurrency":
+        return "in a simulation: use --slots"
+    if request.policy not in WINDLASS_POLICIES:
+        return None if setting in BASELINE_SETTINGS else f"on {request.policy}, which has no settings but its limits"
+    if setting not in SIMULATED_SETTINGS:
+        return "in a simulation"
+    config = request.config
+    has_volume = config.runpod.network_volume_id is not None
+    return reason_without_effect(
+        config.provider, request.policy, setting, has_gpu=config.has_gpu, has_volume=has_volume
+    )
+
+
+def billed_by(unit_s: int) -> str:
+    """A billing period in words."""
+    return {1: "second", 3600: "hour"}.get(unit_s, f"{unit_s} s")
+
+
 def _controller(request: RunRequest, on_cycle: Callable[[float], None] | None) -> tuple[Controller, ClaimOrder]:
     config, world = request.config, request.world
     if request.policy in WINDLASS_POLICIES:
         # Claims as the product makes them: worker/claim_race.py.
         order = ClaimOrder.BILLED if world.billing_unit_s >= LONG_UNIT_S else ClaimOrder.RECENT
-        if request.policy == "adaptive" and not request.is_full:
+        is_full = request.is_full or any(getattr(config, name) for name in FULL_PATH_SETTINGS)
+        if request.policy == "adaptive" and not is_full:
             return AdaptiveController(config, on_cycle), order
         return PlanController(config, on_cycle), order
     if request.policy not in BASELINES:
