@@ -83,6 +83,32 @@ def test_spawns_only_what_would_miss_the_goal(values: dict[str, Any], expected: 
     assert spawned(**values) == expected
 
 
+def spawned_for_lost_backlog(**values: Any) -> int:
+    """A burst of tasks of a minute, 100 s ago; the first of them have missed their goal."""
+    memory = AdaptiveMemory(at=990.0, arrivals=(ArrivalRecord(700.0, 1, 0.0), ArrivalRecord(900.0, 200, 0.0)))
+    given: dict[str, Any] = {"queued": 200, "arrived": 0, "oldest_queued_age_s": 100.0, "slots": 2, "boot_s": 90.0}
+    given |= {"durations": (60.0,) * 50, "billing_unit_s": 3600, "max_workers": 1000}
+    return decide(load(**(given | values)), memory, None, None).spawn
+
+
+def test_lost_backlog_gets_fewer_workers_where_each_costs_an_hour() -> None:
+    assert spawned_for_lost_backlog(billing_unit_s=1) == 100
+    hourly = spawned_for_lost_backlog()
+    assert 60 <= hourly <= 85
+    # No more are needed when they start.
+    assert spawned_for_lost_backlog(starting_ages_s=(30.0,) * hourly) == 0
+
+
+def test_lost_backlog_of_long_tasks_has_a_worker_for_each() -> None:
+    assert spawned_for_lost_backlog(durations=(600.0,) * 50) == 100
+
+
+def test_lost_task_behind_an_endless_one_gets_a_worker() -> None:
+    """A worker whose task runs longer than all others clears nothing, however short the queue is."""
+    endless: dict[str, Any] = {"busy": 1, "running_ages_s": (7200.0,), "slots": 1}
+    assert spawned_for_lost_backlog(queued=1, **endless) == 1
+
+
 def test_longer_goal_needs_fewer_workers() -> None:
     given = load(queued=40, busy=1, running_ages_s=(1.0,))
     short, long = (decide(given, AdaptiveMemory(), goal_s, None).spawn for goal_s in (130.0, 600.0))

@@ -20,7 +20,7 @@ from windlass.policy.derive import WorkerState
 from windlass.policy.scale import adaptive_keep
 from windlass.policy.scale.adaptive_boot import estimate_boots, in_time_share, ready_in_time, starts_for
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s, count_overdue
-from windlass.policy.scale.adaptive_spawn import spawns_needed
+from windlass.policy.scale.adaptive_spawn import clearing_workers, spawns_needed
 from windlass.policy.scale.demand import Demand, ScalingDecision
 
 # The default goal: a task that needs a new worker waits for its boot and for one cycle.
@@ -88,6 +88,9 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
     counted = ready_in_time(len(ages_s), in_time)
 
     needed = spawns_needed(load, memory, played_goal_s, late_slack_s, ages_s[:counted]) if load.queued else 0
+    is_lost = (load.oldest_queued_age_s or 0.0) > played_goal_s - load.boot_s
+    if needed and is_lost and not load.is_free and (clearing := clearing_workers(load, memory, price)) is not None:
+        needed = min(needed, clearing)
     floor = 0
     if price:
         floor = adaptive_keep.cheapest_workers(load, memory, price, PATIENCE_WITH_PRICE)
