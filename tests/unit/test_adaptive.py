@@ -84,17 +84,18 @@ def test_spawns_only_what_would_miss_the_goal(values: dict[str, Any], expected: 
 
 
 def spawned_for_lost_backlog(**values: Any) -> int:
-    """A burst of tasks of a minute, 100 s ago; the first of them have missed their goal."""
-    memory = AdaptiveMemory(at=990.0, arrivals=(ArrivalRecord(700.0, 1, 0.0), ArrivalRecord(900.0, 200, 0.0)))
-    given: dict[str, Any] = {"queued": 200, "arrived": 0, "oldest_queued_age_s": 100.0, "slots": 2, "boot_s": 90.0}
-    given |= {"durations": (60.0,) * 50, "billing_unit_s": 3600, "max_workers": 1000}
+    """A task that has missed its goal, and a burst behind it."""
+    records = (ArrivalRecord(700.0, 1, 0.0), ArrivalRecord(985.0, 1, 0.0), ArrivalRecord(997.0, 199, 0.0))
+    memory = AdaptiveMemory(at=997.0, arrivals=records)
+    given: dict[str, Any] = {"queued": 200, "arrived": 0, "oldest_queued_age_s": 15.0, "slots": 2, "boot_s": 90.0}
+    given |= {"durations": (20.0,) * 50, "billing_unit_s": 3600, "max_workers": 1000}
     return decide(load(**(given | values)), memory, None, None).spawn
 
 
 def test_lost_backlog_gets_fewer_workers_where_each_costs_an_hour() -> None:
     assert spawned_for_lost_backlog(billing_unit_s=1) == 100
     hourly = spawned_for_lost_backlog()
-    assert 60 <= hourly <= 85
+    assert 45 <= hourly <= 55
     # No more are needed when they start.
     assert spawned_for_lost_backlog(starting_ages_s=(30.0,) * hourly) == 0
 

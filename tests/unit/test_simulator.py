@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,13 @@ REFERENCE = [
     ("R", "ray", 0.1, [(417.6, 29), (102.7, 91), (2863.9, 124), (1623.9, 183), (1354.5, 123)]),
     ("R", "seed000", 0.1, [(178.4, 149), (65.9, 161), (2615.5, 12189), (1451.2, 9240), (1054.1, 2018)]),
     ("R", "seed003", 3.0, [(300.4, 132), (71.8, 132), (2728.2, 149), (1517.9, 168), (1200.3, 148)]),
+    ("H", "seed001", 2.5, [(326.0, 6), (46.0, 3), (1851.0, 92), (1212.0, 94), (1082.0, 90)]),
+    ("H", "keda", 2.5, [(656.0, 19), (223.0, 29), (3073.0, 0), (1504.0, 156), (1604.0, 97)]),
+    ("H", "ray", 2.5, [(548.0, 4), (80.0, 7), (1942.0, 93), (1310.0, 92), (1424.0, 92)]),
 ]
+# In H the code trace lasts one billing hour. Every machine is charged once, so that a machine that is started a cycle
+# earlier, or deleted and started again, counts as an hour: percent by which the two simulators differ there at most.
+CODE_TRACE_PERCENT = {"seed001": 20.0, "keda": 9.0, "ray": 4.0}
 
 
 def run(trace: Trace, policy: str, world: World | None = None, **settings: object) -> "object":
@@ -64,8 +71,10 @@ def test_baseline_equals_an_independent_simulator(
 ) -> None:
     for name, (hours, p95_s) in zip(NAMES, expected, strict=True):
         result = run(read_trace(TRACES / f"{name}.csv.gz"), policy, WORLDS[setting])
-        assert result.machine_seconds_billed / 3600 == pytest.approx(hours, rel=percent / 100, abs=0.06), name
-        assert result.wait_p95_s == pytest.approx(p95_s, abs=4), name
+        is_hour = (setting, name) == ("H", "llm_code")
+        share = (CODE_TRACE_PERCENT[policy] if is_hour else percent) / 100
+        assert result.machine_seconds_billed / 3600 == pytest.approx(hours, rel=share, abs=0.06), name
+        assert result.wait_p95_s == pytest.approx(p95_s, abs=8 if setting == "H" else 4), name
 
 
 @needs_traces
@@ -86,6 +95,19 @@ def test_adaptive_holds_its_goals_on_the_shared_traces(
         assert costs ** (1 / len(NAMES)) <= cost
     if joint is not None:
         assert joints ** (1 / len(NAMES)) <= joint
+
+
+@needs_traces
+@pytest.mark.parametrize(("setting", "price"), [("R", None), ("R", 1.0), ("H", None), ("H", 1.0)])
+def test_adaptive_holds_its_goals_with_random_boots(setting: str, price: float | None) -> None:
+    """The goal on four of five traces, and the joint score where waiting has a price."""
+    world, held, joints = replace(WORLDS[setting], boot_sigma=0.5), 0, 1.0
+    for name in NAMES:
+        result = run(read_trace(TRACES / f"{name}.csv.gz"), "adaptive", world, price_of_waiting=price, max_workers=1000)
+        held += result.wait_p95_s <= world.boot_s + 10.0
+        joints *= result.joint_ratio
+    assert held >= 4
+    assert price is None or joints ** (1 / len(NAMES)) <= 1.12
 
 
 def test_trace_is_sorted_and_begins_at_zero(tmp_path: Path) -> None:
