@@ -19,7 +19,8 @@ from windlass.policy.scale.adaptive_boot import BootEstimate
 from windlass.policy.scale.adaptive_keep import cheapest_timeout_s, cheapest_workers, floor_of_workers
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, count_overdue
 from windlass.policy.scale.adaptive_spawn import MAX_PLAYED
-from windlass.simulator.engine import World
+from windlass.simulator.engine import SimulatedFleet, SimulatedMachine, World
+from windlass.simulator.fast_path import AdaptiveController
 from windlass.simulator.runs import RunRequest, run_policy
 from windlass.simulator.trace import GENERATORS, GeneratorSettings, Trace, generate
 
@@ -279,6 +280,34 @@ def test_constant_settings_never_spawn_and_drain_in_turns(kind: str) -> None:
     result = run_policy(RunRequest("adaptive", FleetConfig(policy="adaptive", max_workers=200), World()), trace)
     # Every worker that was started had at least one task on average.
     assert result.machines_started <= len(trace.arrivals)
+
+
+class CountingFleet(SimulatedFleet):
+    """Counts the spawns that follow a drain within one boot."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace, World())
+        self.drained_at: list[float] = []
+        self.soon = 0
+
+    def spawn(self, count: int) -> int:
+        recent = [at for at in self.drained_at if self.now - at < self.world.boot_s]
+        self.soon += min(count, len(recent))
+        # Each drain is followed by one spawn at most.
+        self.drained_at = recent[count:]
+        return super().spawn(count)
+
+    def drain(self, machine: SimulatedMachine) -> None:
+        self.drained_at.append(self.now)
+        super().drain(machine)
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_most_spawns_follow_no_drain_within_one_boot(kind: str) -> None:
+    """Arrivals at random restart some workers soon, whatever the timeout; most drains last."""
+    fleet = CountingFleet(generate(kind, GeneratorSettings(tasks=1500, days=1.0, duration_s=40.0)))
+    fleet.run(AdaptiveController(FleetConfig(policy="adaptive", max_workers=500)))
+    assert fleet.soon <= 0.4 * fleet.started
 
 
 def test_steady_load_keeps_its_workers() -> None:

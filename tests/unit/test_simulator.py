@@ -3,13 +3,17 @@
 import csv
 import gzip
 import json
+import random
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from windlass.model.cost import Tariff
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
+from windlass.policy.billing import charged
 from windlass.simulator.engine import MAX_ATTEMPTS, ClaimOrder, SimulatedFleet, World
 from windlass.simulator.measures import measure, quantile
 from windlass.simulator.optimum import optimal_billed_s
@@ -175,6 +179,21 @@ def test_hourly_bill_counts_started_hours() -> None:
     world = World(boot_s=60.0, billing_unit_s=3600)
     assert run(Trace("t", (0.0,), (30.0,)), "reactive", world).machine_seconds_billed == 3600
     assert run(Trace("t", (0.0,), (3541.0,)), "reactive", world).machine_seconds_billed == 7200
+
+
+@pytest.mark.parametrize("unit_s", [1, 60, 600, 3600])
+def test_simulated_bill_equals_that_of_the_ledger(unit_s: int) -> None:
+    """Of random lives, and of lives that end at a boundary."""
+    tariff, since = Tariff(3_600_000_000, "EUR", unit_s), datetime(2030, 1, 1, tzinfo=UTC)
+    source = random.Random(unit_s)  # noqa: S311
+    for lived_s in (1, unit_s, 2 * unit_s, *(source.randrange(1, 10 * unit_s + 1) for _ in range(50))):
+        fleet = SimulatedFleet(Trace("t", (0.0,), (1.0,)), World(billing_unit_s=unit_s))
+        fleet.spawn(1)
+        fleet.now = float(lived_s)
+        fleet.delete(fleet.machines[0])
+        charged_s = charged(tariff, since, since + timedelta(seconds=lived_s)) / 1_000_000
+        # Seconds are not rounded up in a simulation.
+        assert fleet.deleted_billed_s == pytest.approx(charged_s, abs=1.0 if unit_s == 1 else 0.0), lived_s
 
 
 def test_crashed_machine_returns_its_task_to_the_queue() -> None:
