@@ -5,6 +5,7 @@
     python -m bench.policies boots --traces FOLDER               random boots, three seeds
     python -m bench.policies hold-out --traces FOLDER            constants chosen without the trace that is scored
     python -m bench.policies others --traces FOLDER              shifted, thinned, scaled and resampled traces
+    python -m bench.policies loads                               twelve generated loads
     python -m bench.policies each --traces FOLDER                `adaptive` on each trace of a folder
     python -m bench.policies paths --traces FOLDER               fast path against full path, on whole traces
     python -m bench.policies speed                               100,000 tasks over 14 days, both paths
@@ -224,6 +225,29 @@ def other_traces(traces: Sequence[Trace]) -> Iterator[Trace]:
         yield generate(kind, GeneratorSettings(tasks=5000, days=7.0, duration_s=120.0, seed=11))
 
 
+# Kind, tasks, days and mean duration.
+LOADS = (
+    ("poisson", 6000, 0.1, 4.0),
+    ("diurnal", 8000, 1.0, 10.0),
+    ("spikes", 4000, 1.0, 15.0),
+    ("bursts", 6000, 0.3, 8.0),
+    ("poisson", 3000, 1.0, 60.0),
+    ("diurnal", 5000, 3.0, 45.0),
+    ("bursts", 4000, 5.0, 30.0),
+    ("spikes", 3000, 4.0, 60.0),
+    ("poisson", 2000, 5.0, 300.0),
+    ("bursts", 3000, 10.0, 900.0),
+    ("diurnal", 3000, 10.0, 1500.0),
+    ("spikes", 2000, 10.0, 400.0),
+)
+
+
+def generated_loads() -> Iterator[Trace]:
+    for number, (kind, tasks, days, duration_s) in enumerate(LOADS):
+        settings = GeneratorSettings(tasks=tasks, days=days, duration_s=duration_s, seed=50 + number)
+        yield replace(generate(kind, settings), name=f"{kind}, {duration_s:g} s")
+
+
 def _named(trace: Trace, variant: str, tasks: list[tuple[float, float]]) -> Trace:
     tasks.sort()
     first = tasks[0][0]
@@ -292,7 +316,7 @@ def speed() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "part", choices=("results", "own-policies", "boots", "hold-out", "others", "each", "paths", "speed")
+        "part", choices=("results", "own-policies", "boots", "hold-out", "others", "loads", "each", "paths", "speed")
     )
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="folder of traces (see bench/traces.md)")
     parser.add_argument("--settings", nargs="*", choices=tuple(WORLDS), default=tuple(WORLDS))
@@ -310,6 +334,8 @@ def main() -> None:
             hold_out(folder)
         case "others":
             each(list(other_traces(shared_traces(folder))))
+        case "loads":
+            each(list(generated_loads()))
         case "each":
             each([read_trace(path) for path in sorted(folder.glob("*.csv*"))])
         case "paths":

@@ -29,7 +29,8 @@ RAMP_FACTOR = 2
 RATE_S = 300.0
 MIN_RATE_S = 60.0
 # What a second of waiting in a lost backlog is worth at least, in machine seconds, and the longest time in which it is
-# to be cleared, in boot times. With a price of 1, or without the limit, one more of 58 loads missed its goal.
+# to be cleared, in boot times. With a price of 1, or without the limit, one more of 58 loads missed its goal
+# (docs/policies.md).
 MIN_BACKLOG_PRICE = 4.0
 MAX_CLEAR_BOOTS = 2 / 3
 
