@@ -183,7 +183,7 @@ def test_hourly_bill_counts_started_hours() -> None:
 
 @pytest.mark.parametrize("unit_s", [1, 60, 600, 3600])
 def test_simulated_bill_equals_that_of_the_ledger(unit_s: int) -> None:
-    """Of random lives, and of lives that end at a boundary."""
+    """The lives are random, and some end at a boundary."""
     tariff, since = Tariff(3_600_000_000, "EUR", unit_s), datetime(2030, 1, 1, tzinfo=UTC)
     source = random.Random(unit_s)  # noqa: S311
     for lived_s in (1, unit_s, 2 * unit_s, *(source.randrange(1, 10 * unit_s + 1) for _ in range(50))):
