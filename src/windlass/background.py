@@ -1,16 +1,13 @@
 """Background tasks that run for as long as a context is open.
 
 A background task is meant to run until then. One that fails is logged when it fails: nothing else waits for it.
+The client library imports this module, so structlog is imported where it is used.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
-
-import structlog
-
-log = structlog.get_logger(__name__)
 
 
 @asynccontextmanager
@@ -28,4 +25,6 @@ async def background_task(work: Coroutine[Any, Any, None]) -> AsyncIterator[None
 def _log_failure(task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        log.error("run background task failed", task=task.get_name(), exc_info=error)
+        import structlog
+
+        structlog.get_logger(__name__).error("run background task failed", task=task.get_name(), exc_info=error)

@@ -74,9 +74,13 @@ def test_rehearsal_that_is_killed_leaves_no_machine_and_no_leader(
             until(lambda: bool(emulator.project.servers), "a server")
         finally:
             doctor.send_signal(number)
-            doctor.wait(WAIT_S)
+            # A shutdown may take 77 s.
+            doctor.wait(2 * WAIT_S)
         (up_log,) = tmp_path.glob("windlass-doctor-*/up.log")
-        until(lambda: '"event": "stopped"' in up_log.read_text(), f"the end of `windlass up`\n{up_log.read_text()}")
+        until(
+            lambda: '"event": "stopped orchestrator"' in up_log.read_text(),
+            f"the end of `windlass up`\n{up_log.read_text()}",
+        )
         assert emulator.project.servers == {}, "the server is deleted"
 
 

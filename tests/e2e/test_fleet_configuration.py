@@ -99,7 +99,7 @@ async def test_reload_applies_a_valid_file_and_ignores_an_invalid_one(host: Flee
 async def test_reload_names_new_settings_without_effect(host: FleetHost) -> None:
     host.configure(auto_start_worker=True)
     up = host.up()
-    await until(lambda: "cycle finished" in host.log(), f"a cycle\n{host.log()}")
+    await until(lambda: "finish cycle" in host.log(), f"a cycle\n{host.log()}")
     host.configure(auto_start_worker=True, storage_min_free_gb=7)
     assert host.windlass("reload").code == 0
     await until(lambda: "reloaded configuration" in host.log(), f"the reload\n{host.log()}")

@@ -200,7 +200,7 @@ async def test_health_is_not_empty_while_tasks_wait_for_a_fleet_without_workers(
 ) -> None:
     host.configure(min_workers=0)
     up = host.up("--port", "0")
-    await until(lambda: "cycle finished" in host.log(), f"a cycle\n{host.log()}")
+    await until(lambda: "finish cycle" in host.log(), f"a cycle\n{host.log()}")
     assert await health() == {}
     assert host.windlass("pause", "--fleet", "default").code == 0
     await host.enqueue(1)

@@ -184,7 +184,7 @@ async def test_list_of_unfinished_tasks_reads_no_finished_ones(
     await second_connection.execute("vacuum analyze windlass.tasks")
     async with connection.transaction():
         rows = await connection.fetch(
-            task_store.QUERIES["unfinished_summaries"], "r", status, None, 50, status is TaskStatus.ERROR
+            task_store.QUERIES["unfinished_summaries"], "r", status, None, 50, status is TaskStatus.ERROR, 200
         )
         read = await task_reads(connection)
     assert {row["queue"] for row in rows} == ({"r"} if status is TaskStatus.QUEUED else set())
