@@ -8,7 +8,7 @@ import pytest
 from support.hetzner_fixture import EmulatedHetzner, list_and_reconcile, request_for
 from support.simulator.loop import virtual_now
 from support.virtual_time import in_virtual_time
-from windlass.control.cycle import CLOSE_TIMEOUT_S
+from windlass.control.provider_in_use import CLOSE_TIMEOUT_S
 from windlass.model.errors import (
     Ambiguous,
 )

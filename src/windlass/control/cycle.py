@@ -19,6 +19,7 @@ import structlog
 from windlass.control.deployment import Deployment
 from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
 from windlass.control.outcome_log import OutcomeLog
+from windlass.control.provider_in_use import CLOSE_TIMEOUT_S, ProviderInUse
 from windlass.control.summary import Summary, count_actions, summarize
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Spawn
@@ -39,8 +40,6 @@ LIST_TIMEOUT_S = 60.0
 # A listing may take this share of a lease. The rest is for the steps after it: otherwise a slow listing would cost this
 # leader its lease, and then every later leader the same.
 LIST_SHARE = 0.4
-# Longer than a provider needs to look for leftovers of its machines, at one request per second.
-CLOSE_TIMEOUT_S = 20.0
 # Accounts settled per cycle. Each is due about once an hour, so few are due together; later cycles settle the rest.
 MAX_SETTLED = 50
 # Interval between repeated log lines while a listing fails with the same error.
@@ -49,7 +48,7 @@ log = structlog.get_logger(__name__)
 
 
 class FleetCycle:
-    """Runs cycles of one fleet, one at a time. Owns its provider: close() closes it.
+    """Runs cycles of one fleet, one at a time. close() closes its provider.
 
     `rng` supplies the random part of worker ids and the join tokens: a system source, except in simulations.
     """
@@ -67,11 +66,7 @@ class FleetCycle:
         deployment: Deployment | None = None,
     ) -> None:
         self.name = name
-        # What cycles run with: as configured, or settings of a former version (deployment.py).
-        self._config = config
         self._store = store
-        self._provider = provider
-        self._configured = config, provider
         self._candidate = candidate
         self._rng = rng
         self._call_timeout_s = call_timeout_s
@@ -89,11 +84,13 @@ class FleetCycle:
             on_late_outcome=self._wake.set,
             record_at_once=self._record_at_once,
         )
-        # Configuration and provider that the next cycle starts with.
-        self._reload: tuple[FleetConfig, Provider] | None = None
-        # Replaced providers, closed once no call is in flight.
-        self._replaced: list[Provider] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._in_use = ProviderInUse(
+            name,
+            config,
+            provider,
+            make_provider=self._deployment.make_provider,
+            on_replace=self._executor.replace_provider,
+        )
         # Term and id of the last committed cycle: outcomes are recorded under it.
         self._cycle_id = 0
         # Its plan, requeued tasks and recorded outcomes: later outcomes are added to its summary.
@@ -119,7 +116,7 @@ class FleetCycle:
         # Every log line of this cycle, and of the calls it starts, has the fleet and, once known, the cycle's id.
         structlog.contextvars.unbind_contextvars("cycle")
         structlog.contextvars.bind_contextvars(fleet=self.name)
-        self._apply_reload()
+        self._in_use.apply_reload()
         late = await self._record()
 
         observed = await self._observe(is_shutting_down=is_shutting_down, is_one_shot=is_one_shot)
@@ -130,7 +127,7 @@ class FleetCycle:
                 self.name, is_leader=False, timestamp=at, standby_s=observed.expires_in_s, leader=observed.holder
             )
         term, snapshot = observed
-        planned = plan(snapshot, self._config)
+        planned = plan(snapshot, self._in_use.config)
         try:
             committed, requests = await self._commit(term, snapshot, planned)
         except LeaseLost as error:
@@ -153,7 +150,7 @@ class FleetCycle:
             committed,
             duration_s=asyncio.get_running_loop().time() - started,
             # Read again: what the provider refused in this cycle is reported now, because the process may end after it.
-            refused_choices=self._provider.traits.refused_choices,
+            refused_choices=self._in_use.provider.traits.refused_choices,
         )
 
     async def _observe(self, *, is_shutting_down: bool, is_one_shot: bool) -> Standby | tuple[int, Snapshot]:
@@ -168,7 +165,7 @@ class FleetCycle:
         listing_at = loop.time()
         machines = await self._list_machines(list_timeout_s)
         observing_at = loop.time()
-        observed = await self._store.observe(self._candidate, self.name, self._config)
+        observed = await self._store.observe(self._candidate, self.name, self._in_use.config)
         if isinstance(observed, Standby):
             return observed
         self._lease.renewed(observing_at)
@@ -181,11 +178,11 @@ class FleetCycle:
         volume, volume_problem = await self._read_volume(seen.planner_state, list_timeout_s)
         if volume is not None and volume.price_micros_per_hour is not None:
             await self._store.record_volume(self.name, volume)
-        seen, config = await self._deployment.add_version(seen, self._configured[0], self._wake.set)
-        if not self._run_with(config):
+        seen, config = await self._deployment.add_version(seen, self._in_use.configured, self._wake.set)
+        if not self._in_use.use(config):
             seen = replace(seen, fingerprint=seen.rejected, version_settings=None, rejected=None)
         cadence = replace(seen.planner_state.cadence, gaps_s=())
-        traits = self._provider.traits
+        traits = self._in_use.provider.traits
         # A machine may appear this long after its intent: a creation starts while the lease is valid, then runs up to
         # the call timeout, and the provider may list the machine late.
         creation_lateness_s = traits.creation_lateness_s + self._candidate.ttl_s + self._call_timeout_s
@@ -201,8 +198,8 @@ class FleetCycle:
             planner_state=seen.planner_state if is_one_shot else replace(seen.planner_state, cadence=cadence),
             preparing=self._executor.preparing,
             # Cycles are stored and shown to many readers; the environment of workers may hold secrets.
-            settings=self._config.model_copy(
-                update={"env": {}, "runpod": self._config.runpod.model_copy(update={"env": {}})}
+            settings=self._in_use.config.model_copy(
+                update={"env": {}, "runpod": self._in_use.config.runpod.model_copy(update={"env": {}})}
             ),
         )
 
@@ -212,6 +209,7 @@ class FleetCycle:
         Join tokens and secrets exist only in the requests. After the call they are on the machines; the database has
         hashes.
         """
+        config, traits = self._in_use.config, self._in_use.provider.traits
         intents: list[Intent] = []
         tokens: dict[str, str] = {}
         secrets: dict[str, str] = {}
@@ -220,19 +218,19 @@ class FleetCycle:
                 self._new_worker_id(spawn.slot),
                 spawn.slot,
                 spawn.reason,
-                self._config.heartbeat_timeout_s,
+                config.heartbeat_timeout_s,
                 # The first spawns fulfil requests made by hand. Requests newer than the snapshot stay open.
                 is_requested=number < snapshot.requested,
-                concurrency=self._config.concurrency,
-                kind=WorkerKind.NODE if self._config.engine == "ray" else WorkerKind.WORKER,
+                concurrency=config.concurrency,
+                kind=WorkerKind.NODE if config.engine == "ray" else WorkerKind.WORKER,
                 cause=spawn.cause,
                 fingerprint=snapshot.fingerprint,
             )
-            if self._provider.traits.is_remote:
+            if traits.is_remote:
                 token = tokens[intent.worker_id] = new_token(JOIN_PREFIX, self._rng)
                 # The full boot time, however long the creation takes. A late machine may join within its billing unit.
-                boot_s = boot_limit(self._config, snapshot.boots).total_s
-                join_ttl_s = self._call_timeout_s + max(boot_s, self._provider.traits.billing_unit_s)
+                boot_s = boot_limit(config, snapshot.boots).total_s
+                join_ttl_s = self._call_timeout_s + max(boot_s, traits.billing_unit_s)
                 intent = replace(intent, join_token_hash=hash_of(token), join_ttl_s=join_ttl_s)
             else:
                 secret = secrets[intent.worker_id] = new_token(SECRET_PREFIX, self._rng)
@@ -276,10 +274,8 @@ class FleetCycle:
 
         recorded = await self._outcomes.record(write)
         self._recorded += recorded
-        if self._replaced and not self._executor.is_busy:
-            replaced, self._replaced = self._replaced, []
-            for provider in replaced:
-                self._start_closing(provider)
+        if not self._executor.is_busy:
+            self._in_use.close_replaced()
         return recorded
 
     async def _record_at_once(self, outcome: Outcome) -> None:
@@ -291,13 +287,11 @@ class FleetCycle:
     @property
     def config(self) -> FleetConfig:
         """The configuration of the next cycle."""
-        return self._configured[0] if self._reload is None else self._reload[0]
+        return self._in_use.next_configured
 
     def reconfigure(self, config: FleetConfig, provider: Provider) -> None:
         """Use these from the next cycle on. A running cycle, its calls and running workers keep the old ones."""
-        if self._reload is not None:
-            self._replaced.append(self._reload[1])
-        self._reload = config, provider
+        self._in_use.reload(config, provider)
 
     def wake(self) -> None:
         """End wait_for_wake()."""
@@ -326,53 +320,7 @@ class FleetCycle:
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Close all providers. Machines keep running."""
-        self._apply_reload()
-        self._run_with(self._configured[0])
-        for provider in (*self._replaced, self._provider):
-            self._start_closing(provider)
-        _, late = await asyncio.wait(self._closing, timeout=timeout_s)
-        for closing in late:
-            closing.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
-
-    def _apply_reload(self) -> None:
-        if self._reload is not None:
-            self._run_with(self._configured[0])
-            self._replaced.append(self._provider)
-            self._configured, self._reload = self._reload, None
-            self._use(*self._configured)
-
-    def _run_with(self, config: FleetConfig) -> bool:
-        """Use these settings from now on: as configured, or of a former version. False if that has no provider now."""
-        if config == self._config:
-            return True
-        configured, provider = self._configured
-        if config != configured:
-            try:
-                provider = self._deployment.make_provider(config)
-            except WindlassError as error:
-                log.warning("apply former settings failed", fleet=self.name, error=str(error))
-                self._run_with(configured)
-                return False
-        if self._provider is not self._configured[1]:
-            self._replaced.append(self._provider)
-        self._use(config, provider)
-        return True
-
-    def _use(self, config: FleetConfig, provider: Provider) -> None:
-        self._config, self._provider = config, provider
-        self._executor.replace_provider(provider)
-
-    def _start_closing(self, provider: Provider) -> None:
-        async def close() -> None:
-            try:
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await provider.close()
-            except Exception as error:
-                log.warning("close provider failed", fleet=self.name, error=str(error) or type(error).__name__)
-
-        self._closing = {task for task in self._closing if not task.done()}
-        self._closing.add(asyncio.create_task(close()))
+        await self._in_use.close(timeout_s)
 
     # ------------------------------------------------------------------------------------------- what a cycle reads
 
@@ -380,7 +328,7 @@ class FleetCycle:
         """None if the listing failed, whatever the error: then nothing is concluded from absence."""
         try:
             async with asyncio.timeout(timeout_s):
-                machines = await self._provider.list_machines()
+                machines = await self._in_use.provider.list_machines()
         except Exception as error:
             problem, now = str(error) or type(error).__name__, asyncio.get_running_loop().time()
             logged, logged_at = self._listing_error
@@ -396,14 +344,14 @@ class FleetCycle:
 
         Checked every `storage_check_interval_cycles`, counted over all processes, and again after a failed check.
         """
-        if not isinstance(self._provider, SharesVolume):
+        if not isinstance(self._in_use.provider, SharesVolume):
             return None, None
         checked_in, next_cycle = planner_state.storage.checked_in_cycle, planner_state.cadence.cycle + 1
-        if checked_in is not None and next_cycle - checked_in < self._config.storage_check_interval_cycles:
+        if checked_in is not None and next_cycle - checked_in < self._in_use.config.storage_check_interval_cycles:
             return None, None
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._provider.volume(), None
+                return await self._in_use.provider.volume(), None
         except Exception as error:
             problem = str(error) or type(error).__name__
             log.warning("read volume failed", fleet=self.name, error=problem)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from windlass.control.cycle import CLOSE_TIMEOUT_S, FleetCycle
+from windlass.control.cycle import FleetCycle
+from windlass.control.provider_in_use import CLOSE_TIMEOUT_S
 from windlass.control.summary import Summary
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
