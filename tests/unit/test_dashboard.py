@@ -40,7 +40,7 @@ NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
 PAGE = PageContext(now=NOW, version="1.0", viewer=Viewer(is_operator=True, csrf="secret"))
 STATIC = Path(render.__file__).with_name("static")
 # Files that the overview loads.
-ASSETS = ("windlass.css", "windlass.js", "idiomorph.js", "uplot.js", "icon.svg")
+ASSETS = ("windlass.css", "windlass.js", "charts.js", "idiomorph.js", "uplot.js", "icon.svg")
 LIMIT_BYTES = 100_000
 
 

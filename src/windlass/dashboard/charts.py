@@ -66,7 +66,7 @@ class Chart:
     series: tuple[Series, ...]
     # Text for screen readers.
     summary: str
-    # JSON that windlass.js draws.
+    # JSON that static/charts.js draws.
     data: str
     unit: str | None = None
 

@@ -18,7 +18,7 @@ from windlass.model.node import NodeView
 from windlass.model.rollout import DeployRequest, Rollout, WorkingVersion
 from windlass.model.worker import WorkerStatus
 
-# Queued tasks of a queue that a cycle counts, as in 10_observe.sql.
+# Queued tasks of a queue that a cycle counts, as in 10_observe_queues.sql.
 MAX_QUEUED = 1_000_000
 
 
