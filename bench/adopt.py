@@ -16,7 +16,7 @@ from bench.bench_server import connected, open_bench_server
 from bench.figures import ratio, table
 from windlass.model.adoption import AdoptionConfig
 from windlass.store import adoption
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 SINGLE_TASKS = 500
 BATCH = 100

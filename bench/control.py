@@ -28,7 +28,7 @@ from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 FINISHED, QUEUED = 900_000, 100_000
 FLEET = "bench"

@@ -42,7 +42,7 @@ from windlass.store.alerts import PostgresAlertStore
 from windlass.store.control import PostgresControlStore
 from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 from windlass.wiring.http_server import server_stores, take_samples
 from windlass.wiring.store_roles import DashboardStores, WorkerProtocolStores
 

@@ -31,7 +31,7 @@ from windlass.model.task import Finished, NewTask
 from windlass.model.worker import Registration
 from windlass.store.auth import PostgresAuthStore
 from windlass.store.database import Database
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 from windlass.store.tasks import PostgresTaskStore
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 

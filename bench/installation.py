@@ -26,7 +26,7 @@ from bench.process_usage import cpu_s, memory_mib, process_tree
 from bench.raw_http import call_once, get_request
 from windlass.model.auth import API_PREFIX, WORKER_PREFIX, Role, hash_of
 from windlass.model.config import ApiConfig
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 FLEET = QUEUE = "bench"
 START_TIMEOUT_S = 90.0

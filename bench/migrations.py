@@ -12,9 +12,9 @@ from typing import Any
 
 import asyncpg
 
-from windlass.store import migrate as module
+from windlass.store import migration as module
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, Migration, migrate
+from windlass.store.migration import LATEST_VERSION, MIGRATIONS, Migration, migrate
 from windlass.wiring.stores import temporary_data_dir
 
 CHUNK = 250_000

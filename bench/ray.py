@@ -21,7 +21,7 @@ from windlass.model.task import new_task
 from windlass.ray.head import HeadAddress, run_head
 from windlass.store.database import Database
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 from windlass.store.tasks import PostgresTaskStore
 
 FLEET = "bench"

@@ -18,7 +18,7 @@ from typing import Any
 from bench.bench_server import BenchServer, connected, open_bench_server
 from bench.figures import ratio, table
 from windlass.store.export_sql import ROLES
-from windlass.store.migrate import apply_roles, migrate
+from windlass.store.migration import apply_roles, migrate
 
 GOAL = 0.9
 QUEUED = 200_000

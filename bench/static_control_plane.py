@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from windlass.control.explain import ExplainStore, explain
+from windlass.control.explanation import ExplainStore, explain
 from windlass.model.cycle import Explanation
 from windlass.model.errors import BadInput
 from windlass.model.event import Event

@@ -12,7 +12,7 @@ import asyncpg
 
 from windlass.store.embedded import EmbeddedPostgres
 from windlass.store.export_sql import ROLES
-from windlass.store.migrate import apply_roles, migrate
+from windlass.store.migration import apply_roles, migrate
 from windlass.wiring.stores import temporary_data_dir
 
 TARGET = Path(__file__).parent.parent / "docs" / "security.md"

@@ -29,7 +29,7 @@ from windlass.model.worker import WorkerStatus
 from windlass.server.app import make_app
 from windlass.server.context import AppContext
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

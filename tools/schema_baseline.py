@@ -7,7 +7,7 @@ After the first release: never again. Every change then needs a delta in src/win
 import gzip
 from pathlib import Path
 
-from windlass.store.migrate import MIGRATIONS, SCHEMA
+from windlass.store.migration import MIGRATIONS, SCHEMA
 
 BASELINE = Path(__file__).parent.parent / "tests" / "postgres" / "schema_baseline.sql.gz"
 

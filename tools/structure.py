@@ -23,6 +23,15 @@ BANNED_MODULES = re.compile(
     r"allowance|examine|preparing|reading|script|bell|journal|hiring|words|attention|link|watch|story|house|crew|bed|"
     r"planes|worlds|utils?|helpers|misc|common)$"
 )
+# Verbs that are no nouns. `plan`, `probe`, `process` and `retry` are nouns of the field too. A command of `windlass` is
+# named by its verb, and so is its module in cli/.
+BARE_VERBS = re.compile(
+    r"^(?:apply|check|close|connect|create|delete|derive|describe|evaluate|execute|explain|fetch|find|format|get|join|keep|"
+    r"launch|make|migrate|observe|open|parse|prepare|read|reconcile|remove|render|resolve|run|send|serve|settle|shut|"
+    r"spawn|start|stop|submit|validate|verify|write)(?:_|$)"
+)
+# A program of its own on new machines, which is named by what it does there.
+NAMED_BY_A_VERB = {"fetch_wheel"}
 # The first words of log events, in the infinitive or, of what has just succeeded, in the past tense.
 LOG_VERB = re.compile(
     r"(?:acquire|announce|answer|apply|call|change|check|close|compare|count|create|delete|deliver|drain|drop|evaluate|"
@@ -68,6 +77,8 @@ def findings() -> list[str]:
         text = path.read_text()
         if BANNED_MODULES.match(path.stem):
             found.append(f"{path}: rename the module after what it contains")
+        if BARE_VERBS.match(path.stem) and path.stem not in NAMED_BY_A_VERB and path.parent.name != "cli":
+            found.append(f"{path}: name the module by a noun, not by a verb")
         tree = ast.parse(text)
         found += log_event_findings(tree, path)
         for node in ast.walk(tree):

@@ -33,7 +33,7 @@ from bench.chaos.tcp_proxy import TcpProxy
 from bench.installation import FILL_TOKENS, ROOT, api_token
 from bench.raw_http import call_once, get_request
 from windlass.model.auth import Role, hash_of
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 from windlass.store.postgres_programs import server_account
 
 FLEET = "local"
@@ -349,7 +349,7 @@ def _is_live(process: psutil.Process) -> bool:
 
 def _is_launched_worker(process: psutil.Process) -> bool:
     try:
-        return "windlass.providers.local.launch" in process.cmdline()
+        return "windlass.providers.local.entry_point" in process.cmdline()
     except psutil.Error:
         return False
 

@@ -9,7 +9,7 @@ from typing import Any
 from bench.contenders.base import QUEUE, Mode, Send, Stopwatch
 from windlass.model.task import new_task
 from windlass.store.database import Database
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 from windlass.store.tasks import PostgresTaskStore
 
 

@@ -14,7 +14,7 @@ from support.provider_fixtures import RETENTION, empty_tables, spawn_in_memory, 
 from support.stores import AnyStore, PostgresStores
 from windlass.store.doctor_checks import ORCHESTRATOR, dsn_with_role
 from windlass.store.export_sql import ROLES
-from windlass.store.migrate import apply_roles
+from windlass.store.migration import apply_roles
 
 
 @pytest.fixture(scope="session")

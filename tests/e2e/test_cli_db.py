@@ -16,9 +16,9 @@ import pytest
 from support.catalog import catalog
 from support.command_line import TIMEOUT_S, CommandLine
 from support.postgres_servers import transaction_pooler
-from windlass.store import migrate
+from windlass.store import migration
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, Migration
+from windlass.store.migration import LATEST_VERSION, MIGRATIONS, Migration
 
 
 @pytest.fixture
@@ -87,10 +87,10 @@ def test_commands_never_migrate_the_schema_of_another_program(
     place = ("--data-dir", data_dir)
     later = Migration(LATEST_VERSION + 1, "later", "create table windlass.later (id integer)")
     with EmbeddedPostgres(data_dir) as postgres:
-        asyncio.run(migrate.migrate(postgres.dsn))
-        monkeypatch.setattr(migrate, "MIGRATIONS", [*MIGRATIONS, later])
-        monkeypatch.setattr(migrate, "LATEST_VERSION", later.version)
-        asyncio.run(migrate.migrate(postgres.dsn))
+        asyncio.run(migration.migrate(postgres.dsn))
+        monkeypatch.setattr(migration, "MIGRATIONS", [*MIGRATIONS, later])
+        monkeypatch.setattr(migration, "LATEST_VERSION", later.version)
+        asyncio.run(migration.migrate(postgres.dsn))
         for arguments in (("status",), ("workers", "list"), ("db", "migrate")):
             done = windlass(*arguments, *place)
             assert (done.code, done.out) == (2, ""), done

@@ -14,8 +14,8 @@ import pytest
 from support.command_line import CommandLine
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
-from windlass_emulators.serve import serving
 
 WAIT_S = 90.0
 STEPS = ("create", "boot", "reach", "join", "task", "delete", "cost")

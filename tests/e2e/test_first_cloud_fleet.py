@@ -19,10 +19,10 @@ from windlass.config_loader import load_config
 from windlass.wiring.providers import check_worker_start
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
-from windlass_emulators.serve import serving
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs" / "first-cloud-fleet.md").read_text()

@@ -16,7 +16,7 @@ from support.worker_harness import is_alive, until
 from windlass.model.task import TaskStatus
 from windlass.model.worker import SAME_SIGNAL_S
 from windlass.store.export_sql import ROLES
-from windlass.store.migrate import apply_roles
+from windlass.store.migration import apply_roles
 
 
 @pytest.fixture

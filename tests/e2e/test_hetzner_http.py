@@ -16,7 +16,7 @@ from windlass.providers.hetzner.account import HetznerAccount
 from windlass.providers.hetzner.provider import HetznerProvider
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
-from windlass_emulators.serve import serving
+from windlass_emulators.http_server import serving
 
 TOKEN = "a-good-token"
 # A port without a server: these tests need no database.

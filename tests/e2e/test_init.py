@@ -24,9 +24,9 @@ from windlass.config_loader import load_config
 from windlass.wiring.project import ProjectAnswers, project_files, supervisor_stop_s
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.runpod import RunpodEmulator
-from windlass_emulators.serve import serving
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

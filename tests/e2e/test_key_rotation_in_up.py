@@ -13,11 +13,11 @@ from starlette.datastructures import Headers
 
 from support.command_line import CommandLine
 from support.worker_harness import until
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator
-from windlass_emulators.serve import serving
 
 OLD, NEW = "old-key-1234567890", "new-key-0987654321"
 RELOADED = "reloaded configuration"

@@ -18,7 +18,7 @@ from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineState
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.providers.local.processes import Process, ProcFs, send_signal
-from windlass.providers.local.spawn import MARK
+from windlass.providers.local.worker_process import MARK
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 

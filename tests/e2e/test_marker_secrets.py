@@ -31,12 +31,12 @@ from windlass.model.auth import Role
 from windlass.model.config import Config
 from windlass.server import routes
 from windlass.server.routes.login import create_login_link
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass_emulators.hetzner import HetznerEmulator
 from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator
 from windlass_emulators.runpod.settings import RunpodEmulatorSettings
-from windlass_emulators.serve import serving
 
 TIMEOUT_S = 100.0
 # Filters of lists, besides every page that has a route.

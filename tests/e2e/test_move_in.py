@@ -30,9 +30,9 @@ from support.worker_harness import until
 from windlass.model.cycle import Fleet
 from windlass.model.rollout import RolloutStatus
 from windlass.model.worker import Worker, WorkerStatus
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost
-from windlass_emulators.serve import serving
 
 ROWS = 1_000
 KEY = "a-good-key"

@@ -8,8 +8,8 @@ from pathlib import Path
 from support.command_line import CommandLine
 from support.queue_sql import connected
 from support.worker_harness import until
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator
-from windlass_emulators.serve import serving
 
 LIMIT_S = 150.0
 # Pods of the emulator start no worker here: what never joins has failed after spawn_timeout_s.

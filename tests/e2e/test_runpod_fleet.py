@@ -20,9 +20,9 @@ from support.worker_harness import until
 from windlass.model.event import Event
 from windlass.model.task import TaskStatus, new_task
 from windlass.providers.runpod.naming import fleet_tag
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
-from windlass_emulators.serve import serving
 
 KEY = "a-good-key"
 GPU, OTHER_GPU = "NVIDIA L40S", "NVIDIA RTX A5000"

@@ -20,10 +20,10 @@ from support.worker_harness import until
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerStatus
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost
-from windlass_emulators.serve import serving
 
 SECRET = "hunter2-correct-horse-battery"
 APP = """

@@ -24,8 +24,8 @@ from support.hetzner_contract import CheckedEmulator, Contract
 from support.postgres_servers import wait_until
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
+from windlass_emulators.http_server import serving
 from windlass_emulators.machines import VirtualHost
-from windlass_emulators.serve import serving
 
 TIMEOUT_S = 20.0
 # Hetzner's client requires 64 characters.

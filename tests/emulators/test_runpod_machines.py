@@ -23,13 +23,13 @@ import pytest
 from support.postgres_servers import run_aside, wait_until
 from support.runpod_contract import CheckedEmulator, Contract
 from windlass_emulators.http import Emulator
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import Container, Mount
 from windlass_emulators.runpod.faults import PodFaults
 from windlass_emulators.runpod.hardware import session
 from windlass_emulators.runpod.images import contents_of
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd, join_document, program_of
-from windlass_emulators.serve import serving
 
 TIMEOUT_S = 30.0
 GPU = "NVIDIA L40S"

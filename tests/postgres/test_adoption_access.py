@@ -18,7 +18,7 @@ from windlass.store import adoption
 from windlass.store.adoption_checks import check_table
 from windlass.store.adoption_script import apply_script
 from windlass.store.export_sql import ROLES
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 # A table of a Supabase project: users see and insert their own rows.
 SUPABASE_TABLE = """

@@ -20,7 +20,7 @@ from support.stores import PostgresStores
 from support.worker_harness import until
 from windlass.model.task import TaskStatus, new_task
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 from windlass.wiring.stores import postgres_programs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "backup.md").read_text()

@@ -12,7 +12,7 @@ from windlass.client import Client
 from windlass.model.codec import CodecError
 from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass.worker.attempt import run_handler
 from windlass.worker.executor import AttemptSuccess
 from windlass.worker.handler import RunningTask

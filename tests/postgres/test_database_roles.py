@@ -308,7 +308,7 @@ def test_every_internal_object_that_programs_use_is_listed() -> None:
         if table in tables
     }
     assert direct == {
-        ("migrate.py", "migrations"),
+        ("migration.py", "migrations"),
         ("export_sql.py", "migrations"),
         ("export_sql.sql", "migrations"),
         ("queries.sql", "tasks"),

@@ -14,7 +14,7 @@ from windlass.model.auth import Role
 from windlass.ports import http
 from windlass.server.request_body import decode_body
 from windlass.server.route_table import MAX_ANONYMOUS_BODY_BYTES, MAX_SMALL_BODY_BYTES, Access, RouteEntry
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 # Routes without a caller: the body carries the secret.

@@ -20,7 +20,7 @@ from windlass.model.auth import (
     new_token,
 )
 from windlass.model.task import TaskStatus, new_task
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 WORKER = "/internal/worker"
 BATCH = "00000000-0000-0000-0000-000000000001"

@@ -25,7 +25,7 @@ from windlass.server import auth, rate_limit
 from windlass.server.auth import CSRF_HEADER, session_cookie
 from windlass.server.routes.login import create_login_link
 from windlass.server.server import listen, serving
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass.wiring import http_server
 
 WAITING_FOR_LOCK = """

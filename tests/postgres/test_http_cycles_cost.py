@@ -12,7 +12,7 @@ import pytest
 from support.api_fixture import API, FLEET, ApiFixture, problem_of
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.errors import ApiError
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 
 async def test_cycle_is_replayed_with_other_settings(api: ApiFixture) -> None:

@@ -18,7 +18,7 @@ from windlass.server.event_stream import EventStream, OverviewFeed
 from windlass.server.routes.login import create_login_link
 from windlass.server.server import listen, serving
 from windlass.store import overview as overview_store
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass.wiring import http_server
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.api_fixture import ApiFixture
 from windlass.model.counters import CounterBuffer
 from windlass.model.task import Finished, new_task
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 
 async def test_metrics_contain_all_watched_series(api: ApiFixture, clock: Any) -> None:

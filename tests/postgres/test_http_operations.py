@@ -12,7 +12,7 @@ from windlass.model.auth import Role, csrf_token
 from windlass.model.task import new_task
 from windlass.model.worker import Registration
 from windlass.operations import OperationOutcome, OperationResult
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 Submit = Callable[[str, dict[str, Any]], Awaitable[httpx.Response]]
 WORKER_OPERATIONS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from support.api_fixture import API, SECRET, ApiFixture, problem_of
 from windlass.model.auth import Role
 from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import Registration
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 
 async def fail_task(api: ApiFixture, queue: str = "a", error: str = "RuntimeError: CUDA error") -> int:

@@ -8,7 +8,7 @@ from windlass.model.payload_privacy import privacy_of
 from windlass.model.redaction import HIDDEN
 from windlass.model.task import Finished, new_task
 from windlass.model.worker import Registration
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 
 async def test_task_is_enqueued_failed_retried_and_cancelled(api: ApiFixture) -> None:

@@ -9,9 +9,9 @@ from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration
-from windlass.store import migrate as module
+from windlass.store import migration as module
 from windlass.store.database import Database
-from windlass.store.migrate import (
+from windlass.store.migration import (
     FIRST_VERSION,
     LATEST_VERSION,
     MIGRATIONS,

@@ -10,9 +10,9 @@ import pytest
 
 from support.queue_sql import connected
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
-from windlass.store import migrate as module
+from windlass.store import migration as module
 from windlass.store.export_sql import script
-from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, Migration, applied_migrations, migrate, rollback
+from windlass.store.migration import LATEST_VERSION, MIGRATIONS, Migration, applied_migrations, migrate, rollback
 
 LIMIT_S = 90.0
 NEXT = LATEST_VERSION + 1

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from support.catalog import catalog
-from windlass.store.migrate import MIGRATIONS, SCHEMA
+from windlass.store.migration import MIGRATIONS, SCHEMA
 
 BASELINE = Path(__file__).parent / "schema_baseline.sql.gz"
 

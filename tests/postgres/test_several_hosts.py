@@ -12,7 +12,7 @@ import pytest
 from support.stores import PostgresStores
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.task import NewTask
-from windlass.store.connect import connect
+from windlass.store.connection import connect
 
 LIMIT_S = 30.0
 

@@ -24,8 +24,8 @@ from support import next_release
 from support.next_release import NEXT
 from support.queue_sql import connected
 from support.worker_harness import until
-from windlass.store import migrate as module
-from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, migrate, rollback
+from windlass.store import migration as module
+from windlass.store.migration import LATEST_VERSION, MIGRATIONS, migrate, rollback
 
 TIMEOUT_S = 90.0
 SECRET = "frozen-worker-" + "s" * 32

@@ -24,8 +24,8 @@ from windlass.model.task import TaskStatus, new_task
 from windlass.model.worker import WorkerKind
 from windlass.ray.versions import PYTHON_OF_IMAGE, our_versions
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
+from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
-from windlass_emulators.serve import serving
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(180)]
 RUN_TIMEOUT_S = 100.0

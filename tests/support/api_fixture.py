@@ -12,7 +12,7 @@ from support.fake_control_plane import FakeControlPlane
 from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
 from windlass.control.deployment import Deployment
-from windlass.control.explain import explain
+from windlass.control.explanation import explain
 from windlass.model.auth import API_PREFIX, EVERYTHING, JOIN_PREFIX, WORKER_PREFIX, Role, TokenScope, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.config import WorkerConfig
@@ -32,7 +32,7 @@ from windlass.server.event_stream import OverviewFeed
 from windlass.server.long_poll import LongPollHub
 from windlass.server.metrics import Metrics
 from windlass.server.routes.login import create_login_link
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass.wiring import http_server
 
 API = "/api/v1"

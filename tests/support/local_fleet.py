@@ -112,7 +112,7 @@ class FleetHost:
 
     def worker_processes(self) -> list[int]:
         """Worker processes, without the processes of their handlers."""
-        launched = [p for p in self.live_processes() if "windlass.providers.local.launch" in p.cmdline()]
+        launched = [p for p in self.live_processes() if "windlass.providers.local.entry_point" in p.cmdline()]
         pids = {process.pid for process in launched}
         return [process.pid for process in launched if process.ppid() not in pids]
 

@@ -4,8 +4,8 @@ It is this tree with one more migration, which changes tables that workers use a
 refuse the migrated database, as those of an earlier release would; workers need their contract only.
 """
 
-from windlass.store import migrate
-from windlass.store.migrate import LATEST_VERSION, MIGRATIONS, Migration
+from windlass.store import migration
+from windlass.store.migration import LATEST_VERSION, MIGRATIONS, Migration
 
 # What a next release may do within contract 1.
 NEXT = Migration(
@@ -25,8 +25,8 @@ alter table windlass.workers drop column shoe_size;
 )
 
 if __name__ == "__main__":
-    migrate.MIGRATIONS = [*MIGRATIONS, NEXT]
-    migrate.LATEST_VERSION = NEXT.version
+    migration.MIGRATIONS = [*MIGRATIONS, NEXT]
+    migration.LATEST_VERSION = NEXT.version
     # Imported after the change: modules of the command line copy the version when they are imported.
     from windlass.cli.app import main
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 import asyncpg
 import pytest
 
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 SYSTEM_POSTGRES = Path("/usr/lib/postgresql")
 START_TIMEOUT_S = 30.0

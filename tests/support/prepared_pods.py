@@ -20,9 +20,9 @@ from windlass.providers.runpod.limiter import RunpodLimiter
 from windlass.providers.runpod.provider import RunpodProvider
 from windlass.providers.runpod.provisioning import Preparer
 from windlass.providers.runpod.ssh import Identity
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost
-from windlass_emulators.serve import serving
 
 TIMEOUT_S = 30.0
 GPU = "NVIDIA L40S"

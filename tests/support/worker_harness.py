@@ -22,7 +22,7 @@ from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
 from windlass.model.worker import Worker, WorkerStatus
 from windlass.store.embedded import EmbeddedPostgres
-from windlass.store.migrate import migrate
+from windlass.store.migration import migrate
 
 HERE = Path(__file__).parents[1] / "e2e"
 PROGRAM = Path(sys.executable).with_name("windlass")

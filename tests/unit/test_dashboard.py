@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from windlass.dashboard import filters, render
+from windlass.dashboard import filters, rendering
 from windlass.dashboard.alerts import attention_items
 from windlass.dashboard.charts import fleet_charts
 from windlass.dashboard.cost import BudgetView, cost_page, day_charts, round_up
 from windlass.dashboard.cycles import cycle_lines, replay_cycle, replay_options
 from windlass.dashboard.overview import overview_page
-from windlass.dashboard.render import PageContext, Viewer, in_code, query
+from windlass.dashboard.rendering import PageContext, Viewer, in_code, query
 from windlass.dashboard.tasks import attempts_of, tasks_page, waited_s
 from windlass.dashboard.workers import MAX_CELLS, SlotMap, slot_map, worker_page, workers_page
 from windlass.model.action import Delete, Spawn
@@ -38,7 +38,7 @@ from windlass.policy.plan import plan
 
 NOW = datetime(2026, 11, 15, 18, 30, tzinfo=UTC)
 PAGE = PageContext(now=NOW, version="1.0", viewer=Viewer(is_operator=True, csrf="secret"))
-STATIC = Path(render.__file__).with_name("static")
+STATIC = Path(rendering.__file__).with_name("static")
 # Files that the overview loads.
 ASSETS = ("windlass.css", "windlass.js", "charts.js", "idiomorph.js", "uplot.js", "icon.svg")
 LIMIT_BYTES = 100_000

@@ -14,7 +14,7 @@ from windlass.dashboard.cycles import REPLAY_SETTINGS, cycles_page, replay_optio
 from windlass.dashboard.fleets import settings_of
 from windlass.dashboard.overview import overview_page
 from windlass.dashboard.queues import queues_page
-from windlass.dashboard.render import PageContext
+from windlass.dashboard.rendering import PageContext
 from windlass.dashboard.tasks import tasks_page
 from windlass.dashboard.workers import workers_page
 from windlass.model.cost import Cost

@@ -14,8 +14,8 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.machine import Machine
 from windlass.model.node import NodeState, NodeView
 from windlass.model.snapshot import WorkerView
-from windlass.policy.derive import Lifecycle, Presence, WorkerState, derive_worker_state
 from windlass.policy.planning_context import build_context
+from windlass.policy.worker_state import Lifecycle, Presence, WorkerState, derive_worker_state
 
 ALL_CODES = {
     "STALE_HEARTBEAT_ACTIVE_TASK",

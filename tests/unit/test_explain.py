@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.memory_store.stores import MemoryStores
-from windlass.control.explain import explain, explain_fleet, explain_task, explain_worker
+from windlass.control.explanation import explain, explain_fleet, explain_task, explain_worker
 from windlass.model.action import Delete, Drain, Fail, Promote, Spawn
 from windlass.model.actor import acting_as
 from windlass.model.config import Retention

@@ -459,7 +459,7 @@ async def test_refused_compression_is_not_tried_again() -> None:
 def test_worker_does_not_import_httpx() -> None:
     """It would cost every worker memory and start-up time."""
     modules = (
-        "windlass.wiring.worker, windlass.worker.join, windlass.worker.lifecycle, windlass.worker.self_registration"
+        "windlass.wiring.worker, windlass.worker.joining, windlass.worker.lifecycle, windlass.worker.self_registration"
     )
     code = f"import sys, {modules}; print('httpx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

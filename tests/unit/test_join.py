@@ -17,9 +17,9 @@ from support.control_planes import SECRET, InMemoryControlPlane, open_control_pl
 from windlass.model.auth import JOIN_PREFIX, WORKER_PREFIX, is_token
 from windlass.model.errors import BadInput, ControlPlaneUnavailable, DatabaseUnavailable, TokenRefused
 from windlass.server.server import listen, serving
-from windlass.worker import join as module
+from windlass.worker import joining as module
 from windlass.worker.http_transport import HttpTransport
-from windlass.worker.join import join, read_join_file
+from windlass.worker.joining import join, read_join_file
 
 PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
 JOIN_TOKEN = f"{JOIN_PREFIX}{'1' * 64}"

@@ -5,8 +5,8 @@ import pytest
 from support.snapshots import LAGGING_LIST, LOCAL, ago, machine, snapshot, task, worker
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import Snapshot
-from windlass.policy.derive import Presence
 from windlass.policy.planning_context import build_context
+from windlass.policy.worker_state import Presence
 
 
 def presence(seen: Snapshot, config: FleetConfig = LOCAL) -> Presence:

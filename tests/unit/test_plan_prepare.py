@@ -6,9 +6,9 @@ from support.snapshots import ago, fleet, kinds, machine, of_kind, snapshot, wor
 from windlass.model.action import Adopt, Fail, Prepare
 from windlass.model.machine import ProviderTraits
 from windlass.model.snapshot import Hold, Snapshot, WorkerView
-from windlass.policy.derive import Lifecycle
 from windlass.policy.plan import plan
 from windlass.policy.planning_context import build_context
+from windlass.policy.worker_state import Lifecycle
 
 PREPARING = ProviderTraits(60, 120, 60, is_remote=True, has_prepare_step=True)
 FLEET = fleet(min_workers=0, max_workers=4)

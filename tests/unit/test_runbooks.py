@@ -8,7 +8,7 @@ import pytest
 
 from windlass import runbooks as runbooks_module
 from windlass.dashboard.overview import overview_page
-from windlass.dashboard.render import PageContext, explained
+from windlass.dashboard.rendering import PageContext, explained
 from windlass.dashboard.runbooks import runbook_link, runbook_url, runbooks_html
 from windlass.model.alert import ADVICE, Severity
 from windlass.model.overview import OpenAlert, Overview

@@ -22,9 +22,9 @@ from support.snapshots import (
 from windlass.model.action import Delete, Drain, Plan, Spawn
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import MAX_QUEUED, QueueView, SlotView, Snapshot, WorkerView
-from windlass.policy.derive import Presence, WorkerState, derive_worker_state
 from windlass.policy.plan import plan
 from windlass.policy.scale import POLICIES, Demand, ScalingDecision
+from windlass.policy.worker_state import Presence, WorkerState, derive_worker_state
 
 THRESHOLD = fleet(policy="threshold", min_workers=2, max_workers=10, tasks_per_worker=3)
 BUFFERED = fleet(policy="buffered", min_workers=0, max_workers=10)

@@ -6,7 +6,7 @@ import ssl
 import asyncpg
 import pytest
 
-from windlass.store.connect import unavailable
+from windlass.store.connection import unavailable
 
 DSN = "postgresql://app:hunter2@db.example.com:6543/app"
 

@@ -58,7 +58,7 @@ def test_wheel_installs_with_pip_and_runs(tmp_path: Path) -> None:
     subprocess.run(install, check=True, timeout=100)
     assert (target / "bin" / "windlass").exists()
     # With a PYTHONPATH that has only the installed copy.
-    code = "import windlass, windlass.store.migrate as m; print(windlass.__file__, len(m.SCHEMA.sql))"
+    code = "import windlass, windlass.store.migration as m; print(windlass.__file__, len(m.SCHEMA.sql))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(target)},

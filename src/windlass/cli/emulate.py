@@ -12,6 +12,7 @@ from windlass.cli.options import command
 from windlass.model.errors import BadInput
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
+from windlass_emulators.http_server import listen, serving
 from windlass_emulators.machines import VirtualHost
 from windlass_emulators.process_host import ProcessHost
 from windlass_emulators.processes import Processes
@@ -19,7 +20,6 @@ from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.containers import VirtualPodHost
 from windlass_emulators.runpod.images import BARE_IMAGE
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
-from windlass_emulators.serve import listen, serving
 
 Host = TypeVar("Host", bound=Processes)
 app = typer.Typer(help="Run an emulated cloud on this host, with real workers.")

@@ -9,7 +9,7 @@ import typer
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, printable
 from windlass.config_loader import load_config
-from windlass.control.explain import explain as explain_name
+from windlass.control.explanation import explain as explain_name
 from windlass.model.action import actions_to_plain
 from windlass.model.errors import BadInput
 from windlass.model.fleet_changes import with_changes

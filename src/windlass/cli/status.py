@@ -13,7 +13,7 @@ import typer
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, command, load
 from windlass.cli.output import TextTable, one_line, print_json, print_text_table, rich_table, to_plain
 from windlass.cli.queues import check_queue_is_known
-from windlass.control.explain import no_orchestrator_reason
+from windlass.control.explanation import no_orchestrator_reason
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.event import QueueDepth

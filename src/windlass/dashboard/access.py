@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.rendering import PageContext, next_page_url, render
 from windlass.model.auth import DEFAULT_TOKEN_TTL_S, ApiToken, Role, Session
 from windlass.model.event import Event
 from windlass.model.listing import Page

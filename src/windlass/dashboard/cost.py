@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.cost.report import Forecast
-from windlass.dashboard.render import PageContext, render
+from windlass.dashboard.rendering import PageContext, render
 from windlass.model.cost import ChargeKind, Cost
 
 KINDS = {

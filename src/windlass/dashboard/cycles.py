@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from windlass.dashboard.charts import Chart, ChartRange
-from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.rendering import PageContext, next_page_url, render
 from windlass.model.action import ACTION_KINDS, DeleteOrphan, FailSlot, RaiseAlert, Spawn, actions_to_plain
 from windlass.model.cycle import Cycle, CycleDetail
 from windlass.model.cycle_actions import COUNTED_ACTIONS, done_actions

@@ -11,7 +11,7 @@ from windlass.dashboard.alerts import AttentionItem
 from windlass.dashboard.charts import Chart, ChartRange, fleet_charts
 from windlass.dashboard.cost import BudgetView
 from windlass.dashboard.cycles import CycleLine, cycle_lines, split_decision
-from windlass.dashboard.render import PageContext, render
+from windlass.dashboard.rendering import PageContext, render
 from windlass.dashboard.workers import SlotMap
 from windlass.model.cycle import Cycle
 from windlass.model.event import Event

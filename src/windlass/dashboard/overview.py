@@ -6,7 +6,7 @@ from windlass.dashboard.alerts import attention_items
 from windlass.dashboard.charts import ChartRange
 from windlass.dashboard.filters import count, counted
 from windlass.dashboard.fleets import fleet_card
-from windlass.dashboard.render import PageContext, render
+from windlass.dashboard.rendering import PageContext, render
 from windlass.model.event import Event
 from windlass.model.overview import Burn, Overview, Sample
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from windlass.dashboard.filters import counted
 from windlass.dashboard.fleets import FleetCard
-from windlass.dashboard.render import PageContext, render
+from windlass.dashboard.rendering import PageContext, render
 from windlass.model.listing import ErrorCounts, TaskError, TaskRow
 from windlass.model.overview import MAX_QUEUES, Overview, QueueOverview
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from windlass.dashboard.charts import RANGE_LABELS, RANGE_WORDS, ChartRange
 from windlass.dashboard.filters import counted
-from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.rendering import PageContext, next_page_url, render
 from windlass.model.listing import ErrorCounts, Page, TaskError
 from windlass.ports.queries import MAX_COUNTED_ERRORS
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.dashboard.filters import MAX_JSON_CHARACTERS, count, indented_json
-from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.rendering import PageContext, next_page_url, render
 from windlass.dashboard.worker_logs import log_by_attempt
 from windlass.model.cost import Cost
 from windlass.model.event import Event

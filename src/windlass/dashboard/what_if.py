@@ -6,7 +6,7 @@ from datetime import datetime
 
 from markupsafe import Markup
 
-from windlass.dashboard.render import PageContext, render
+from windlass.dashboard.rendering import PageContext, render
 from windlass.simulator.measures import RunResult
 from windlass.simulator.past import FleetPast
 

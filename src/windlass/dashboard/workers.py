@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.cost.report import Meter, read_meter
 from windlass.dashboard.filters import count
-from windlass.dashboard.render import PageContext, next_page_url, render
+from windlass.dashboard.rendering import PageContext, next_page_url, render
 from windlass.dashboard.worker_logs import log_text
 from windlass.model.cycle import Fleet
 from windlass.model.listing import Page, WorkerRow

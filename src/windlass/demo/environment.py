@@ -24,7 +24,7 @@ from windlass.demo.cleanup import MARK
 from windlass.model.auth import Role
 from windlass.model.config import Config
 from windlass.model.errors import WindlassError
-from windlass.store.connect import connect, explained
+from windlass.store.connection import connect, explained
 from windlass.store.queries import read_queries
 from windlass.wiring import stores
 from windlass.wiring.http_server import dashboard_link

@@ -18,8 +18,8 @@ from windlass.demo.report import DemoBill, DemoReport, MachineBill
 from windlass.demo.scenario import DemoScenario, ledger_costs, workers_by_machine
 from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http import Emulator
+from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
-from windlass_emulators.serve import serving
 
 BOOT_S = 3.0
 # Share of complete tasks at which a server crashes: early, so that its replacement has work.

@@ -22,9 +22,9 @@ from windlass.model.errors import BadInput
 from windlass.model.money import with_currency
 from windlass.wiring import stores
 from windlass_emulators.http import Emulator
+from windlass_emulators.http_server import serving
 from windlass_emulators.runpod import RunpodEmulator, RunpodEmulatorSettings
 from windlass_emulators.runpod.pod_host import RealPodHost, find_sshd
-from windlass_emulators.serve import serving
 
 GPUS = ("NVIDIA L40S", "NVIDIA RTX A5000")
 DATA_CENTER = "EU-RO-1"

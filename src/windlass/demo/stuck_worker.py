@@ -11,7 +11,7 @@ from windlass.model.errors import WindlassError
 from windlass.model.worker import LIVE, Registration
 from windlass.worker.gpu import GpuReader
 from windlass.worker.http_transport import HttpTransport
-from windlass.worker.join import join
+from windlass.worker.joining import join
 
 
 async def idle(join_file: Path) -> None:

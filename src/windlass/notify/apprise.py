@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.model.alert import Message, MessageKind, Severity
 from windlass.model.errors import ConfigError, NotDelivered
-from windlass.notify.format import to_sentences
+from windlass.notify.message_content import to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
 
 DEADLINE_S = 30.0

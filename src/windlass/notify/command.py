@@ -9,7 +9,7 @@ import signal
 
 from windlass.model.alert import Message
 from windlass.model.errors import NotDelivered
-from windlass.notify.format import to_plain
+from windlass.notify.message_content import to_plain
 
 TIMEOUT_S = 30.0
 

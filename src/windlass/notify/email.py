@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from windlass.model.alert import Message, MessageKind
 from windlass.model.errors import DeliveredInPart, NotDelivered
-from windlass.notify.format import to_sentences
+from windlass.notify.message_content import to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
 
 # Limits for each step, and for the whole delivery.

@@ -11,7 +11,7 @@ import httpx
 
 from windlass.model.alert import Message
 from windlass.model.errors import NotDelivered
-from windlass.notify.format import to_plain, to_sentences
+from windlass.notify.message_content import to_plain, to_sentences
 from windlass.notify.thread_runner import SingleThreadRunner
 
 # Limits for each step, and for the whole delivery.

@@ -14,9 +14,9 @@ from windlass.model.machine import Machine, MachineState
 from windlass.model.snapshot import Hold, PlannerState, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.boot import boot_limit, kept_until
-from windlass.policy.derive import Presence, WorkerState, derive_worker_state
 from windlass.policy.placement import placement_failure
 from windlass.policy.quarantine import QuarantineDecision, decide_quarantines
+from windlass.policy.worker_state import Presence, WorkerState, derive_worker_state
 
 LIST_SHRANK = "LIST_SHRANK"
 # A machine list is suspect if it lacks more than half of the machines that should be in it, and at least this many.

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, quote
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
-from windlass.dashboard.render import confirm_page
+from windlass.dashboard.rendering import confirm_page
 from windlass.operations import OperationResult
 from windlass.server.auth import check_csrf
 from windlass.server.context import AppContext

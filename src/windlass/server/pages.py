@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from windlass.dashboard.render import PageContext, Viewer, asset_version, error_page
+from windlass.dashboard.rendering import PageContext, Viewer, asset_version, error_page
 from windlass.model.auth import Role, TokenCaller
 from windlass.model.redaction import without_known_secrets
 from windlass.server.auth import expected_csrf_token, viewer

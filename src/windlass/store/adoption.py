@@ -14,7 +14,7 @@ import asyncpg
 from windlass.model.adoption import AdoptionComparison, AdoptionConfig
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.store.adoption_script import apply_script, checksum, remove_script
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass.store.database import BULK_TIMEOUT_S
 from windlass.store.queries import read_queries
 

@@ -10,8 +10,8 @@ import asyncpg
 
 from windlass.model.adoption import AdoptionConfig, AdoptionFinding
 from windlass.store.adoption_script import payload_query
-from windlass.store.connect import connected, words
-from windlass.store.migrate import applied_migrations, check_schema_version
+from windlass.store.connection import connected, words
+from windlass.store.migration import applied_migrations, check_schema_version
 from windlass.store.queries import read_queries
 
 QUERIES = read_queries("windlass.store", "adoption.sql")

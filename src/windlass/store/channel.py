@@ -11,7 +11,7 @@ from typing import Any
 
 import asyncpg
 
-from windlass.store.connect import CUT_OFF, connect, receives_notifications
+from windlass.store.connection import CUT_OFF, connect, receives_notifications
 
 TEST_INTERVAL_S = 10.0
 TEST_TIMEOUT_S = 5.0

@@ -20,7 +20,7 @@ import asyncpg
 from windlass.model.actor import current_actor
 from windlass.model.config import Retention
 from windlass.model.errors import BadInput, DatabaseUnavailable, TooSlow, UnknownWorker
-from windlass.store.connect import (
+from windlass.store.connection import (
     COMMAND_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     CONNECTION_ERRORS,
@@ -32,7 +32,7 @@ from windlass.store.connect import (
     words,
 )
 from windlass.store.listener import Listener
-from windlass.store.migrate import applied_migrations, check_contract, check_schema_version
+from windlass.store.migration import applied_migrations, check_contract, check_schema_version
 from windlass.store.pool import ConnectionPool
 from windlass.store.refused_values import explain_refused_value
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
-from windlass.store.connect import connected, receives_notifications
-from windlass.store.migrate import applied_migrations, check_contract
+from windlass.store.connection import connected, receives_notifications
+from windlass.store.migration import applied_migrations, check_contract
 from windlass.store.tasks import QUERIES
 
 # A notification on a healthy connection takes milliseconds.

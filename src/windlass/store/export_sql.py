@@ -5,7 +5,7 @@ The result is the same as that of `migrate`, including the rows in windlass.migr
 
 from importlib import resources
 
-from windlass.store.migrate import LOCK_KEY, LOCK_TIMEOUT_S, Migration
+from windlass.store.migration import LOCK_KEY, LOCK_TIMEOUT_S, Migration
 
 # Creates the roles and applies their rights. Not part of the schema: not every database has these roles.
 ROLES = resources.files("windlass.store").joinpath("roles.sql").read_text()

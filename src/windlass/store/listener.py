@@ -17,7 +17,7 @@ from typing import Any
 
 import asyncpg
 
-from windlass.store.connect import CUT_OFF, connect, receives_notifications
+from windlass.store.connection import CUT_OFF, connect, receives_notifications
 
 CHANNEL = "windlass_tasks"
 # Polling interval without notifications. A poll is one cheap index probe.

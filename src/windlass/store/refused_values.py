@@ -9,7 +9,7 @@ import re
 import asyncpg
 
 from windlass.model.errors import BadInput
-from windlass.store.connect import words
+from windlass.store.connection import words
 
 _NAME_RULE = "a name must have at most 63 letters, digits and _ . : -, and begin with a letter or digit"
 # By constraint. Others get a general sentence.

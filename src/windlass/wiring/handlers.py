@@ -11,7 +11,7 @@ from windlass.model.config import Config
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
 from windlass.wiring.providers import withheld_from
-from windlass.worker.check_handler import NOT_FOUND
+from windlass.worker.handler_check import NOT_FOUND
 
 # A slower import is not judged here: a worker waits longer, and reports the error itself.
 CHECK_TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ async def _check_handler(fleet: FleetConfig) -> HandlerCheck:
     environment = {name: value for name, value in os.environ.items() if name not in withheld}
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "windlass.worker.check_handler", fleet.handler or ""),
+            *(sys.executable, "-P", "-m", "windlass.worker.handler_check", fleet.handler or ""),
             *(("inline",) if fleet.is_inline else ()),
             cwd=fleet.chdir,
             env={**environment, **fleet.env},

@@ -21,7 +21,7 @@ from windlass.model.redaction import Mask, mask_of
 from windlass.model.runpod import RunpodSettings
 from windlass.ports.provider import Provider
 from windlass.providers.diagnostic import Diagnostic
-from windlass.providers.local import LocalProvider, spawn
+from windlass.providers.local import LocalProvider, worker_process
 from windlass.providers.local.logs import log_folder
 from windlass.providers.runpod.installation import INSTALL_SCRIPT, PodInstallation
 from windlass.ray.versions import our_versions
@@ -337,4 +337,4 @@ async def _known_instance_id(config: Config) -> str | None:
 
 def startup_problem(name: str, fleet: FleetConfig) -> str | None:
     """Why no worker process of a local fleet could start, as a sentence; None if one could."""
-    return spawn.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))
+    return worker_process.startup_problem(name, fleet, fleet.env.get("PATH", os.environ.get("PATH")))

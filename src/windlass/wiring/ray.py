@@ -29,7 +29,7 @@ from windlass.ray.node_watch import HeadLost
 from windlass.ray.probe import probe_head
 from windlass.ray.supervisor import ProgramSupervisor, SupervisedProgram
 from windlass.ray.versions import MATCH_MINOR_ENV, check_node_image, check_versions, our_versions
-from windlass.store.connect import COMMAND_TIMEOUT_S
+from windlass.store.connection import COMMAND_TIMEOUT_S
 from windlass.store.database import Database
 from windlass.store.doctor_checks import ORCHESTRATOR, WORKER
 from windlass.store.leases import PostgresLeaseStore

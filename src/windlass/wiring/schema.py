@@ -2,7 +2,7 @@
 
 from windlass.store.doctor_checks import DatabaseCheck
 from windlass.store.export_sql import ROLES, script
-from windlass.store.migrate import (
+from windlass.store.migration import (
     LATEST_VERSION,
     apply_roles,
     check_schema_version,

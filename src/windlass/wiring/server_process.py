@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from windlass.background import background_task
-from windlass.control.explain import explain
+from windlass.control.explanation import explain
 from windlass.model.config import Config
 from windlass.model.counters import HTTP_REQUESTS, LOG_LINES_DROPPED, CounterBuffer
 from windlass.model.cycle import Explanation

@@ -18,13 +18,13 @@ from windlass.background import background_task
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
 from windlass.model.redaction import masked
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 from windlass.store.costs import PostgresCostStore
 from windlass.store.database import Database
 from windlass.store.doctor_checks import DatabaseCheck, dsn_with_role, examine
 from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.history import PostgresHistoryStore
-from windlass.store.migrate import applied_migrations, migrate
+from windlass.store.migration import applied_migrations, migrate
 from windlass.store.postgres_programs import PROGRAMS, package_dir
 from windlass.store.task_lists import PostgresTaskLists
 from windlass.store.tasks import PostgresTaskStore

@@ -40,7 +40,7 @@ from windlass.store.doctor_checks import (
     user_with_owner_rights,
 )
 from windlass.store.history import PostgresControlMaintenance
-from windlass.store.migrate import is_schema_current, migrate
+from windlass.store.migration import is_schema_current, migrate
 from windlass.store.overview import PostgresOverview
 from windlass.wiring.boot_counter import BootCounter
 from windlass.wiring.cycle_requests import answered_cycle_requests

@@ -18,7 +18,7 @@ from windlass.model.redaction import add_known_secrets, secrets_in
 from windlass.model.work_order import RayOrder, WorkOrder
 from windlass.ray.node import NodeProgram, NodeSettings
 from windlass.ray.versions import Versions
-from windlass.store.connect import COMMAND_TIMEOUT_S
+from windlass.store.connection import COMMAND_TIMEOUT_S
 from windlass.store.doctor_checks import WORKER, dsn_with_role
 from windlass.store.transport import PostgresTransport, open_postgres_transport
 from windlass.wiring.stores import database
@@ -30,7 +30,7 @@ from windlass.worker.heartbeat import OpenTransport
 from windlass.worker.http_transport import HttpTransport, tls_context
 from windlass.worker.inline import InlineExecutor
 from windlass.worker.isolated import IsolatedExecutor
-from windlass.worker.join import join
+from windlass.worker.joining import join
 from windlass.worker.lifecycle import ExitReason, WorkerRuntime, WorkerSettings
 from windlass.worker.output_buffer import OutputBuffer, OutputLimits, captured_output
 from windlass.worker.private_errors import PrivateErrors

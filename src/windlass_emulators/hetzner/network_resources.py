@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from windlass_emulators.hetzner import render
+from windlass_emulators.hetzner import resource_json
 from windlass_emulators.hetzner.errors import invalid, not_found, not_unique, unsupported
 from windlass_emulators.hetzner.lists import list_response
 from windlass_emulators.hetzner.project import Firewall, Network, Project, Resource, SshKey
@@ -88,14 +88,14 @@ def list_networks(project: Project, call: ApiCall) -> Response:
         call,
         "networks",
         project.networks.values(),
-        lambda each: render.network(project, each),
+        lambda each: resource_json.network(project, each),
         sorts=_SORTS,
         has_labels=True,
     )
 
 
 def get_network(project: Project, call: ApiCall) -> Response:
-    return json_response(200, {"network": render.network(project, _find("network", call, project.networks))})
+    return json_response(200, {"network": resource_json.network(project, _find("network", call, project.networks))})
 
 
 def create_network(project: Project, call: ApiCall) -> Response:
@@ -120,7 +120,7 @@ def create_network(project: Project, call: ApiCall) -> Response:
         )
     network = Network(project.new_id(), order.name, order.labels, project.published_now(), order.ip_range, subnets)
     project.networks[network.id] = network
-    return json_response(201, {"network": render.network(project, network)})
+    return json_response(201, {"network": resource_json.network(project, network)})
 
 
 def _free_range(whole: ipaddress.IPv4Network, taken: list[ipaddress.IPv4Network]) -> str:
@@ -134,11 +134,13 @@ def _free_range(whole: ipaddress.IPv4Network, taken: list[ipaddress.IPv4Network]
 
 
 def list_firewalls(project: Project, call: ApiCall) -> Response:
-    return list_response(call, "firewalls", project.firewalls.values(), render.firewall, sorts=_SORTS, has_labels=True)
+    return list_response(
+        call, "firewalls", project.firewalls.values(), resource_json.firewall, sorts=_SORTS, has_labels=True
+    )
 
 
 def get_firewall(project: Project, call: ApiCall) -> Response:
-    return json_response(200, {"firewall": render.firewall(_find("firewall", call, project.firewalls))})
+    return json_response(200, {"firewall": resource_json.firewall(_find("firewall", call, project.firewalls))})
 
 
 def create_firewall(project: Project, call: ApiCall) -> Response:
@@ -150,7 +152,9 @@ def create_firewall(project: Project, call: ApiCall) -> Response:
     firewall = Firewall(project.new_id(), order.name, order.labels, project.published_now(), rules)
     project.firewalls[firewall.id] = firewall
     action = project.act("set_firewall_rules", [("firewall", firewall.id)], 0.0)
-    return json_response(201, {"firewall": render.firewall(firewall), "actions": [render.action(project, action)]})
+    return json_response(
+        201, {"firewall": resource_json.firewall(firewall), "actions": [resource_json.action(project, action)]}
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- SSH keys
@@ -162,7 +166,7 @@ def list_ssh_keys(project: Project, call: ApiCall) -> Response:
         call,
         "ssh_keys",
         project.ssh_keys.values(),
-        render.ssh_key,
+        resource_json.ssh_key,
         sorts=("id", "name"),
         filters=filters,
         has_labels=True,
@@ -170,7 +174,7 @@ def list_ssh_keys(project: Project, call: ApiCall) -> Response:
 
 
 def get_ssh_key(project: Project, call: ApiCall) -> Response:
-    return json_response(200, {"ssh_key": render.ssh_key(_find("ssh_key", call, project.ssh_keys))})
+    return json_response(200, {"ssh_key": resource_json.ssh_key(_find("ssh_key", call, project.ssh_keys))})
 
 
 def create_ssh_key(project: Project, call: ApiCall) -> Response:
@@ -188,4 +192,4 @@ def create_ssh_key(project: Project, call: ApiCall) -> Response:
         project.new_id(), order.name, order.labels, project.published_now(), order.public_key.strip(), fingerprint
     )
     project.ssh_keys[key.id] = key
-    return json_response(201, {"ssh_key": render.ssh_key(key)})
+    return json_response(201, {"ssh_key": resource_json.ssh_key(key)})

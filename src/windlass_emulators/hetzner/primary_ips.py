@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from windlass_emulators.hetzner import render
+from windlass_emulators.hetzner import resource_json
 from windlass_emulators.hetzner.errors import HetznerApiError, not_found, not_unique
 from windlass_emulators.hetzner.lists import list_response
 from windlass_emulators.hetzner.project import PrimaryIp, Project
@@ -28,7 +28,7 @@ def list_primary_ips(project: Project, call: ApiCall) -> Response:
         call,
         "primary_ips",
         project.visible_primary_ips(),
-        render.primary_ip,
+        resource_json.primary_ip,
         sorts=("id", "created"),
         filters={"name": lambda each: each.name, "ip": lambda each: each.ip},
         has_labels=True,
@@ -36,7 +36,7 @@ def list_primary_ips(project: Project, call: ApiCall) -> Response:
 
 
 def get_primary_ip(project: Project, call: ApiCall) -> Response:
-    return json_response(200, {"primary_ip": render.primary_ip(_find(project, call))})
+    return json_response(200, {"primary_ip": resource_json.primary_ip(_find(project, call))})
 
 
 def update_primary_ip(project: Project, call: ApiCall) -> Response:
@@ -49,7 +49,7 @@ def update_primary_ip(project: Project, call: ApiCall) -> Response:
         primary_ip.labels = change.labels
     if "auto_delete" in change.model_fields_set:
         primary_ip.is_auto_deleted = change.auto_delete
-    return json_response(200, {"primary_ip": render.primary_ip(primary_ip)})
+    return json_response(200, {"primary_ip": resource_json.primary_ip(primary_ip)})
 
 
 def delete_primary_ip(project: Project, call: ApiCall) -> Response:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from windlass_emulators.hetzner import render
+from windlass_emulators.hetzner import resource_json
 from windlass_emulators.hetzner.catalog import Image, Location, ServerType
 from windlass_emulators.hetzner.errors import HetznerApiError, invalid, not_found, not_unique
 from windlass_emulators.hetzner.lists import list_response
@@ -79,7 +79,7 @@ def list_servers(project: Project, call: ApiCall) -> Response:
         call,
         "servers",
         project.visible_servers(),
-        lambda each: render.server(project, each, moment),
+        lambda each: resource_json.server(project, each, moment),
         sorts=("id", "name", "created"),
         filters={"name": lambda each: each.name, "status": lambda each: each.status_at(moment)},
         has_labels=True,
@@ -87,7 +87,7 @@ def list_servers(project: Project, call: ApiCall) -> Response:
 
 
 def get_server(project: Project, call: ApiCall) -> Response:
-    return json_response(200, {"server": render.server(project, _find(project, call))})
+    return json_response(200, {"server": resource_json.server(project, _find(project, call))})
 
 
 def update_server(project: Project, call: ApiCall) -> Response:
@@ -98,7 +98,7 @@ def update_server(project: Project, call: ApiCall) -> Response:
     server.name = change.name or server.name
     if "labels" in change.model_fields_set:
         server.labels = change.labels
-    return json_response(200, {"server": render.server(project, server)})
+    return json_response(200, {"server": resource_json.server(project, server)})
 
 
 def delete_server(project: Project, call: ApiCall) -> Response:
@@ -106,7 +106,7 @@ def delete_server(project: Project, call: ApiCall) -> Response:
     action = project.act("delete_server", [("server", server.id)], project.settings.delete_s)
     if action.error is None:
         project.begin_deletion(server)
-    return json_response(200, {"action": render.action(project, action)})
+    return json_response(200, {"action": resource_json.action(project, action)})
 
 
 # --------------------------------------------------------------------------------------------------------- creation
@@ -122,9 +122,9 @@ def create_server(project: Project, call: ApiCall) -> Response:
     return json_response(
         201,
         {
-            "server": render.server(project, server),
-            "action": render.action(project, actions[0]),
-            "next_actions": [render.action(project, each) for each in actions[1:]],
+            "server": resource_json.server(project, server),
+            "action": resource_json.action(project, actions[0]),
+            "next_actions": [resource_json.action(project, each) for each in actions[1:]],
             "root_password": None if order.ssh_keys else password,
         },
     )
@@ -174,7 +174,7 @@ def _look_up(project: Project, order: ServerOrder) -> tuple[ServerType, Location
 
 def _check_available(project: Project, order: ServerOrder, kind: ServerType, place: Location) -> None:
     """Raises HetznerApiError for a well-formed order that cannot be fulfilled."""
-    if render.is_retired(project, kind):
+    if resource_json.is_retired(project, kind):
         raise HetznerApiError("invalid_input", f"server type {kind.id} is deprecated", {})
     if place.name not in kind.rates:
         raise HetznerApiError("invalid_input", "unsupported location for server type", {})
@@ -251,7 +251,7 @@ def _build(
 
 def _respond_with_action(project: Project, server: Server, command: str, takes_s: float) -> Response:
     action = project.act(command, [("server", server.id)], takes_s)
-    return json_response(201, {"action": render.action(project, action)})
+    return json_response(201, {"action": resource_json.action(project, action)})
 
 
 def power_on(project: Project, call: ApiCall) -> Response:
@@ -260,7 +260,7 @@ def power_on(project: Project, call: ApiCall) -> Response:
     action = project.act("start_server", [("server", server.id)], takes_s)
     if server.status != "running" and action.error is None:
         project.power_on(server, takes_s)
-    return json_response(201, {"action": render.action(project, action)})
+    return json_response(201, {"action": resource_json.action(project, action)})
 
 
 def power_off(project: Project, call: ApiCall) -> Response:

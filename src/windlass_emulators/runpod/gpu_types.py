@@ -6,7 +6,7 @@ from windlass_emulators.http import ApiCall, Json, Response, json_response
 from windlass_emulators.runpod.account import EmulatedRunpodAccount
 from windlass_emulators.runpod.catalog import CLOUDS, COMMUNITY, SECURE, DataCenter, GpuType, cuda_key
 from windlass_emulators.runpod.errors import RunpodApiError, not_found
-from windlass_emulators.runpod.render import MICROS
+from windlass_emulators.runpod.resource_json import MICROS
 from windlass_emulators.runpod.validation import query_choice, query_number, query_words
 
 LEVELS = ("NONE", "LOW", "MEDIUM", "HIGH")

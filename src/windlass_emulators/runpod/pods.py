@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from windlass_emulators.http import ApiCall, Response, json_response
-from windlass_emulators.runpod import render
+from windlass_emulators.runpod import resource_json
 from windlass_emulators.runpod.account import (
     EmulatedPod,
     EmulatedRunpodAccount,
@@ -60,11 +60,11 @@ def _find(account: EmulatedRunpodAccount, call: ApiCall) -> EmulatedPod:
 
 def list_pods(account: EmulatedRunpodAccount, _: ApiCall) -> Response:
     moment = account.list_moment()
-    return json_response(200, {"pods": [render.pod(account, each, moment) for each in account.visible_pods()]})
+    return json_response(200, {"pods": [resource_json.pod(account, each, moment) for each in account.visible_pods()]})
 
 
 def get_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
-    return json_response(200, render.pod(account, _find(account, call)))
+    return json_response(200, resource_json.pod(account, _find(account, call)))
 
 
 def delete_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
@@ -101,7 +101,7 @@ def stream_logs(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
 def act_on_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     action = parse_runpod_body(PodAction, call.body).action
     pod = _find(account, call)
-    if action not in render.ACTIONS[pod.status]:
+    if action not in resource_json.ACTIONS[pod.status]:
         raise RunpodApiError(409, f"action '{action}' is not valid for a pod that is {pod.status}")
     if pod.is_locked:
         raise RunpodApiError(409, "pod is locked: unlock it first")
@@ -110,7 +110,7 @@ def act_on_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     if action == "start" and not account.faults.has_balance:
         raise RunpodApiError(402)
     {"start": account.start, "stop": account.stop, "restart": account.restart}[action](pod)
-    return json_response(200, render.pod(account, pod))
+    return json_response(200, resource_json.pod(account, pod))
 
 
 # --------------------------------------------------------------------------------------------------------- creation
@@ -131,7 +131,7 @@ def create_pod(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
             raise not_found("template")
     pod = _place_pod(account, order, order.gpu, template)
     account.add_pod(pod)
-    return json_response(201, render.pod(account, pod))
+    return json_response(201, resource_json.pod(account, pod))
 
 
 def _place_pod(

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from windlass_emulators.http import ApiCall, Json, Response, json_response
-from windlass_emulators.runpod import render
+from windlass_emulators.runpod import resource_json
 from windlass_emulators.runpod.account import (
     EmulatedRunpodAccount,
     EmulatorConfig,
@@ -107,7 +107,7 @@ def create_template(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
         list(order.allowedCudaVersions),
     )
     account.templates[template.id] = template
-    return json_response(201, render.template(template))
+    return json_response(201, resource_json.template(template))
 
 
 # -------------------------------------------------------------------------------------------------------- registries

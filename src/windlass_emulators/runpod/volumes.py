@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from windlass_emulators.http import ApiCall, Response, json_response
-from windlass_emulators.runpod import render
+from windlass_emulators.runpod import resource_json
 from windlass_emulators.runpod.account import EmulatedRunpodAccount, EmulatedVolume
 from windlass_emulators.runpod.errors import RunpodApiError, not_found
 from windlass_emulators.runpod.validation import NonEmptyText, RunpodBody, parse_runpod_body
@@ -34,11 +34,11 @@ def _find(account: EmulatedRunpodAccount, call: ApiCall) -> EmulatedVolume:
 
 
 def list_volumes(account: EmulatedRunpodAccount, _: ApiCall) -> Response:
-    return json_response(200, {"networkVolumes": [render.volume(each) for each in account.volumes.values()]})
+    return json_response(200, {"networkVolumes": [resource_json.volume(each) for each in account.volumes.values()]})
 
 
 def get_volume(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
-    return json_response(200, render.volume(_find(account, call)))
+    return json_response(200, resource_json.volume(_find(account, call)))
 
 
 def create_volume(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
@@ -53,7 +53,7 @@ def create_volume(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     type_ = order.type or place.volume_types[0]
     volume = EmulatedVolume(account.new_id(), order.name, order.size, place.id, type_, account.created_now())
     account.add_volume(volume)
-    return json_response(201, render.volume(volume))
+    return json_response(201, resource_json.volume(volume))
 
 
 def update_volume(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
@@ -66,7 +66,7 @@ def update_volume(account: EmulatedRunpodAccount, call: ApiCall) -> Response:
     volume.name = change.name or volume.name
     if change.size > volume.size_gb:
         account.grow_volume(volume, change.size)
-    return json_response(200, render.volume(volume))
+    return json_response(200, resource_json.volume(volume))
 
 
 def delete_volume(account: EmulatedRunpodAccount, call: ApiCall) -> Response:

@@ -16,12 +16,12 @@ from math import ceil, inf
 
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.policy import billing
-from windlass.policy.derive import WorkerState
 from windlass.policy.scale import adaptive_keep
 from windlass.policy.scale.adaptive_boot import estimate_boots, in_time_share, ready_in_time, starts_for
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s, count_overdue
 from windlass.policy.scale.adaptive_spawn import clearing_workers, spawns_needed
 from windlass.policy.scale.demand import Demand, ScalingDecision
+from windlass.policy.worker_state import WorkerState
 
 # The default goal: a task that needs a new worker waits for its boot and for one cycle.
 GOAL_MARGIN_S = 10.0

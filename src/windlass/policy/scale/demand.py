@@ -8,7 +8,7 @@ from math import ceil
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.model.fleet import FleetConfig
 from windlass.model.snapshot import QueueView
-from windlass.policy.derive import WorkerState
+from windlass.policy.worker_state import WorkerState
 
 _NEVER = datetime.max.replace(tzinfo=UTC)
 

@@ -10,12 +10,12 @@ from windlass.model.action import Action, Drain
 from windlass.model.plural import plural
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import HOUR, TerminationWindow
-from windlass.policy.derive import WorkerState
 from windlass.policy.placement import MISPLACED
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import Demand, ScalingDecision
 from windlass.policy.stages import budget
 from windlass.policy.stages.spawning import spawnable_slots
+from windlass.policy.worker_state import WorkerState
 
 
 def drain_all(context: PlanningContext, staying: list[WorkerState]) -> list[Action]:

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from windlass.model.action import Action, FailSlot
 from windlass.model.snapshot import FailureRateState
-from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
+from windlass.policy.worker_state import WorkerState
 
 CODE = "FAILURE_RATE"
 LATE_CODE = "MACHINES_LATE"

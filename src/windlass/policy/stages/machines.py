@@ -3,8 +3,8 @@
 from windlass.model.action import Action, Adopt, Drain, Prepare, RecordMachine, RecordPrice
 from windlass.model.machine import MachineState
 from windlass.model.worker import WorkerStatus
-from windlass.policy.derive import Lifecycle
 from windlass.policy.planning_context import PlanningContext
+from windlass.policy.worker_state import Lifecycle
 
 
 def adopt_machines(context: PlanningContext) -> list[Action]:

@@ -7,8 +7,8 @@ the worker's row while the machine is still billed, and create new machines in t
 from windlass.model.action import Action, RaiseAlert
 from windlass.model.snapshot import Hold
 from windlass.model.worker import WorkerStatus
-from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
+from windlass.policy.worker_state import WorkerState
 
 OTHER_PROVIDER, OTHER_ACCOUNT = "OTHER_PROVIDER", "OTHER_ACCOUNT"
 # The key changed, and no list has shown yet whether it belongs to another account.

@@ -24,10 +24,10 @@ from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus, Workin
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import TerminationWindow
 from windlass.policy.boot import boot_limit
-from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.quarantine import QUARANTINED
 from windlass.policy.stages.spawning import slots_to_fill, spawnable_slots
+from windlass.policy.worker_state import WorkerState
 
 REJECTED = "VERSION_REJECTED"
 STALLED = "DEPLOY_STALLED"

@@ -14,7 +14,6 @@ from windlass.model.action import Action, Requeue
 from windlass.model.worker import WorkerStatus
 from windlass.policy import billing
 from windlass.policy.billing import TerminationWindow
-from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import POLICIES, Demand, ScalingDecision
 from windlass.policy.stages.draining import drain_all, drain_misplaced, drain_slotless, drain_workers
@@ -22,6 +21,7 @@ from windlass.policy.stages.failure_rate import hold_on_failure_rate, hold_on_la
 from windlass.policy.stages.provider_backoff import apply_provider_backoff
 from windlass.policy.stages.rollout import count_policy_spawns, replace_workers, spare_workers
 from windlass.policy.stages.spawning import scaling_interval_left_s, spawn_workers
+from windlass.policy.worker_state import WorkerState
 
 
 def scale(context: PlanningContext) -> list[Action]:

@@ -11,10 +11,10 @@ from windlass.model.machine import MachineState
 from windlass.model.plural import plural
 from windlass.model.worker import WorkerStatus
 from windlass.policy.budget import is_price_known
-from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.scale import Demand, ScalingDecision
 from windlass.policy.stages import failure_rate, provider_backoff
+from windlass.policy.worker_state import WorkerState
 
 # Holds under which a person's request may still spawn one probe.
 PROBE_ON_REQUEST = frozenset({failure_rate.CODE, *provider_backoff.CODES})

@@ -1,14 +1,14 @@
 """Why a worker is terminated: failed workers and slots, their tasks, and the deletion of machines.
 
-policy/derive.py decides whether a worker failed. stages/draining.py decides which healthy workers drain.
+policy/worker_state.py decides whether a worker failed. stages/draining.py decides which healthy workers drain.
 """
 
 from collections import Counter
 
 from windlass.model.action import Action, AttemptRefund, Delete, Fail, FailSlot, Requeue
 from windlass.model.worker import WorkerStatus
-from windlass.policy.derive import Lifecycle, Presence, WorkerState
 from windlass.policy.planning_context import PlanningContext
+from windlass.policy.worker_state import Lifecycle, Presence, WorkerState
 
 # A claim that was in progress when a drain was recorded has finished after this time and is visible.
 DRAIN_SETTLE_S = 0.5

@@ -2,10 +2,10 @@
 
 from windlass.model.action import Action, Delete, DeleteOrphan, FailSlot
 from windlass.model.worker import LIVE, WorkerStatus
-from windlass.policy.derive import Lifecycle
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.quarantine import LONELY_FAILURES, describe_streak, is_undecided
 from windlass.policy.stages.termination import slot_failures
+from windlass.policy.worker_state import Lifecycle
 
 # Failures of a slot within its window before an alert fires.
 FAILURES_TO_ALERT = 4

@@ -1,8 +1,8 @@
 """Workers as processes of this host.
 
-`provider.py` implements the provider contract, `spawn.py` starts a process, `processes.py` reads the process table,
-`logs.py` bounds log files, and `launch.py` is the entry point of a worker process. `launch.py` must start fast, so
-nothing is imported here until it is used.
+`provider.py` implements the provider contract, `worker_process.py` starts a process, `processes.py` reads the process
+table, `logs.py` bounds log files, and `entry_point.py` is the entry point of a worker process. `entry_point.py` must
+start fast, so nothing is imported here until it is used.
 """
 
 from typing import TYPE_CHECKING, Any

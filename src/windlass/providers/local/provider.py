@@ -2,7 +2,8 @@
 
 Guarantees:
 - A worker is found again by any later orchestrator on this host. The process table is searched for the mark that the
-  worker carries (spawn.py); there is no list of pids to lose. Processes of other databases or fleets are never touched.
+  worker carries (worker_process.py); there is no list of pids to lose. Processes of other databases or fleets are never
+  touched.
 - A machine's id is its host, pid and start time. Only that process, processes with its mark, and their descendants are
   ever signalled.
 - `delete` sends SIGTERM first, then kills the worker and everything that belongs to it, and returns when nothing is
@@ -33,7 +34,7 @@ from windlass.model.redaction import Mask
 from windlass.ports.provider import OnHostKey
 from windlass.providers.local.logs import log_folder, safe_name
 from windlass.providers.local.processes import HOST, Process, ProcessTable, is_alive, process_table, send_signal
-from windlass.providers.local.spawn import MARK, OUT_OF_RESOURCES, ChildProcess, WorkerProcess, startup_problem
+from windlass.providers.local.worker_process import MARK, OUT_OF_RESOURCES, ChildProcess, WorkerProcess, startup_problem
 
 # Each of these takes milliseconds on a healthy host. After the limit the outcome is settled by the next list.
 CREATE_TIMEOUT_S = 5.0

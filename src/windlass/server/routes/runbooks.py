@@ -5,7 +5,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from windlass.dashboard.render import render
+from windlass.dashboard.rendering import render
 from windlass.dashboard.runbooks import PATH, runbooks_html
 from windlass.model.auth import TokenScope
 from windlass.server.auth import caller_scope

@@ -73,7 +73,7 @@ create table windlass.workers (
   terminated_at timestamptz,
   -- When it failed. Null if a person or the scaling terminated it.
   failed_at timestamptz,
-  -- It had proven to work when it failed (policy/derive.py), so its failure says nothing about later spawns.
+  -- It had proven to work when it failed (policy/worker_state.py), so its failure says nothing about later spawns.
   is_proven boolean not null default false,
   code text,
   reason text,

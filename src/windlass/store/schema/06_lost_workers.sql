@@ -195,7 +195,7 @@ begin
   for v_lost in
     select w.id, w.fleet, w.slot, w.kind,
       extract(epoch from v_now - coalesce(w.last_heartbeat, w.created_at)) as silent_s,
-      -- As policy/derive.py: it got through its first tasks, or worked on them for a minute.
+      -- As policy/worker_state.py: it got through its first tasks, or worked on them for a minute.
       w.first_claimed_at is not null and (
         coalesce(w.last_heartbeat >= w.first_claimed_at + interval '1 minute', false)
         or not exists (

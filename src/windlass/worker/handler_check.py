@@ -1,4 +1,4 @@
-"""Checks that a worker can import a handler: `python -P -m windlass.worker.check_handler MODULE:FUNCTION [inline]`.
+"""Checks that a worker can import a handler: `python -P -m windlass.worker.handler_check MODULE:FUNCTION [inline]`.
 
 If not, prints the worker's error message on standard output and exits with NOT_FOUND. Runs as its own process, because
 importing the module may print, hang or start threads.

@@ -16,9 +16,9 @@ from windlass.model.event import Event
 from windlass.model.plural import plural
 from windlass.model.task import MAX_TASK_ID, Task, TaskStatus
 from windlass.model.worker import Worker, WorkerStatus
-from windlass.policy.derive import WorkerState
 from windlass.policy.planning_context import build_context
 from windlass.policy.stages.failure_rate import CODE as FAILURE_RATE
+from windlass.policy.worker_state import WorkerState
 from windlass.ports.fleets import MAX_AHEAD, FleetQueries
 from windlass.ports.tasks import TaskStore
 from windlass.ports.worker_logs import WorkerLogQueries

@@ -1,4 +1,4 @@
-"""Entry point of a local worker process: `python -m windlass.providers.local.launch LOG MODULE ARGUMENTS...`
+"""Entry point of a local worker process: `python -m windlass.providers.local.entry_point LOG MODULE ARGUMENTS...`
 
 Starts a thread that bounds the log for as long as the process lives, then runs `python -m MODULE ARGUMENTS...`.
 """

@@ -65,7 +65,7 @@ class WorkerProcess:
         config = self.config
         # -P: windlass must not be imported from the current folder.
         command = [sys.executable, "-P", *self.mark_arguments(name)]
-        command += ["-m", "windlass.providers.local.launch", str(log), *self.program]
+        command += ["-m", "windlass.providers.local.entry_point", str(log), *self.program]
         for queue in config.queues:
             command += ["--queue", queue]
         if config.handler is not None:

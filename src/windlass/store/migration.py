@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import asyncpg
 
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
-from windlass.store.connect import connected
+from windlass.store.connection import connected
 
 # The version of the first release. Lower versions are of development builds, which have no upgrade path.
 FIRST_VERSION = 10
