@@ -94,7 +94,7 @@ def test_token_has_256_random_bits_after_its_prefix() -> None:
 
 async def test_join_token_identifies_machine_until_it_expires(store: Stores, clock: Any) -> None:
     await spawn_worker(store)
-    expected = JoinCaller("w0", "gpus", ("a", "b"), has_ended=False, is_expired=False)
+    expected = JoinCaller("w0", "gpus", ("a", "b"), has_terminated=False, is_expired=False)
     assert await store.authenticate(JOIN) == expected
     clock.advance(TTL_S - 0.000001)
     assert await store.authenticate(JOIN) == expected
@@ -113,7 +113,7 @@ async def test_worker_spawned_without_join_token_cannot_join(store: Stores) -> N
 async def test_join_token_is_exchanged_for_worker_token(store: Stores) -> None:
     await spawn_worker(store)
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ACTIVATED
-    assert await store.authenticate(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_ended=False)
+    assert await store.authenticate(TOKEN) == WorkerCaller("w0", "gpus", ("a", "b"), has_terminated=False)
     worker = await store.worker("w0")
     assert worker is not None
     # Only its own heartbeat proves that it runs.
@@ -256,13 +256,13 @@ async def test_worker_token_ends_with_its_worker(store: Stores) -> None:
     caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
     # At once, although its machine is not deleted yet: the fleet's environment is behind this token.
-    assert caller.has_ended
+    assert caller.has_terminated
     assert await store.activate("w0", JOIN, TOKEN) is Activation.ENDED
     await end(store)
     for token in (TOKEN, JOIN):
         caller = await store.authenticate(token)
         assert isinstance(caller, WorkerCaller | JoinCaller)
-        assert caller.has_ended
+        assert caller.has_terminated
 
 
 async def test_tokens_of_purged_worker_are_unknown(store: Stores, clock: Any) -> None:
@@ -318,7 +318,7 @@ async def test_expired_api_token_ends_its_self_registered_workers(store: Stores,
     clock.advance(60)
     caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
-    assert caller.has_ended
+    assert caller.has_terminated
     assert await store.self_register(hash_of(API), OTHER_TOKEN, replace(MINE, worker_id="other")) is None
 
 
@@ -360,14 +360,14 @@ async def test_self_registered_worker_is_known_by_its_token(store: Stores) -> No
     await store.create_token("anywhere", Role.WORKER, hash_of(API))
     for _ in range(2):  # the first answer may be lost
         assert await store.self_register(hash_of(API), TOKEN, MINE) is WorkerStatus.ACTIVE
-    assert await store.authenticate(TOKEN) == WorkerCaller("mine", "default", ("a", "b"), has_ended=False)
+    assert await store.authenticate(TOKEN) == WorkerCaller("mine", "default", ("a", "b"), has_terminated=False)
     worker = await store.worker("mine")
     assert worker is not None
     assert (worker.fleet, worker.slot, worker.status) == ("default", None, WorkerStatus.ACTIVE)
     await store.deregister("mine", "drained")
     caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
-    assert caller.has_ended
+    assert caller.has_terminated
 
 
 async def test_revoking_api_token_ends_its_self_registered_workers(store: Stores) -> None:
@@ -376,7 +376,7 @@ async def test_revoking_api_token_ends_its_self_registered_workers(store: Stores
     await store.revoke_token("anywhere")
     caller = await store.authenticate(TOKEN)
     assert isinstance(caller, WorkerCaller)
-    assert caller.has_ended
+    assert caller.has_terminated
     assert await store.self_register(hash_of(API), TOKEN, MINE) is None
 
 

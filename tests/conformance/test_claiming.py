@@ -172,9 +172,9 @@ async def test_claim_of_ended_worker_raises_unknown_worker(store: AnyStore) -> N
     await register(store, "w1")
     task_id = await add(store)
     await store.deregister("w1", "done")
-    with pytest.raises(UnknownWorker, match="w1 has ended"):
+    with pytest.raises(UnknownWorker, match="w1 has terminated"):
         await store.claim("w1", ("q",))
-    with pytest.raises(UnknownWorker, match="w1 has ended"):
+    with pytest.raises(UnknownWorker, match="w1 has terminated"):
         await store.finish_and_claim("w1", [], ("q",), 1)
     assert await status_of(store, task_id) is TaskStatus.QUEUED
 

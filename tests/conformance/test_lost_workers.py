@@ -215,7 +215,7 @@ async def test_without_a_leader_lost_spawned_worker_loses_its_tasks(
         "STALE_HEARTBEAT",
         "no heartbeat for 31 s",
     )
-    with pytest.raises(UnknownWorker, match="h1 has ended"):
+    with pytest.raises(UnknownWorker, match="h1 has terminated"):
         await store.claim("h1", ("q",))
     assert await codes(store, worker_id="h1") == [
         "WORKER_REGISTERED",

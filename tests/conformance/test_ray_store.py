@@ -300,9 +300,9 @@ async def test_tasks_on_nodes_are_recovered_with_their_dispatcher(world: World, 
 
 async def test_ray_state_of_spawned_nodes_is_stored(world: World) -> None:
     began = world.clock()
-    assert await world.report(alive("n1", places=4)) == {}
+    assert await world.report(alive("n1", slots=4)) == {}
     world.clock.advance(5)
-    await world.report(alive("n1", places=4))
+    await world.report(alive("n1", slots=4))
     first, second = await world.store.worker("n1"), await world.store.worker("n2")
     assert first.concurrency == 4
     assert (first.node.state, first.node.since, first.node.at) == (NodeState.ALIVE, began, world.clock())
@@ -369,7 +369,7 @@ async def test_report_returns_terminating_and_paused_nodes(world: World) -> None
 
 
 async def test_unmanaged_node_lives_while_it_is_reported(world: World) -> None:
-    foreign = alive("ray-1234", is_managed=False, places=8, host="10.0.0.7")
+    foreign = alive("ray-1234", is_managed=False, slots=8, host="10.0.0.7")
     await world.report(foreign)
     world.clock.advance(10)
     await world.report(foreign)

@@ -115,7 +115,7 @@ async def test_two_workers_cannot_self_register_one_name_at_once(api: ApiFixture
         with pytest.raises(BadInput, match="a worker same exists already"):
             await other
     assert status == WorkerStatus.ACTIVE
-    assert await api.store.authenticate(first) == WorkerCaller("same", "default", ("q",), has_ended=False)
+    assert await api.store.authenticate(first) == WorkerCaller("same", "default", ("q",), has_terminated=False)
 
 
 async def test_client_address_is_taken_from_local_proxy_only(api: ApiFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class OpenAccess:
         name = self.names.get(token_hash)
         if name is None:
             return None
-        return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_ended=False)
+        return WorkerCaller(name, self.fleets.get(name, "default"), QUEUES, has_terminated=False)
 
     async def watch_revocations(
         self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]

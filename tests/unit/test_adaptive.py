@@ -265,7 +265,7 @@ def test_decision_is_one_sentence_with_its_numbers() -> None:
     assert planned.decision == "spawn 2: 2 queued, 0 busy, tasks of 600 s, boot 120 s, goal 130 s"
     assert sum(isinstance(action, Spawn) for action in planned.actions) == 2
     full = plan(snapshot, FleetConfig(policy="adaptive", max_workers=1))
-    assert full.decision.startswith("waiting to spawn 2") or "max_workers 1" in full.decision
+    assert full.decision.startswith("spawn 0 of 2") or "max_workers 1" in full.decision
 
 
 def test_idle_worker_of_a_rented_fleet_drains_through_plan() -> None:

@@ -73,7 +73,7 @@ async def test_revocation_of_another_does_not_repeat_waiting_lookups() -> None:
     class SlowStore:
         async def authenticate(self, token_hash: bytes) -> WorkerCaller:
             await gate.wait()
-            return WorkerCaller(token_hash.hex()[:8], "default", ("q",), has_ended=False)
+            return WorkerCaller(token_hash.hex()[:8], "default", ("q",), has_terminated=False)
 
     store: Any = SlowStore()
     authenticator = Authenticator(worker_store=store)

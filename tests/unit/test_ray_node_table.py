@@ -72,7 +72,7 @@ def test_external_nodes_are_reported_if_they_fit_tasks_of_any_queue() -> None:
     nodes = table_of_external(
         make_node("id-1", cpus=3.0), make_node("id-head", cpus=0.0), settings=settings, queues=("q", "g")
     )
-    assert [(node.worker_id, node.places) for node in nodes.report()] == [("ray-many-id-1", 3)]
+    assert [(node.worker_id, node.slots) for node in nodes.report()] == [("ray-many-id-1", 3)]
     assert nodes.open_worker_id("id-1") == "ray-many-id-1"
     assert nodes.open_worker_id("id-head") is None
     # A task without needs would fit on the head, so Ray must exclude it. Other tasks do not fit there.

@@ -52,12 +52,12 @@ class FakeRay:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
                 await self.may_kill.wait()
-        self.exit_seat(reference, AttemptFailure("ENGINE_ERROR", "cancelled"))
+        self.exit_seat(reference, AttemptFailure("RAY_ERROR", "cancelled"))
 
     async def cancel(self, references: Collection[Any]) -> None:
         self.cancelled += references
         for reference in references:
-            self.exit_seat(reference, AttemptFailure("ENGINE_ERROR", "cancelled"))
+            self.exit_seat(reference, AttemptFailure("RAY_ERROR", "cancelled"))
 
     def exit_seat(self, seat_id: str, seat_exit: SeatExit | AttemptFailure = None) -> None:
         if not self.exits[seat_id].done():
@@ -473,7 +473,7 @@ async def test_attempts_are_released_if_ray_starts_no_seats(monkeypatch: pytest.
     running = await harness.start()
     for number in range(3):
         assert not running.done()
-        harness.ray.exit_seat(harness.ray.seats[number], AttemptFailure("ENGINE_ERROR", "no process can be started"))
+        harness.ray.exit_seat(harness.ray.seats[number], AttemptFailure("RAY_ERROR", "no process can be started"))
         await let_tasks_run()
     with pytest.raises(NotBegun, match="no process can be started") as released:
         await outcome_of(running)

@@ -405,7 +405,7 @@ def test_decision_names_missing_free_slot() -> None:
     slots = (SlotView(0, True),)
     planned = plan(snapshot(queued=9, slots=slots, state={"alerts": alerted_slots(0)}), fleet(BUFFERED, max_workers=1))
     assert planned.actions == ()
-    assert planned.decision == "waiting to spawn 1: 9 queued, 0 busy, 9 wanted, max_workers 1; no free slot"
+    assert planned.decision == "spawn 0 of 1: 9 queued, 0 busy, 9 wanted, max_workers 1; no free slot"
 
 
 def alerted_slots(*slots: int) -> dict[str, Any]:

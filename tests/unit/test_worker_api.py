@@ -255,7 +255,7 @@ async def test_store_checks_workers_whose_token_is_cached(plane: InMemoryControl
         await transport.register(Registration("w0", ("a",)))
         await plane.store.enqueue(new_task("a"))
         await plane.terminate_worker()
-        with pytest.raises(UnknownWorker, match="has ended"):
+        with pytest.raises(UnknownWorker, match="has terminated"):
             await transport.claim("w0", ("a",))
         assert (await transport.heartbeat("w0")).status is WorkerStatus.TERMINATED
 

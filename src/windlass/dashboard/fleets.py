@@ -56,7 +56,7 @@ def fleet_card(
         state, label = "paused", "paused"
     elif fleet.planned_at is None:
         state, label = "queued", "unmanaged"
-    elif decision.startswith(("spawn", "waiting to spawn")):
+    elif decision.startswith("spawn"):
         state, label = "spawning", "spawning"
     else:
         state, label = "steady", "running"

@@ -119,7 +119,8 @@ class DemoNarrator:
     def _is_new(self, kind: str, decision: str) -> bool:
         """Whether a decision acts, or differs from the last one in its kind or in whether idle workers are kept."""
         previous, self._last_decision = self._last_decision, (re.sub(r"\d+", "", kind), " kept" in decision)
-        return kind.startswith(("spawn", "drain")) or previous != self._last_decision
+        is_acting = kind.startswith(("spawn", "drain")) and not kind.startswith("spawn 0 ")
+        return is_acting or previous != self._last_decision
 
     @property
     def took_s(self) -> float:

@@ -146,8 +146,8 @@ class WorkerCaller:
     worker_id: str
     fleet: str
     queues: tuple[str, ...]
-    # The worker has ended, and its token with it.
-    has_ended: bool
+    # The worker has terminated, and its token is invalid.
+    has_terminated: bool
     # How long the token is valid at most. None: as long as the worker.
     valid_for_s: float | None = field(default=None, compare=False)
 
@@ -159,7 +159,7 @@ class JoinCaller:
     worker_id: str
     fleet: str
     queues: tuple[str, ...]
-    has_ended: bool
+    has_terminated: bool
     is_expired: bool
 
 

@@ -210,7 +210,7 @@ class AlertsConfig(_Section):
         default=None,
         description="Up to 10 Apprise URLs of other services, separated by spaces. Needs the extra windlass[apprise].",
     )
-    dead_letters_per_hour: int = Field(
+    failed_tasks_per_hour: int = Field(
         default=0, ge=0, description="An alert fires if more tasks of a queue fail within an hour."
     )
     ignored: TextList = Field(default=(), description="Codes of alerts that are not sent.")

@@ -56,7 +56,7 @@ class OutOfScope(WindlassError):
 
 
 class UnknownWorker(WindlassError):
-    """The worker is not registered, or has ended."""
+    """The worker is not registered, or has terminated."""
 
 
 class TokenRefused(UnknownWorker):

@@ -35,13 +35,13 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class AliveNode:
-    """`places`: how many tasks of its fleet it can run at the same time."""
+    """`slots`: how many tasks of its fleet it can run at the same time."""
 
     worker_id: str
     node_id: str
     total: Resources
     used: Resources
-    places: int = 1
+    slots: int = 1
     host: str | None = None
     # False: a node of a cluster that Windlass does not manage.
     is_managed: bool = True

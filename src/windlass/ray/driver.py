@@ -119,7 +119,7 @@ class Driver:
         except exceptions.RayTaskError as error:
             return AttemptFailure("WORKER_ERROR", str(error)[-4000:])
         except Exception as error:
-            return AttemptFailure("ENGINE_ERROR", f"{type(error).__name__}: {first_line(error, MAX_ERROR_CHARS)}")
+            return AttemptFailure("RAY_ERROR", f"{type(error).__name__}: {first_line(error, MAX_ERROR_CHARS)}")
         if isinstance(seat_exit, tuple):
             node_id, reason = seat_exit
             return NodeUnusable(

@@ -176,7 +176,7 @@ class NodeTable:
                 node.node_id,
                 node.total,
                 node.used,
-                places=max(1, self._count_tasks(node)),
+                slots=max(1, self._count_tasks(node)),
                 host=node.address,
                 is_managed=self._spawned_worker_id(node) is not None,
             )

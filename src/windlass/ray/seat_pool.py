@@ -321,7 +321,7 @@ class SeatPool:
             if isinstance(seat_exit, NodeUnusable | DispatcherUnreachable):
                 self._return_to_wait_list(attempt)
             else:
-                attempt.settle(seat_exit or AttemptFailure("ENGINE_ERROR", "the seat exited without an outcome"))
+                attempt.settle(seat_exit or AttemptFailure("RAY_ERROR", "the seat exited without an outcome"))
         if not seat.has_run_attempt and self._wait_list.has_waiting(seat.needs):
             self._count_idle_exit(seat.needs, seat_exit)
         self._submit_missing(seat.needs)

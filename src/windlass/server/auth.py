@@ -155,7 +155,7 @@ class Authenticator:
         name = f"token {caller.name}" if isinstance(caller, TokenCaller) else f"worker {caller.worker_id}"
         identity = CallerIdentity(caller, name, token_hash=token_hash)
         # A join token expires, so it is looked up every time. It is used once.
-        if isinstance(caller, TokenCaller) or (isinstance(caller, WorkerCaller) and not caller.has_ended):
+        if isinstance(caller, TokenCaller) or (isinstance(caller, WorkerCaller) and not caller.has_terminated):
             self.cache.add(token_hash, identity, generation)
         return identity
 
@@ -337,7 +337,7 @@ def expected_csrf_token(request: Request) -> str | None:
 
 
 def _check_not_terminated(caller: WorkerCaller | JoinCaller) -> None:
-    if caller.has_ended:
+    if caller.has_terminated:
         raise gone(f"worker {caller.worker_id} has terminated: its token is no longer valid")
 
 

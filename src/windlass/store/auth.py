@@ -46,8 +46,8 @@ class PostgresAuthStore(DatabaseStore):
             return TokenCaller(*token, token_id=row["token_id"], valid_for_s=row["valid_for_s"])
         queues = tuple(row["queues"])
         if row["kind"] == "join":
-            return JoinCaller(row["name"], row["fleet"], queues, row["has_ended"], row["is_expired"])
-        return WorkerCaller(row["name"], row["fleet"], queues, row["has_ended"], row["valid_for_s"])
+            return JoinCaller(row["name"], row["fleet"], queues, row["has_terminated"], row["is_expired"])
+        return WorkerCaller(row["name"], row["fleet"], queues, row["has_terminated"], row["valid_for_s"])
 
     async def watch_revocations(
         self, set_listening: Callable[[bool], None], revoke: Callable[[bytes | None], None]

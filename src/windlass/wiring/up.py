@@ -270,7 +270,7 @@ def _make_alert_manager(
     return AlertManager(
         store,
         notifiers,
-        dead_letters_allowed=config.alerts.dead_letters_per_hour,
+        dead_letters_allowed=config.alerts.failed_tasks_per_hour,
         leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
         ignored=config.alerts.ignored,
         **options,

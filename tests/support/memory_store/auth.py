@@ -47,8 +47,8 @@ class MemoryAuthStore(TableStore):
                 continue
             if credentials.token_hash == token_hash:
                 sponsor = self._tables.api_tokens.get(credentials.api_token_hash or b"")
-                has_ended = worker.status not in LIVE or (sponsor is not None and not self._is_valid(sponsor))
-                return WorkerCaller(worker.id, worker.fleet, worker.queues, has_ended, self._valid_for_s(sponsor))
+                has_terminated = worker.status not in LIVE or (sponsor is not None and not self._is_valid(sponsor))
+                return WorkerCaller(worker.id, worker.fleet, worker.queues, has_terminated, self._valid_for_s(sponsor))
             if credentials.join_token_hash == token_hash:
                 is_expired = credentials.join_expires_at <= self._clock()
                 return JoinCaller(worker.id, worker.fleet, worker.queues, worker.status not in LIVE, is_expired)

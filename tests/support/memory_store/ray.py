@@ -83,11 +83,11 @@ class MemoryRayStore(MemoryLeaseStore):
     ) -> None:
         before, after = worker.node, self._node_view(worker, alive, dead)
         is_unchanged = before is not None and replace(after, at=before.at) == before and after.at - before.at < repeat
-        if is_unchanged and (alive is None or alive.places == worker.concurrency):
+        if is_unchanged and (alive is None or alive.slots == worker.concurrency):
             return
         worker.node = after
         if alive is not None:
-            worker.concurrency = alive.places
+            worker.concurrency = alive.slots
             if not alive.is_managed:
                 worker.last_heartbeat = after.at
                 worker.heartbeat_gapless_since = worker.heartbeat_gapless_since or after.at
@@ -105,7 +105,7 @@ class MemoryRayStore(MemoryLeaseStore):
         if node.worker_id not in self._workers.rows:
             queues = tuple(queues)
             await self._transport.register(
-                Registration(node.worker_id, queues, fleet, node.places, lease_s, node.host, kind=WorkerKind.NODE)
+                Registration(node.worker_id, queues, fleet, node.slots, lease_s, node.host, kind=WorkerKind.NODE)
             )
 
     def _end_unmanaged(self, worker: MemoryWorker, death: str) -> None:

@@ -55,7 +55,7 @@ class MemoryMaintenance(TableStore):
         # Workers that ended while they were claiming.
         ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._is_live(id_))
         return recovered + [
-            self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has ended")
+            self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has terminated")
             for worker_id in ended[:MAX_RECOVERED_PER_CALL]
         ]
 
@@ -131,7 +131,9 @@ class MemoryTransport(MemoryWorkSignal):
     def _live_worker(self, worker_id: str) -> MemoryWorker:
         worker = self._known_worker(worker_id)
         if worker.status not in LIVE:
-            raise UnknownWorker(f"claiming tasks: worker {worker_id} has ended ({worker.status}): register a new one.")
+            raise UnknownWorker(
+                f"claiming tasks: worker {worker_id} has terminated ({worker.status}): register a new one."
+            )
         return worker
 
     def _claim(self, worker: MemoryWorker, queues: Sequence[str], limit: int) -> list[Claim]:
@@ -319,7 +321,7 @@ class MemoryTransport(MemoryWorkSignal):
     async def append_logs(self, worker_id: str, batch_id: UUID, chunks: Sequence[LogChunk]) -> None:
         if worker_id not in self._workers.not_terminated:
             raise UnknownWorker(
-                f"storing output: worker {worker_id} has ended or is not registered: register it first."
+                f"storing output: worker {worker_id} has terminated or is not registered: register it first."
             )
         append(self._tables, worker_id, batch_id, chunks)
 

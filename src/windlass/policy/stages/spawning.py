@@ -51,8 +51,7 @@ def spawn_workers(
             limit = "machines that are not deleted yet count towards max_workers"
         else:
             limit = cap_reason
-        verb = f"spawn {len(slots)} of {wanted}" if slots else f"waiting to spawn {wanted}"
-        context.decision = f"{verb}: {reason}; {limit}"
+        context.decision = f"spawn {len(slots)} of {wanted}: {reason}; {limit}"
     if slots:
         context.remember_in("scaling", spawned_at=context.now)
     return [Spawn(slot, reason, cause) for slot in slots]

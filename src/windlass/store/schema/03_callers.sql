@@ -55,7 +55,7 @@ begin
     select from windlass.workers w
     where w.id = p_worker_id and w.secret_hash is distinct from sha256(convert_to(p_secret, 'UTF8'))
   ) then
-    -- The same error as for a worker that has ended: the program must register under a new id.
+    -- The same error as for a terminated worker: the program must register under a new id.
     raise exception 'worker % is registered with another secret: register a new one', p_worker_id
       using errcode = 'no_data_found';
   end if;

@@ -199,7 +199,7 @@ $$;
 -- 10,000 tasks.
 --
 -- Claims up to p_limit tasks: by priority, then first in, first out, per queue. Of several queues, the one whose head
--- comes first. A paused or terminating worker gets none. A worker that has ended (error, terminated) gets is_lost for
+-- comes first. A paused or terminating worker gets none. A worker that has terminated (error, terminated) gets is_lost for
 -- its results; without results it gets an error and must stop.
 create function windlass.finish_and_claim(
   p_worker_id text,
@@ -298,7 +298,7 @@ begin
   end if;
   if v_worker.is_barred then
     if v_worker.status in ('error', 'terminated') and coalesce(cardinality(p_task_ids), 0) = 0 then
-      raise exception 'worker % has ended (%): register a new one', p_worker_id, v_worker.status
+      raise exception 'worker % has terminated (%): register a new one', p_worker_id, v_worker.status
         using errcode = 'no_data_found';
     end if;
     return;

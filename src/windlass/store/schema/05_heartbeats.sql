@@ -101,7 +101,7 @@ begin
   into v_ids, v_statuses, v_paused, v_leases, v_kinds, v_first_ids, v_last_ids, v_delays
   from recorded r;
 
-  -- Some have ended, are unknown or locked. All claims of ended and unknown workers are lost.
+  -- Some are terminated, unknown or locked. All claims of terminated and unknown workers are lost.
   if cardinality(v_ids) < cardinality(p_worker_ids) then
     return query
     select o.id,
@@ -199,7 +199,7 @@ $$;
 
 -- A worker reports that it is alive and which claims it holds: [{"task_id", "token", "progress", "note"}]. Returns its
 -- status, whether it is paused, and the tokens of claims it has lost. p_vitals: pid, vram_total_mb, vram_used_mb, and
--- anything else to store in metadata, at most 4 KiB. A worker that has ended, or is unknown, changes no row.
+-- anything else to store in metadata, at most 4 KiB. A terminated worker, or an unknown one,, changes no row.
 create function windlass.heartbeat(
   p_worker_id text,
   p_claims jsonb default '[]',

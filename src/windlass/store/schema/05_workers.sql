@@ -61,8 +61,8 @@ $$;
 
 -- A worker registers itself, with a secret of at least 32 characters that it generated. Every later call names the
 -- secret. A spawned worker finds its row and keeps fleet, slot, status, lease, concurrency, kind and queues: they are
--- those of its order, and so is its secret. A worker started by hand gets a row without a slot and is active at once. An
--- id that has ended stays ended. Returns the status.
+-- those of its order, and so is its secret. A worker started by hand gets a row without a slot and is active at once. A
+-- terminated id stays terminated. Returns the status.
 --
 -- A caller that is not trusted (03_callers.sql) needs a secret, registers workers of kind `worker` only, and in fleets
 -- that exist. Another secret takes over the id of a worker started by hand once its lease has expired.

@@ -156,11 +156,11 @@ $$;
 -- Spawned workers are left to the orchestrator, unless there was no leader for twice the lost worker's lease: then they
 -- are set to error, and their machines wait for the control plane.
 --
--- The judging worker must itself have had heartbeats without a gap for as long as it judges by: after an outage that
--- affected all workers, none is blamed. A gap that is normal for the judge grows with its lease, so a judge with a
+-- The caller must itself have had heartbeats without a gap for as long as that lease: after an outage that
+-- affected all workers, none is lost. A gap that is normal for the caller grows with its lease, so a caller with a
 -- longer lease waits longer.
 --
--- Tasks of workers that have ended are recovered too, for every caller. A claim does not lock its worker's row, so a
+-- Tasks of terminated workers are recovered too, for every caller. A claim does not lock its worker's row, so a
 -- claim that ran while its worker deregistered commits after the worker's tasks were released.
 create function windlass.recover_lost_workers(p_judge_id text, p_limit integer default 100, p_secret text default null)
 returns table (worker_id text, tasks_requeued integer, tasks_failed integer)
@@ -268,7 +268,7 @@ begin
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
     from windlass_internal.requeue_tasks_of(
-      array[v_lost.id], 'WORKER_LOST', format('worker %s has ended', v_lost.id)) r;
+      array[v_lost.id], 'WORKER_LOST', format('worker %s has terminated', v_lost.id)) r;
     -- Nothing taken: its tasks are locked, or were finished meanwhile.
     if tasks_requeued + tasks_failed > 0 then
       return next;

@@ -7,7 +7,7 @@ create function windlass_internal.authenticate(p_token_hash bytea) returns table
   name text,
   fleet text,
   queues text[],
-  has_ended boolean,
+  has_terminated boolean,
   is_expired boolean,
   role text,
   fleets text[],

@@ -110,7 +110,7 @@ create type windlass_internal.node_report as (
   is_managed boolean,
   total jsonb,
   used jsonb,
-  places integer,
+  slots integer,
   host text,
   death text
 );
@@ -118,7 +118,7 @@ create type windlass_internal.node_report as (
 -- What is to be written about a node. `is_gone`: it is gone, and no fleet spawned it. `is_heartbeat`: the report counts
 -- as its heartbeat.
 create type windlass_internal.node_change as (
-  worker_id text, node jsonb, places integer, is_heartbeat boolean, is_gone boolean
+  worker_id text, node jsonb, slots integer, is_heartbeat boolean, is_gone boolean
 );
 
 -- Changes of a fleet's nodes according to this report: nodes whose row differs, or was written more than p_repeat_s
@@ -129,7 +129,7 @@ create function windlass_internal.changed_nodes(
 returns setof windlass_internal.node_change
 language sql stable
 as $$
-  select w.id, said.node, alive.places, beat.is_heartbeat, w.slot is null and alive.worker_id is null
+  select w.id, said.node, alive.slots, beat.is_heartbeat, w.slot is null and alive.worker_id is null
   from windlass.workers w
   left join unnest(p_nodes) as alive on alive.worker_id = w.id and alive.total is not null
   left join unnest(p_nodes) as dead on dead.worker_id = w.id and dead.death is not null
@@ -147,13 +147,13 @@ as $$
   where w.fleet = p_fleet and w.kind = 'node' and w.status in ('spawning', 'active', 'terminating')
     and (
       (w.node - 'at' - 'since') is distinct from said.node
-      or w.concurrency <> alive.places
+      or w.concurrency <> alive.slots
       or (w.node ->> 'at')::timestamptz <= windlass.now() - make_interval(secs => p_repeat_s)
       or (beat.is_heartbeat and w.last_heartbeat is null)
     )
 $$;
 
--- Record Ray's report about a fleet's nodes: [{"worker_id", "is_managed", "node_id", "total", "used", "places",
+-- Record Ray's report about a fleet's nodes: [{"worker_id", "is_managed", "node_id", "total", "used", "slots",
 -- "host"}] for live nodes and {"worker_id", "node_id", "death"} for dead ones. A spawned node in neither list is
 -- `absent` if it never was alive, and `dead` if it was. A node that no fleet spawned (of a cluster that Windlass does
 -- not manage) is created by its first report, each report counts as its heartbeat, and it is terminated when it is
@@ -181,7 +181,7 @@ begin
   where w.id = n.worker_id and not n.is_managed and w.kind = 'node' and w.slot is null
     and w.status = 'terminated';
   perform windlass.register_worker(
-    n.worker_id, p_fleet, p_queues, n.places, p_lease_s, n.host, p_kind => 'node')
+    n.worker_id, p_fleet, p_queues, n.slots, p_lease_s, n.host, p_kind => 'node')
   from unnest(v_nodes) as n
   where not n.is_managed and not exists (select from windlass.workers w where w.id = n.worker_id);
 
@@ -204,7 +204,7 @@ begin
   end loop;
 
   update windlass.workers w
-  set concurrency = coalesce(n.places, w.concurrency),
+  set concurrency = coalesce(n.slots, w.concurrency),
       last_heartbeat = case when n.is_heartbeat then v_now else w.last_heartbeat end,
       heartbeat_gapless_since = case
         when n.is_heartbeat then coalesce(w.heartbeat_gapless_since, v_now) else w.heartbeat_gapless_since

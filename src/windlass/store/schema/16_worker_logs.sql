@@ -74,7 +74,7 @@ declare
 begin
   perform windlass_internal.check_worker(p_worker_id, p_secret);
   if not exists (select from windlass.workers w where w.id = p_worker_id and w.status <> 'terminated') then
-    raise exception 'worker % has ended or is not registered: register it first', p_worker_id
+    raise exception 'worker % has terminated or is not registered: register it first', p_worker_id
       using errcode = 'no_data_found';
   end if;
   if jsonb_typeof(p_chunks) is distinct from 'array' then
