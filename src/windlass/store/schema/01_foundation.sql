@@ -59,8 +59,8 @@ create domain windlass.progress_note as text check (length(value) <= 500);
 create domain windlass.due_time as timestamptz
   check (value >= '0002-01-01 00:00+00' and value < '9999-01-01 00:00+00');
 
--- What a worker reports with its heartbeats. Every list of workers reads it, and every dashboard shows it. Clients refuse
--- JSON that is nested too deeply, so one such value would make every list unreadable.
+-- What a worker reports with its heartbeats. Every list of workers reads it, and every dashboard shows it. Clients
+-- refuse JSON that is nested too deeply, so one such value would make every list unreadable.
 create domain windlass.worker_metadata as jsonb
   check (jsonb_typeof(value) = 'object' and octet_length(value::text) <= 4096 and not value @? '$.**{21}');
 

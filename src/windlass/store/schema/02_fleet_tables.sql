@@ -147,8 +147,8 @@ create table windlass.workers (
   joined_at timestamptz,
   -- The API token with which the worker registered itself. Revoking that token ends the worker's access.
   registered_by bigint references windlass.tokens (id),
-  -- The secret of a worker that calls the functions of this schema itself. Not token_hash: a secret of the database must
-  -- not open the HTTP server, which sends a fleet's environment to its workers.
+  -- The secret of a worker that calls the functions of this schema itself. Not token_hash: a secret of the database
+  -- must not open the HTTP server, which sends a fleet's environment to its workers.
   secret_hash bytea,
 
   foreign key (fleet, slot) references windlass.slots (fleet, slot)

@@ -1,7 +1,7 @@
 -- Who calls: trusted users, workers with a secret, and all others.
 --
--- Public functions run with the rights of the schema's owner (18_privileges.sql). So current_user says nothing about the
--- caller; the session's user and its role do.
+-- Public functions run with the rights of the schema's owner (18_privileges.sql). So current_user says nothing about
+-- the caller; the session's user and its role do.
 
 -- The user, or the role that it set with SET ROLE. A function cannot change either.
 create function windlass_internal.caller() returns name
@@ -10,8 +10,8 @@ as $$
   select case current_setting('role') when 'none' then session_user else current_setting('role')::name end
 $$;
 
--- Whether the caller may act for every worker: the owner, an orchestrator, a superuser. No other role may enter the schema
--- windlass_internal.
+-- Whether the caller may act for every worker: the owner, an orchestrator, a superuser. No other role may enter the
+-- schema windlass_internal.
 create function windlass_internal.is_trusted() returns boolean
 language sql stable parallel restricted
 as $$

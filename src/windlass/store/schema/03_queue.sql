@@ -14,8 +14,8 @@ create type windlass.claim as (
   is_lost boolean
 );
 
--- The one line of an error that events and lists show: the exception's own first line, or for a process that died how it
--- died. model/error_text.py has the same rules.
+-- The one line of an error that events and lists show: the exception's own first line, or for a process that died how
+-- it died. model/error_text.py has the same rules.
 create function windlass_internal.error_headline(p_error text) returns text
 language plpgsql immutable parallel safe
 as $$

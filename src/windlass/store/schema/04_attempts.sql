@@ -199,8 +199,8 @@ $$;
 -- 10,000 tasks.
 --
 -- Claims up to p_limit tasks: by priority, then first in, first out, per queue. Of several queues, the one whose head
--- comes first. A paused or terminating worker gets none. A worker that has terminated (error, terminated) gets is_lost for
--- its results; without results it gets an error and must stop.
+-- comes first. A paused or terminating worker gets none. A worker that has terminated (error, terminated) gets is_lost
+-- for its results; without results it gets an error and must stop.
 create function windlass.finish_and_claim(
   p_worker_id text,
   p_task_ids bigint[],

@@ -40,8 +40,8 @@ end
 $$;
 
 -- Notice a clock that was set back, and correct the times that would otherwise block claims, retries, recovery and
--- scaling. Called by every cycle, heartbeat and worker's maintenance, before it locks a row; without a step it reads one
--- row. Runs as the owner: workers may call it and may not change these tables.
+-- scaling. Called by every cycle, heartbeat and worker's maintenance, before it locks a row; without a step it reads
+-- one row. Runs as the owner: workers may call it and may not change these tables.
 create function windlass_internal.follow_clock() returns void
 language plpgsql
 security definer

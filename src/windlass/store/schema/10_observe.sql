@@ -1,7 +1,7 @@
 -- Everything that a cycle observes.
 
--- A duration from a worker's metadata, which is stored unchecked. Null unless it is a number from 0 to 1e9: a value that
--- cannot be cast would stop the cycles of the whole fleet. Rounded, because 1e-400 cannot be cast either.
+-- A duration from a worker's metadata, which is stored unchecked. Null unless it is a number from 0 to 1e9: a value
+-- that cannot be cast would stop the cycles of the whole fleet. Rounded, because 1e-400 cannot be cast either.
 create function windlass_internal.reported_seconds(p_value jsonb) returns double precision
 language sql immutable parallel safe
 as $$

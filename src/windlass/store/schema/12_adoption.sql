@@ -7,15 +7,16 @@
 --
 -- Locks. A change of a row locks the row and then its task; a change of a task locks the task and then its row. So that
 -- these orders cannot deadlock, neither waits for the other: a row or task that another transaction has locked is
--- skipped and recorded in deferred_rows, and settle_rows handles it later. A task is inserted only by a transaction that
--- holds its row.
+-- skipped and recorded in deferred_rows, and settle_rows handles it later. A task is inserted only by a transaction
+-- that holds its row.
 
 -- The adopted tables.
 create table windlass.adoptions (
   name windlass.name primary key check (length(name) <= 30),
   table_schema text not null,
   table_name text not null,
-  -- The status of a row for each state of its task: {"queued", "running", "retrying", "complete", "failed", "cancelled"}.
+  -- The status of a row for each state of its task: {"queued", "running", "retrying", "complete", "failed",
+  -- "cancelled"}.
   states jsonb not null,
   max_attempts windlass.attempt_limit not null,
   timeout_s windlass.time_limit_s,
@@ -34,8 +35,8 @@ create table windlass.deferred_rows (
   id bigint generated always as identity primary key,
   adoption text not null,
   row_key text not null,
-  -- The status of the row before the change that could not be written. A row that still has it is behind its task. Null:
-  -- the owner of the row changed its status, and the task must follow.
+  -- The status of the row before the change that could not be written. A row that still has it is behind its task.
+  -- Null: the owner of the row changed its status, and the task must follow.
   expected text,
   reason text not null,
   at timestamptz not null default windlass.now(),

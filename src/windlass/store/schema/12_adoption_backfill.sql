@@ -26,8 +26,8 @@ end
 $$;
 
 -- Adopt the next p_limit rows that were queued before the table was adopted. The position is stored in the same
--- transaction, so a backfill that was killed continues where it ended, and concurrent ones take turns. Returns the number
--- of rows so far, and whether all are done.
+-- transaction, so a backfill that was killed continues where it ended, and concurrent ones take turns. Returns the
+-- number of rows so far, and whether all are done.
 create function windlass_internal.backfill_rows(
   p_adoption text, p_limit integer default 1000, out backfilled bigint, out is_finished boolean
 )
@@ -88,8 +88,8 @@ begin
     when others then
       v_single := v_keys;
   end;
-  -- The row is locked, refused, or has a task: a trigger was faster, or the table was adopted before. If the transaction
-  -- that has locked a row leaves its status as it is, no trigger reports the row.
+  -- The row is locked, refused, or has a task: a trigger was faster, or the table was adopted before. If the
+  -- transaction that has locked a row leaves its status as it is, no trigger reports the row.
   perform windlass_internal.backfill_row(p_adoption, k.row_key, v_adoption.states ->> 'queued')
   from unnest(v_single) as k (row_key);
   update windlass.adoptions a
@@ -99,9 +99,9 @@ begin
 end
 $$;
 
--- Give up to p_limit rows with unfinished tasks back to their owner: the row is queued again, its task is cancelled, and
--- a running attempt loses its claim. Returns how many tasks were withdrawn, and how many rows were queued: a row that is
--- missing, or that refuses to be written, stays as it is. Locked rows are left to the next call.
+-- Give up to p_limit rows with unfinished tasks back to their owner: the row is queued again, its task is cancelled,
+-- and a running attempt loses its claim. Returns how many tasks were withdrawn, and how many rows were queued: a row
+-- that is missing, or that refuses to be written, stays as it is. Locked rows are left to the next call.
 create function windlass_internal.release_rows(
   p_adoption text, p_limit integer default 1000, out withdrawn integer, out queued integer
 )

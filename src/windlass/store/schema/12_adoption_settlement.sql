@@ -56,8 +56,8 @@ $$;
 -- maintenance, and the control loop after its cycles, each as a statement of its own: triggers of the table's owner run
 -- in it. Returns how many were settled. A row that its table refuses again is tried later, after up to 15 minutes.
 --
--- No row is begun after p_max_s. A statement timeout interrupts the row that takes too long, which counts as refused, and
--- ends the call. So does a lock on the whole table: the rows behind it would wait as long.
+-- No row is begun after p_max_s. A statement timeout interrupts the row that takes too long, which counts as refused,
+-- and ends the call. So does a lock on the whole table: the rows behind it would wait as long.
 create function windlass_internal.settle_rows(
   p_adoption text default null, p_limit integer default 100, p_is_forced boolean default false,
   p_max_s double precision default 2

@@ -94,7 +94,8 @@ end
 $$;
 
 -- A machine that has not joined yet reports the step of its boot. It proves that the machine makes progress, so its
--- spawn timeout begins again. `p_output`: the last lines that its boot printed. Without effect after the first heartbeat.
+-- spawn timeout begins again. `p_output`: the last lines that its boot printed. Without effect after the first
+-- heartbeat.
 create function windlass_internal.report_boot_step(
   p_worker_id text, p_step text, p_output text default null
 ) returns void
@@ -181,8 +182,8 @@ begin
 end
 $$;
 
--- Servers cache callers, and listen on channel windlass_identities to forget one at once. The payload is the hash of its
--- token or session in hexadecimal; empty if any caller may have changed.
+-- Servers cache callers, and listen on channel windlass_identities to forget one at once. The payload is the hash of
+-- its token or session in hexadecimal; empty if any caller may have changed.
 
 create function windlass_internal.notify_worker_identity() returns trigger
 language plpgsql

@@ -1,4 +1,5 @@
--- Tokens of people and programs, login links and sessions of browsers. The control plane reads them without their hashes.
+-- Tokens of people and programs, login links and sessions of browsers. The control plane reads them without their
+-- hashes.
 
 -- Create a token and return its row. No row if an active token has the name; the name of an expired one is free again.
 -- Index tokens_name.

@@ -1,5 +1,5 @@
--- What the processes of `windlass up` and `serve` write about themselves: their records, counters, requested cycles, log
--- lines, samples for charts, and deliveries that failed.
+-- What the processes of `windlass up` and `serve` write about themselves: their records, counters, requested cycles,
+-- log lines, samples for charts, and deliveries that failed.
 
 -- Each process every few seconds; primary key.
 create function windlass_internal.record_process(
@@ -28,7 +28,8 @@ as $$
   delete from windlass.processes where id = p_id
 $$;
 
--- Each process every few seconds; primary key. In the order of the key, so that two processes never wait for each other.
+-- Each process every few seconds; primary key. In the order of the key, so that two processes never wait for each
+-- other.
 create function windlass_internal.add_counters(p_counters jsonb) returns void
 language sql
 as $$
@@ -87,8 +88,8 @@ as $$
   )
 $$;
 
--- One row per fleet and interval, the first writer wins; then averages of the last hour's intervals of five minutes that
--- have ended. Indexes samples_at, sample_averages_at.
+-- One row per fleet and interval, the first writer wins; then averages of the last hour's intervals of five minutes
+-- that have ended. Indexes samples_at, sample_averages_at.
 create function windlass_internal.add_samples(p_samples jsonb, p_interval_s double precision) returns void
 language sql
 set enable_seqscan = off

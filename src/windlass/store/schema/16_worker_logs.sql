@@ -52,8 +52,8 @@ create table windlass.diagnostics (
   diagnostics jsonb not null check (octet_length(diagnostics::text) <= 16384)
 );
 
--- A worker has sent output: an array of at most 200 chunks {"lines", "ages_ms", "task_id", "attempt", "dropped"} and one
--- megabyte. p_batch_id is new for every batch and the same for a repeated call, which changes nothing. Lines of an
+-- A worker has sent output: an array of at most 200 chunks {"lines", "ages_ms", "task_id", "attempt", "dropped"} and
+-- one megabyte. p_batch_id is new for every batch and the same for a repeated call, which changes nothing. Lines of an
 -- attempt that the worker never had are stored as the worker's own. A dispatcher sends the output of attempts on its
 -- nodes, which is stored as that of their nodes. Returns the number of stored lines.
 --

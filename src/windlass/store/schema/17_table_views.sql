@@ -1,11 +1,11 @@
--- The tables as the control plane reads them: each has a view of its name in the schema windlass_internal. No role but the
--- owner has rights on the tables themselves (18_privileges.sql).
+-- The tables as the control plane reads them: each has a view of its name in the schema windlass_internal. No role but
+-- the owner has rights on the tables themselves (18_privileges.sql).
 --
--- A view shows the columns that are listed here and no others: hashes of tokens and secrets and the tokens of claims stay
--- hidden, and so does a new column or table until this list names it.
+-- A view shows the columns that are listed here and no others: hashes of tokens and secrets and the tokens of claims
+-- stay hidden, and so does a new column or table until this list names it.
 --
--- A migration that shows a column replaces the list and calls create_table_views. Before it changes the type of a column,
--- or drops one, it drops the view.
+-- A migration that shows a column replaces the list and calls create_table_views. Before it changes the type of a
+-- column, or drops one, it drops the view.
 create function windlass_internal.shown_columns() returns table (name text, columns text[])
 language sql immutable
 as $$

@@ -9,9 +9,9 @@ as $$
 $$;
 
 -- Whether a task matches a search: its id, the beginning of its unique key, its last error, a part of its payload, or
--- the error of an earlier attempt. Payloads of more than 8 kB as stored are not searched, because unpacking thousands of
--- them takes too long. Earlier attempts are looked up with events_task, and only for tasks that can have some: `limit`
--- keeps the planner from reading all events into a hash table instead.
+-- the error of an earlier attempt. Payloads of more than 8 kB as stored are not searched, because unpacking thousands
+-- of them takes too long. Earlier attempts are looked up with events_task, and only for tasks that can have some:
+-- `limit` keeps the planner from reading all events into a hash table instead.
 create function windlass_internal.matches_search(
   p_id bigint, p_unique_key text, p_error_code text, p_error text, p_payload jsonb, p_attempts integer,
   p_ready_at timestamptz, p_search text

@@ -116,7 +116,8 @@ create view windlass.worker_diagnostics as
 select w.id as worker_id, w.fleet, w.status, d.at, d.diagnostics
 from windlass.diagnostics d join windlass.workers w on w.id = d.worker_id;
 
--- Per queue and minute of the last hour: tasks that were completed or failed permanently. Minutes without any are left out.
+-- Per queue and minute of the last hour: tasks that were completed or failed permanently. Minutes without any are left
+-- out.
 create view windlass.processing_rate as
 select
   t.queue,

@@ -74,9 +74,9 @@ as $$
 $$;
 
 -- Per slot, in the terms of a process supervisor: starting, healthy, stopping, crashed, failed. Times are Unix seconds.
--- A slot that should have a worker and has none is crashed if its last worker failed or a hold or a pause keeps it empty,
--- otherwise starting. Workers started by hand have no slot and are named by their id. A component is named worker:QUEUE:SLOT, and
--- worker:QUEUE@FLEET:SLOT while another fleet serves that queue first: names are unique.
+-- A slot that should have a worker and has none is crashed if its last worker failed or a hold or a pause keeps it
+-- empty, otherwise starting. Workers started by hand have no slot and are named by their id. A component is named
+-- worker:QUEUE:SLOT, and worker:QUEUE@FLEET:SLOT while another fleet serves that queue first: names are unique.
 create view windlass.health as
 select
   coalesce(

@@ -1,8 +1,9 @@
 -- Who may do what. The whole access model is in this file; docs/security.md shows it as a table.
 --
--- PUBLIC gets nothing, no role but the owner has a right on a table, and row-level security without a policy hides every
--- row. The functions and views below are the only way in: they run with the rights of the schema's owner, functions with
--- a search_path of their own. Functions and views that this file does not name are closed to all roles but the owner.
+-- PUBLIC gets nothing, no role but the owner has a right on a table, and row-level security without a policy hides
+-- every row. The functions and views below are the only way in: they run with the rights of the schema's owner,
+-- functions with a search_path of their own. Functions and views that this file does not name are closed to all roles
+-- but the owner.
 
 -- The functions and views of each role, by name.
 --   orchestrator  `windlass up`, the HTTP server, operators with the command line
