@@ -156,6 +156,33 @@ async def test_rejected_batch_is_one_count_and_one_event(store: AnyStore) -> Non
     assert events[0].detail == {"count": 1000, "task_ids": [1_000_000 + number for number in range(20)]}
 
 
+async def test_late_results_are_counted_with_one_event_in_ten_seconds(store: AnyStore, clock: Any) -> None:
+    await register(store, "w1", "w2")
+
+    async def reject(worker_id: str) -> None:
+        made_up = [Finished(1_000_000 + number, uuid4(), None) for number in range(2)]
+        await store.finish_and_claim(worker_id, made_up, (), 0)
+        assert await store.fail(worker_id, 2_000_000, uuid4(), "made up") is None
+
+    async def events(worker_id: str) -> int:
+        return (await codes(store, worker_id=worker_id)).count("LATE_RESULT")
+
+    for _ in range(50):
+        await reject("w1")
+    assert (await late_results(store, "w1"), await events("w1")) == (150, 1)
+    clock.advance(10)
+    await reject("w1")
+    await reject("w2")
+    assert (await events("w1"), await events("w2")) == (1, 1)
+    clock.advance(0.5)
+    await reject("w1")
+    assert (await late_results(store, "w1"), await events("w1")) == (156, 2)
+    # A clock that is set back does not silence the worker until it has caught up.
+    clock.advance(-3600)
+    await reject("w1")
+    assert await events("w1") == 3
+
+
 async def test_too_many_results_are_refused(store: AnyStore) -> None:
     claim = await claimed(store)
     done = [Finished(claim.task_id, claim.token, None)] * (MAX_RESULTS_PER_CALL + 1)

@@ -235,6 +235,23 @@ async def test_spawned_worker_without_heartbeat_is_not_lost(store: AnyStore, spa
     assert await store.recover_lost_workers("judge") == []
 
 
+async def test_judging_that_found_nothing_delays_no_later_one(store: AnyStore, clock: Any) -> None:
+    """Many workers judge; after each call that finds nothing, calls return at once until a lease may expire."""
+    await register(store, "first", "judge", lease_s=30)
+    await beat(store, clock, "judge", 29.5, every_s=0.5)
+    assert await store.recover_lost_workers("judge") == []
+    clock.advance(0.5)
+    assert await store.recover_lost_workers("judge") == []
+    clock.advance(0.000001)
+    assert [recovery.worker_id for recovery in await store.recover_lost_workers("judge")] == ["first"]
+    assert await store.recover_lost_workers("judge") == []
+    await register(store, "brief", "quick", lease_s=1)
+    await beat(store, clock, "quick", 1, every_s=0.25)
+    assert await store.recover_lost_workers("quick") == []
+    clock.advance(0.000001)
+    assert [recovery.worker_id for recovery in await store.recover_lost_workers("quick")] == ["brief"]
+
+
 async def test_maintenance_recovers_workers_and_applies_retention(store: AnyStore, clock: Any) -> None:
     claim = await claimed(store, "judge")
     await complete(store, claim, "judge")

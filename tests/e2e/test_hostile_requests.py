@@ -9,6 +9,7 @@ import json
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,21 +160,26 @@ async def test_h1_payload_of_many_values_is_stored_as_it_was_sent(plane: Control
     assert stored == len(payload)
 
 
-async def test_h4_made_up_claims_write_one_event_per_call(plane: ControlPlane) -> None:
+async def test_h4_made_up_claims_write_one_event_in_ten_seconds(plane: ControlPlane) -> None:
     def made_up(count: int) -> dict[str, Any]:
         return {"finished": [{"task_id": 10**9 + n, "token": str(uuid4()), "result": None} for n in range(count)]}
 
     status, problem = await plane.call("/internal/worker/finish", TOKENS["w1"], made_up(30_000))
     assert (status, problem["code"]) == (400, "BAD_INPUT")
+    began = time.monotonic()
     calls = [plane.call("/internal/worker/finish", TOKENS["w1"], made_up(MAX_RESULTS)) for _ in range(10)]
     replies = await asyncio.gather(*calls)
     # A worker sends at most two large bodies at the same time.
     assert {status for status, _ in replies} <= {200, 429}
     accepted = [reply["lost"] for status, reply in replies if status == 200]
     assert {len(lost) for lost in accepted} == {MAX_RESULTS}
-    assert await plane.sql("select count(*) from windlass.events where code = 'LATE_RESULT'") == len(accepted)
+    for _ in range(100):
+        status, reply = await plane.call("/internal/worker/finish", TOKENS["w1"], made_up(1))
+        assert (status, len(reply["lost"])) == (200, 1)
+    events = await plane.sql("select count(*) from windlass.events where code = 'LATE_RESULT'")
+    assert 1 <= events <= 1 + (time.monotonic() - began) // 10
     late_results = await plane.sql("select late_results from windlass.workers where id = 'w1'")
-    assert late_results == len(accepted) * MAX_RESULTS
+    assert late_results == len(accepted) * MAX_RESULTS + 100
 
 
 async def test_h4_heartbeat_names_a_bounded_number_of_claims(plane: ControlPlane) -> None:

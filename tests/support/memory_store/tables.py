@@ -54,6 +54,8 @@ class Tables:
         self.leases = LeaseTable(clock)
         # The latest time that follow_clock has seen.
         self.clock_seen_at: datetime | None = None
+        # Until then recover_lost_workers finds nothing.
+        self.judged_until: datetime | None = None
         self.event_log = EventLog(clock)
         self.notifications = NotificationHub()
         self.ledger = ChargeLedger()

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
+from math import inf
 from typing import Any
 from uuid import UUID
 
 from support.memory_store.clock import follow_clock
 from support.memory_store.constraints import check_json, check_limit, check_registration, real
-from support.memory_store.interval import whole_seconds
+from support.memory_store.interval import interval, whole_seconds
 from support.memory_store.retention import sweep
 from support.memory_store.tables import Tables, TableStore
 from support.memory_store.tasks import MemoryTask
 from support.memory_store.worker_logs import append
-from support.memory_store.workers import MemoryWorker, lost, parse_vitals
+from support.memory_store.workers import LEADERLESS_LEASES, MemoryWorker, lost, parse_vitals
 from windlass.model.errors import BadInput, UnknownWorker
 from windlass.model.task import (
     MAX_NOTE_CHARACTERS,
@@ -40,12 +41,18 @@ from windlass.policy.backoff import retry_delay_s
 
 # The bound of the SQL function recover_lost_workers.
 MAX_RECOVERED_PER_CALL = 100
+# As in that function: a call that finds nothing answers for the calls of the next second.
+MAX_JUDGED_AHEAD = timedelta(seconds=1)
+# As in reject_late_results: one event per worker in this time.
+LATE_EVENT_INTERVAL = timedelta(seconds=10)
 
 
 class MemoryMaintenance(TableStore):
     async def recover_lost_workers(self, judge_id: str) -> list[RecoveredTasks]:
         follow_clock(self._tables)
-        judge, now = self._workers.get(judge_id), self._clock()
+        judge, now, judged_until = self._workers.get(judge_id), self._clock(), self._tables.judged_until
+        if judged_until is not None and judged_until - MAX_JUDGED_AHEAD <= now <= judged_until:
+            return []
         silent = (
             lost(judge, self._workers.not_terminated.values(), self._tables.leases.leaderless_s(), now)
             if judge is not None
@@ -54,9 +61,25 @@ class MemoryMaintenance(TableStore):
         recovered = [self._recover(worker, judge_id) for worker in silent[:MAX_RECOVERED_PER_CALL]]
         # Workers that ended while they were claiming.
         ended = sorted(id_ for id_, tasks in self._tasks.running.items() if tasks and not self._is_live(id_))
+        if not silent and not ended:
+            self._tables.judged_until = min((now + MAX_JUDGED_AHEAD, *self._judgeable_at(now)))
         return recovered + [
             self._tables.take_back_all(worker_id, "WORKER_LOST", f"worker {worker_id} has terminated")
             for worker_id in ended[:MAX_RECOVERED_PER_CALL]
+        ]
+
+    def _judgeable_at(self, now: datetime) -> list[datetime]:
+        """When each worker may be declared lost at the earliest."""
+        leaderless_s = self._tables.leases.leaderless_s()
+        return [
+            max(
+                worker.last_seen_at() + worker.lease,
+                worker.last_seen_at()
+                if worker.slot is None or leaderless_s == inf
+                else now + interval(LEADERLESS_LEASES * worker.lease_s - leaderless_s),
+            )
+            for worker in self._workers.not_terminated.values()
+            if worker.is_up or (worker.status is WorkerStatus.SPAWNING and worker.last_heartbeat is not None)
         ]
 
     def _is_live(self, worker_id: str) -> bool:
@@ -215,7 +238,7 @@ class MemoryTransport(MemoryWorkSignal):
     def _reject_late_results(
         self, worker_id: str, claims: Sequence[tuple[int, UUID]], statuses: tuple[TaskStatus, ...]
     ) -> list[UUID]:
-        """The claims that do not repeat an accepted call. They are counted, with one event."""
+        """The claims that do not repeat an accepted call. They are counted, with one event per worker in ten seconds."""
         late = [
             (task_id, token) for task_id, token in claims if not self._is_repeat(worker_id, task_id, token, statuses)
         ]
@@ -226,6 +249,10 @@ class MemoryTransport(MemoryWorkSignal):
         if worker is None:
             return [token for _, token in late]
         worker.late_results += len(late)
+        now, event_at = self._clock(), worker.late_event_at
+        if event_at is not None and now - LATE_EVENT_INTERVAL <= event_at <= now:
+            return [token for _, token in late]
+        worker.late_event_at = now
         is_one = len(late) == 1
         ids = [task_id for task_id, _ in late]
         self._add_event(

@@ -108,6 +108,7 @@ class MemoryWorker:
     vram_total_mb: int | None = None
     vram_used_mb: int | None = None
     late_results: int = 0
+    late_event_at: datetime | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     failed_tasks: list[int] = field(default_factory=list)
     failing_since: datetime | None = None

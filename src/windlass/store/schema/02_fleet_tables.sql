@@ -85,6 +85,8 @@ create table windlass.workers (
   -- Of the code and settings that the control plane spawned it with. Null: started by hand, or unknown.
   fingerprint text,
   late_results integer not null default 0,
+  -- When the last event LATE_RESULT was written for it.
+  late_event_at timestamptz,
   -- Different tasks that failed on it since it last completed one, newest last, at most 100; and when the first failed.
   failed_tasks bigint[] not null default '{}',
   failing_since timestamptz,

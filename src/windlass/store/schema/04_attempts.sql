@@ -19,9 +19,10 @@ as $$
 $$;
 
 -- Attempts were ended with invalid claims. Those that repeat an accepted result (its answer was lost) are fine. Returns
--- the others: they are counted and change nothing. One update and one event, however many there are: made-up claims
--- must cost the database no more than a valid one. An id without a worker leaves no event: it is made up too, or its
--- worker was deleted long ago.
+-- the others: they are counted and change nothing. One update, however many there are, and one event per worker in ten
+-- seconds: made-up claims must cost the database no more than a valid one. The bound is per worker, not per task,
+-- because task ids are made up too. An id without a worker leaves no event: it is made up, or its worker was deleted
+-- long ago.
 create function windlass_internal.reject_late_results(
   p_worker_id text, p_task_ids bigint[], p_tokens uuid[], p_statuses text[]
 ) returns table (task_id bigint, token uuid)
@@ -32,7 +33,8 @@ declare
   v_task_ids bigint[];
   v_tokens uuid[];
   v_count integer;
-  v_fleet text;
+  v_worker windlass.workers;
+  v_has_event boolean;
 begin
   select array_agg(f.task_id), array_agg(f.token), count(*) into v_task_ids, v_tokens, v_count
   from unnest(p_task_ids, p_tokens) as f (task_id, token)
@@ -44,16 +46,21 @@ begin
   if v_count = 0 then
     return;
   end if;
-  update windlass.workers set late_results = least(late_results::bigint + v_count, 2147483647) where id = p_worker_id
-  returning fleet into v_fleet;
-  if found then
+  select w.* into v_worker from windlass.workers w where w.id = p_worker_id for no key update;
+  v_has_event := coalesce(
+    v_worker.late_event_at between windlass.now() - interval '10 seconds' and windlass.now(), v_worker.id is null);
+  update windlass.workers
+  set late_results = least(late_results::bigint + v_count, 2147483647),
+      late_event_at = case when v_has_event then late_event_at else windlass.now() end
+  where id = p_worker_id;
+  if not v_has_event then
     perform windlass_internal.add_event(
       'LATE_RESULT',
       case v_count
         when 1 then 'result rejected: its claim is no longer valid'
         else format('%s results rejected: their claims are no longer valid', v_count)
       end,
-      v_fleet, p_worker_id, v_task_ids[1],
+      v_worker.fleet, p_worker_id, v_task_ids[1],
       case when v_count > 1 then jsonb_build_object('count', v_count, 'task_ids', to_jsonb(v_task_ids[1:20])) end);
   end if;
   return query select * from unnest(v_task_ids, v_tokens);

@@ -162,6 +162,10 @@ $$;
 --
 -- Tasks of terminated workers are recovered too, for every caller. A claim does not lock its worker's row, so a
 -- claim that ran while its worker deregistered commits after the worker's tasks were released.
+--
+-- All workers call this, and each call reads all live workers. So a call that finds nothing notes until when that stays
+-- so: until the first lease expires, at most for a second, the shortest lease of a worker that registers meanwhile.
+-- Calls until then return at once.
 create function windlass.recover_lost_workers(p_judge_id text, p_limit integer default 100, p_secret text default null)
 returns table (worker_id text, tasks_requeued integer, tasks_failed integer)
 language plpgsql
@@ -175,10 +179,17 @@ declare
   v_lost record;
   v_holder_ids text[];
   v_can_end boolean;
+  v_is_found boolean := false;
+  v_led_until timestamptz;
   v_reason text;
 begin
   perform windlass_internal.check_worker(p_judge_id, p_secret);
   perform windlass_internal.follow_clock();
+  if exists (
+    select from windlass.clock c where v_now between c.judged_until - interval '1 second' and c.judged_until
+  ) then
+    return;
+  end if;
 
   select w.lease_s, extract(epoch from v_now - w.heartbeat_gapless_since)
   into v_judge_lease_s, v_gapless_s
@@ -188,7 +199,7 @@ begin
     and w.last_heartbeat >= v_now - make_interval(secs => windlass_internal.max_heartbeat_gap_s(w.lease_s));
 
   -- Null if there never was a leader.
-  select extract(epoch from v_now - max(l.expires_at)) into v_leaderless_s
+  select max(l.expires_at), extract(epoch from v_now - max(l.expires_at)) into v_led_until, v_leaderless_s
   from windlass.leases l
   where l.name not like 'ray:%'; -- dispatchers hold those
 
@@ -214,6 +225,7 @@ begin
       and coalesce(w.last_heartbeat, w.created_at) < v_now - make_interval(secs => silence.allowed_s)
     order by w.id limit least(p_limit, 1000) for update of w skip locked
   loop
+    v_is_found := true;
     v_reason := format('no heartbeat for %s s', round(v_lost.silent_s));
     v_holder_ids := case
       when v_lost.kind = 'dispatcher' then windlass_internal.dispatcher_and_nodes(v_lost.id, v_lost.fleet)
@@ -264,6 +276,7 @@ begin
       )
     order by t.worker_id limit least(p_limit, 1000)
   loop
+    v_is_found := true;
     worker_id := v_lost.id;
     select r.requeued, r.failed
     into tasks_requeued, tasks_failed
@@ -274,5 +287,21 @@ begin
       return next;
     end if;
   end loop;
+
+  if not v_is_found then
+    -- A locked row is being written by another call, or by follow_clock.
+    update windlass.clock set judged_until = least(v_now + interval '1 second', (
+      select min(case
+        when w.slot is null then e.expires_at
+        else greatest(e.expires_at, v_led_until + make_interval(secs => 2 * w.lease_s))
+      end)
+      from windlass.workers w
+      cross join lateral (
+        select coalesce(w.last_heartbeat, w.created_at) + make_interval(secs => w.lease_s) as expires_at
+      ) as e
+      where w.status in ('active', 'terminating') or (w.status = 'spawning' and w.last_heartbeat is not null)
+    ))
+    where is_only = (select c.is_only from windlass.clock c for no key update skip locked);
+  end if;
 end
 $$;

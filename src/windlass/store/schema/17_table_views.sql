@@ -23,7 +23,7 @@ as $$
       ('attempt_spans', 'worker_id,task_id,queue,from_at,until_at'),
       ('caller_rates', 'server_id,kind,caller,rate,recorded_at'),
       ('charges', 'id,worker_id,fleet,task_id,queue,kind,from_at,until_at,amount_micros,currency'),
-      ('clock', 'seen_at,is_only'),
+      ('clock', 'seen_at,judged_until,is_only'),
       ('counters', 'name,labels,value,updated_at'),
       ('cycle_requests', 'id,requested_at,summaries'),
       (
@@ -105,7 +105,7 @@ as $$
         '
           id,fleet,slot,status,paused,queues,kind,node,concurrency,lease_s,created_at,activated_at,
           last_heartbeat,heartbeat_gapless_since,first_claimed_at,terminating_at,terminated_at,failed_at,
-          is_proven,code,reason,host,pid,start_id,version,fingerprint,late_results,failed_tasks,
+          is_proven,code,reason,host,pid,start_id,version,fingerprint,late_results,late_event_at,failed_tasks,
           failing_since,metadata,provider,creation,machine_id,machine_created_at,machine_at,instance_type,
           place,address,machine_host,running_at,reachable_at,boot_step,boot_step_at,boot_steps,preparing_at,
           prepared_at,prepare_code,prepare_reason,host_key,vram_total_mb,vram_used_mb,vram_at,vram_lost_at,
