@@ -82,6 +82,17 @@ async def test_each_program_runs_with_its_role_alone(tmp_path: Path, dsn: str, d
     await check_users(dsn, dsn_of)
 
 
+async def test_up_with_owner_rights_warns_once(tmp_path: Path, dsn: str) -> None:
+    """Without `windlass db roles`, as the user that owns the schema."""
+    async with open_fleet_host(tmp_path, dsn) as host:
+        up = host.up()
+        await host.until_decision("")
+        await host.stop(up)
+        (warning,) = (line for line in host.log().splitlines() if "run with owner rights" in line)
+        assert f'"user": "{urlsplit(dsn).username}"' in warning
+        assert "windlass db roles" in warning
+
+
 async def check_operations(host: FleetHost) -> None:
     """What operators do with the command line, as the orchestrator's user."""
     for arguments in (

@@ -129,6 +129,31 @@ async def test_caller_cannot_set_the_clock_of_a_task(supabase: str) -> None:
             await sql.execute("insert into public.jobs (user_id, input) values ($1, '{}')", ALICE)
 
 
+OWNERS_OF_ADOPTION = {
+    "renders_report": "windlass_owner",
+    "renders_task_changed": "windlass_owner",
+    **{f"renders_{name}": "shop_owner" for name in ("row_changed", "write", "rows", "next", "active")},
+}
+
+
+async def owners_of_adoption(sql: Any) -> dict[str, str]:
+    """The owner of each function of an adoption that runs with its owner's rights."""
+    owners = await sql.fetch(
+        "select p.proname, r.rolname from pg_proc p join pg_roles r on r.oid = p.proowner"
+        " where p.pronamespace = 'windlass_adopt'::regnamespace and p.prosecdef"
+    )
+    return {row["proname"]: row["rolname"] for row in owners}
+
+
+async def complete_one(worker: Any) -> None:
+    """Claim the only task of queue `renders` and complete it, as a worker with a secret."""
+    secret = "wld_" + "7" * 64
+    await worker.execute("select windlass.register_worker('h', 'default', '{renders}', p_secret => $1)", secret)
+    (claim,) = await worker.fetch("select * from windlass.claim_tasks('h', '{renders}', 1, $1)", secret)
+    complete = "select windlass.complete_task('h', $1, $2, '{}', $3)"
+    assert await worker.fetchval(complete, claim["task_id"], claim["token"], secret)
+
+
 async def test_each_function_runs_as_the_owner_of_what_it_writes(
     each_dsn: str, role_dsn: RoleDsn, connection: Any
 ) -> None:
@@ -143,24 +168,12 @@ async def test_each_function_runs_as_the_owner_of_what_it_writes(
     assert not [finding for finding in await check_table(dsn, "renders", config) if finding.is_error]
     for _ in range(2):
         await adoption.apply(dsn, "renders", config)
-    owners = await connection.fetch(
-        "select p.proname, r.rolname from pg_proc p join pg_roles r on r.oid = p.proowner"
-        " where p.pronamespace = 'windlass_adopt'::regnamespace and p.prosecdef"
-    )
-    assert {row["proname"]: row["rolname"] for row in owners} == {
-        "renders_report": "windlass_owner",
-        "renders_task_changed": "windlass_owner",
-        **{f"renders_{name}": "shop_owner" for name in ("row_changed", "write", "rows", "next", "active")},
-    }
+    assert await owners_of_adoption(connection) == OWNERS_OF_ADOPTION
     assert not await connection.fetchval("select has_schema_privilege('shop_owner', 'windlass_adopt', 'create')")
     assert not await connection.fetchval("select has_table_privilege('windlass_owner', 'app.renders', 'update')")
     await connection.execute("set role shop_owner; insert into app.renders (prompt) values ('x'); reset role")
     async with connected(role_dsn("hand")) as worker:
-        secret = "wld_" + "7" * 64
-        await worker.execute("select windlass.register_worker('h', 'default', '{renders}', p_secret => $1)", secret)
-        (claim,) = await worker.fetch("select * from windlass.claim_tasks('h', '{renders}', 1, $1)", secret)
-        complete = "select windlass.complete_task('h', $1, $2, '{}', $3)"
-        assert await worker.fetchval(complete, claim["task_id"], claim["token"], secret)
+        await complete_one(worker)
     assert await connection.fetchval("select state from app.renders") == "done"
     assert await adoption.remove(dsn, "renders") == 0
     assert not await connection.fetchval("select has_schema_privilege('shop_owner', 'windlass_adopt', 'usage')")
@@ -206,6 +219,26 @@ async def test_adopted_table_works_after_roles_are_created(empty_dsn: str, is_su
         await adoption.remove(dsn, "renders")
         functions = "select count(*) from pg_proc where pronamespace = 'windlass_adopt'::regnamespace"
         assert await renders.sql.fetchval(functions) == 0
+
+
+async def test_table_of_another_owner_works_after_roles_are_created(empty_dsn: str) -> None:
+    """Its functions that write Windlass's tables go to the new owner; the others stay with the table's owner."""
+    await migrate(empty_dsn)
+    async with connected(empty_dsn) as sql:
+        await create_role(sql, "shop_owner", "nologin")
+        await sql.execute("create schema app authorization shop_owner; set role shop_owner")
+        await sql.execute(RENDERS.replace("public.", "app."))
+        await sql.execute("insert into app.renders (prompt) values ('x'); reset role")
+        config = RENDERS_CONFIG.model_copy(update={"table": "app.renders"})
+        await adoption.apply(empty_dsn, "renders", config)
+        await sql.execute(ROLES)
+        assert await owners_of_adoption(sql) == OWNERS_OF_ADOPTION
+        await sql.execute("set role shop_owner; update app.renders set urgency = 1; reset role")
+        await create_role(sql, "hand", "login in role windlass_worker")
+        async with connected(dsn_of(empty_dsn, "hand")) as worker:
+            await complete_one(worker)
+        assert await sql.fetchval("select state from app.renders") == "done"
+        await adoption.remove(empty_dsn, "renders")
 
 
 # Casts of the table's owner, which record the user they run as.

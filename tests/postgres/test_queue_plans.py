@@ -120,6 +120,22 @@ async def test_worker_calls_use_no_sequential_scan_of_tasks(
     assert not [text for text in explained if "Seq Scan on tasks" in text]
 
 
+async def test_many_judging_workers_read_the_workers_once_per_second(connection: Any) -> None:
+    """Each worker judges at its own interval, and once reads all workers."""
+    count = 200
+    await connection.execute(f"select windlass.register_worker('w' || n) from generate_series(1, {count}) as n")
+    await connection.execute("select set_config('windlass.now', now()::text, false)")
+    async with connection.transaction():
+        for number in range(1, count + 1):
+            judged = await connection.fetch("select * from windlass.recover_lost_workers($1)", f"w{number}")
+            assert judged == []
+        read = await connection.fetchval(
+            "select seq_tup_read + idx_tup_fetch from pg_stat_xact_user_tables"
+            " where schemaname = 'windlass' and relname = 'workers'"
+        )
+    assert count <= read < 10 * count
+
+
 async def test_known_queues_reads_bounded_number_of_tasks(connection: Any, second_connection: Any) -> None:
     await second_connection.execute(FILL)
     await second_connection.execute("insert into windlass.tasks (queue) select 'q' from generate_series(1, 20000)")
