@@ -123,7 +123,7 @@ async def test_worker_calls_use_no_sequential_scan_of_tasks(
 async def test_many_judging_workers_read_the_workers_once_per_second(connection: Any) -> None:
     """Each worker judges at its own interval, and once reads all workers."""
     count = 200
-    await connection.execute(f"select windlass.register_worker('w' || n) from generate_series(1, {count}) as n")
+    await connection.execute("select windlass.register_worker('w' || n) from generate_series(1, $1) as n", count)
     await connection.execute("select set_config('windlass.now', now()::text, false)")
     async with connection.transaction():
         for number in range(1, count + 1):

@@ -41,9 +41,9 @@ from windlass.policy.backoff import retry_delay_s
 
 # The bound of the SQL function recover_lost_workers.
 MAX_RECOVERED_PER_CALL = 100
-# As in that function: a call that finds nothing answers for the calls of the next second.
+# That function too answers for the calls of the next second if it finds nothing.
 MAX_JUDGED_AHEAD = timedelta(seconds=1)
-# As in reject_late_results: one event per worker in this time.
+# The SQL function reject_late_results writes one event per worker in this time.
 LATE_EVENT_INTERVAL = timedelta(seconds=10)
 
 
@@ -238,7 +238,7 @@ class MemoryTransport(MemoryWorkSignal):
     def _reject_late_results(
         self, worker_id: str, claims: Sequence[tuple[int, UUID]], statuses: tuple[TaskStatus, ...]
     ) -> list[UUID]:
-        """The claims that do not repeat an accepted call. They are counted, with one event per worker in ten seconds."""
+        """The claims that do not repeat an accepted call. They are counted, with an event per worker in ten seconds."""
         late = [
             (task_id, token) for task_id, token in claims if not self._is_repeat(worker_id, task_id, token, statuses)
         ]
