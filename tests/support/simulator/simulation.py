@@ -373,7 +373,7 @@ class Simulation:
         await self.storm.wait_for_failover()
         self.trace.add("simulation", "the faults end")
         self.faults_ended = True
-        self.storm.fix_versions()
+        await self.storm.fix_versions()
         self.on_faults_ended()
         self._worker_network.clear()
         self._control_network.clear()

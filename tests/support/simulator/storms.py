@@ -89,6 +89,8 @@ class Storm:
 
     def start(self) -> None:
         plan = self._plan
+        if plan.deployed_every_s > 0:
+            self._simulation.versions.update(dict.fromkeys(self._simulation.clouds, "v0"))
         if plan.notification_lost > 0:
             self._lose_notifications()
         for every_s, cause in (
@@ -228,14 +230,18 @@ class Storm:
         is_bad = "bad " if version in simulation.version_faults else ""
         simulation.trace.add("operator", f"deploy {is_bad}{version} to {name}")
         simulation.versions[name] = version
+        if name in [fleet.name for fleet in await simulation.store.fleets()]:
+            surge, max_unavailable = rng.choice([(0, 0), (1, 0), (0, 1)])
+            await simulation.store.request_deploy(name, surge, max_unavailable, is_immediate=rng.random() < 0.2)
 
-    def fix_versions(self) -> None:
+    async def fix_versions(self) -> None:
         """When the faults end, a person deploys a version that works."""
         simulation = self._simulation
         for name, version in simulation.versions.items():
             if version in simulation.version_faults:
                 simulation.trace.add("operator", f"deploy a version that works to {name}")
                 simulation.versions[name] = f"{version} fixed"
+                await simulation.store.request_deploy(name, 0, 0, is_immediate=False)
 
     async def _take_machines(self) -> None:
         simulation, rng = self._simulation, self._rng
