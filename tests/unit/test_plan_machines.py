@@ -279,6 +279,16 @@ def test_terminating_workers_do_not_make_a_list_suspect() -> None:
     assert planned.hold is None
 
 
+@pytest.mark.parametrize(("drained_s", "failed"), [(5, 0), (90, 2)])
+def test_drain_does_not_make_a_suspect_list_credible(drained_s: float, failed: int) -> None:
+    """A worker that was missing before it drained still counts. The machine of another one may be deleted."""
+    views = [worker(f"w{n}", n, heartbeat=20, running=(task(n),)) for n in range(2)]
+    drained = worker("w2", 2, "terminating", terminating=drained_s, heartbeat=20)
+    state = {"missing_since": {f"w{n}": ago(80) for n in range(3)}}
+    planned = plan(snapshot(*views, drained, machines=(), traits=LAGGING_LIST, state=state), LOCAL)
+    assert len(of_kind(planned.actions, Fail)) == failed
+
+
 def test_hold_keeps_its_start_time() -> None:
     first = plan(silent(4, 4), LOCAL)
     again = plan(replace(silent(4, 4), now=NOW, planner_state=with_state(first.planner_state, planned_at=NOW)), LOCAL)

@@ -31,6 +31,7 @@ GAPS_FOR_NEW_INTERVAL = 2
 TRIGGERED_PLAN_SHARE = 0.5
 # An alert whose condition persists is raised again after this time.
 ALERT_REPEAT_S = 3600.0
+_STAYING = (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)
 
 
 @dataclass(slots=True)
@@ -252,8 +253,9 @@ def _presences(context: PlanningContext) -> dict[str, Presence]:
         missing_since = {worker.id: missing_since.get(worker.id, snapshot.now) for worker in absent}
         context.remember_in("machines", missing_since=missing_since)
 
-    # Without a list, the last one still counts. Terminating workers are left out: their machines may be deleted.
-    staying = [w for w in expected if w.status in (WorkerStatus.SPAWNING, WorkerStatus.ACTIVE)]
+    # Without a list, the last one still counts. Terminating workers are left out, as their machines may be deleted,
+    # unless they were missing before they drained: a drain must not make a suspect list credible.
+    staying = [w for w in expected if w.status in _STAYING or _was_missing_before_drain(w, missing_since)]
     lacking = [w for w in staying if w.id in missing_since]
     is_suspect = grace_s > 0 and len(lacking) >= SUSPECT_SHRINK_MIN and len(lacking) * 2 > len(staying)
     if is_suspect:
@@ -262,6 +264,12 @@ def _presences(context: PlanningContext) -> dict[str, Presence]:
             context.hold(LIST_SHRANK, f"machine list lacks {len(lacking)} of {len(staying)} machines")
 
     return {w.id: _presence(context, w, missing_since.get(w.id), grace_s, is_suspect) for w in snapshot.workers}
+
+
+def _was_missing_before_drain(worker: WorkerView, missing_since: dict[str, datetime]) -> bool:
+    if worker.status is not WorkerStatus.TERMINATING or worker.terminating_at is None:
+        return False
+    return worker.id in missing_since and missing_since[worker.id] <= worker.terminating_at
 
 
 def _unproven_s(context: PlanningContext) -> dict[str, float]:
