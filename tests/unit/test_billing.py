@@ -149,6 +149,8 @@ def test_when_idle_workers_are_kept(unit_s: int, poll_s: float, is_kept: bool) -
         pytest.param(3560, 3540, 3600, id="at the last safe moment"),
         pytest.param(3561, 7140, 7200, id="too late: it stays for the next unit"),
         pytest.param(3600, 7140, 7200, id="in the next hour"),
+        pytest.param(-2, 3540, 3600, id="our clock is a little behind the vendor's"),
+        pytest.param(-3 * 3600 + 60, -2 * 3600 - 60, -2 * 3600, id="our clock is hours behind the vendor's"),
     ],
 )
 def test_termination_window_of_an_hour(lived_s: float, opens_s: float, boundary_s: float) -> None:

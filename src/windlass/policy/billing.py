@@ -52,9 +52,13 @@ def units_begun(tariff: Tariff, since: datetime, before: datetime) -> int:
 
 
 def unit_end(unit_s: int, since: datetime, now: datetime) -> datetime:
-    """End of the current unit. At a boundary: the end of the unit that begins there."""
+    """End of the current unit. At a boundary: the end of the unit that begins there.
+
+    `since` is in the future if our clock is behind the vendor's. By more than a unit: units are counted back from it.
+    """
     unit = timedelta(seconds=unit_s)
-    return since + (max(0, (now - since) // unit) + 1) * unit
+    units = (now - since) // unit
+    return since + (0 if units == -1 else units) * unit + unit
 
 
 def charged(tariff: Tariff, since: datetime, before: datetime) -> int:
