@@ -34,8 +34,9 @@ def test_storms_keep_every_promise_and_meet_busy_workers() -> None:
     assert [fault for fault in BASELINE if not coverage.pairs["active busy", fault]] == []
     assert coverage.pairs["active busy", "worker_dies_at_await"] > 0
     assert len(known_pairs()) - len(coverage.uncovered_pairs()) >= 130
-    assert {"BUDGET", "FAILURE_RATE", "WAS_AWAY"} <= set(coverage.alerts)
+    assert {"BUDGET", "VERSION_REJECTED", "WAS_AWAY"} <= set(coverage.alerts)
     assert {"WORKER_SPAWNED", "WORKER_ERROR", "TASK_REQUEUED", "CLOCK_SET_BACK"} <= set(coverage.events)
+    assert {"DEPLOY_STARTED", "DEPLOY_COMPLETE", "DEPLOY_ROLLED_BACK"} <= set(coverage.events)
 
 
 def test_coverage_lists_pairs_and_codes_that_no_seed_met() -> None:

@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -42,6 +42,8 @@ from windlass_emulators.hetzner.settings import HetznerEmulatorSettings
 # What the provider's traits allow for: how old a list may be, and how late a server may come.
 MAX_LIST_AGE_S = 30.0
 MAX_LATE_S = 90.0
+# By then a list has shown a new server, and its addresses have labels.
+LISTED_BY = timedelta(minutes=10)
 _ONE_SERVER = re.compile(r"/v1/servers/(\d+)")
 
 REFUSALS = (
@@ -269,10 +271,15 @@ class Project(InProcessTransport):
                 self.emulator.project.power_off(server, 0.0)
 
     def forget_an_address(self) -> None:
-        """A person turns off the automatic deletion of a Primary IP, labelled or not."""
+        """A person turns off the automatic deletion of a Primary IP, labelled or not.
+
+        Not of a new one without labels: it is lost if its server is deleted before a list shows it
+        (docs/provider-hetzner.md).
+        """
         addresses = list(self.emulator.project.primary_ips.values())
         chosen = self.rng.choice(addresses) if addresses else None
-        if chosen is not None and next(iter(self.clouds.values())).allow("address_kept"):
+        is_lost = chosen is not None and not chosen.labels and virtual_now() - chosen.created < LISTED_BY
+        if chosen is not None and not is_lost and next(iter(self.clouds.values())).allow("address_kept"):
             chosen.is_auto_deleted = False
             self.faults_seen.add("forgotten address")
 

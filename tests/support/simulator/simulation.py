@@ -452,6 +452,9 @@ class Simulation:
             needed = min(max(config.min_workers, buffer), config.max_workers)
             if billed != needed:
                 return f"promise 9 broken: fleet {name} has {billed} billed machines at rest, {needed} needed"
+        for fleet in await self.store.fleets():
+            if fleet.rollout is not None and fleet.rollout.is_running:
+                return f"promise 9 broken: fleet {fleet.name} still rolls out version {fleet.rollout.target}"
         for worker in await self.store.workers():
             # A worker that is still spawning may never become active, and be replaced.
             if worker.status is not WorkerStatus.ACTIVE:

@@ -23,6 +23,8 @@ from support.simulator.invariants import Heartbeats, TaskRecord
 from support.simulator.processes import start_detached
 from support.simulator.workers import WorkerFaults
 from windlass.model.fleet import FleetConfig
+from windlass.model.rollout import RolloutStatus
+from windlass.policy.stages.rollout import STALL_S
 
 if TYPE_CHECKING:
     from support.simulator.simulation import Simulation
@@ -34,6 +36,8 @@ CLOCK_STEPS_S = (-3600.0, -60.0, -5.0, 5.0, 60.0, 3600.0)
 # A worker or orchestrator that dies at an await does so within its first steps.
 MAX_STEPS = 3_000
 POLICIES = ("adaptive", "threshold", "buffered", "clear-time")
+# How often a person looks at the rollouts after the faults.
+ACTS_EVERY_S = 60.0
 # Deploys whose workers all have a fault, and which faults.
 BAD_VERSION_SHARE = 1 / 3
 BAD_VERSIONS = (WorkerFaults(crashes_at_s=3.0), WorkerFaults(never_joins=True), WorkerFaults(fails_tasks=True))
@@ -235,13 +239,36 @@ class Storm:
             await simulation.store.request_deploy(name, surge, max_unavailable, is_immediate=rng.random() < 0.2)
 
     async def fix_versions(self) -> None:
-        """When the faults end, a person deploys a version that works."""
+        """When the faults end, a person deploys a version that works, and then acts on alerts about rollouts."""
         simulation = self._simulation
         for name, version in simulation.versions.items():
             if version in simulation.version_faults:
                 simulation.trace.add("operator", f"deploy a version that works to {name}")
                 simulation.versions[name] = f"{version} fixed"
                 await simulation.store.request_deploy(name, 0, 0, is_immediate=False)
+        start_detached(self._act_on_rollouts())
+
+    async def _act_on_rollouts(self) -> None:
+        """What the runbooks advise: VERSION_REJECTED, deploy again; DEPLOY_STALLED, abort.
+
+        Faults make workers of a good version fail, so that it is rolled back. A rollout whose new worker failed its
+        last task is not decided until there are more tasks.
+        """
+        simulation = self._simulation
+        while True:
+            await asyncio.sleep(ACTS_EVERY_S)
+            for fleet in await simulation.store.fleets():
+                rollout = fleet.rollout
+                if rollout is None:
+                    continue
+                age_s = (simulation.database_now() - (rollout.changed_at or rollout.started_at)).total_seconds()
+                is_rejected = rollout.status is RolloutStatus.ROLLED_BACK and rollout.target == fleet.fingerprint
+                if is_rejected:
+                    simulation.trace.add("operator", f"deploy {rollout.target} to {fleet.name} again")
+                    await simulation.store.request_deploy(fleet.name, 0, 0, is_immediate=False)
+                elif rollout.is_running and age_s > STALL_S + simulation.clouds[fleet.name].billing_unit_s:
+                    simulation.trace.add("operator", f"abort the rollout of {rollout.target} to {fleet.name}")
+                    await simulation.store.abort_deploy(fleet.name)
 
     async def _take_machines(self) -> None:
         simulation, rng = self._simulation, self._rng
