@@ -243,6 +243,8 @@ async def test_worker_needs_its_secret(role_dsn: RoleDsn, hand: PostgresStores, 
             "select windlass.activate_worker('w1')",
             "select * from windlass.recover_lost_workers('w1')",
             "select windlass.deregister_worker('w1')",
+            "select windlass.append_logs('w1', gen_random_uuid(), '[]')",
+            "select windlass.settle_rows('w1')",
         ):
             with pytest.raises(asyncpg.InsufficientPrivilegeError, match="secret"):
                 await sql.execute(refused)
