@@ -20,10 +20,12 @@ from windlass.model.lease import Candidate
 from windlass.model.machine import Machine, MachineRequest, MachineState, ProviderTraits
 
 MAX_WORKERS = 4
-TTL_S = 1.0
-CALL_TIMEOUT_S = 1.0
-# The longest a creation takes in the database once it has begun.
-LATE_S = 0.3
+# Long enough for a busy machine: a leader that always loses its lease within a cycle would never act.
+TTL_S = 3.0
+CALL_TIMEOUT_S = 3.0
+# The longest that the database sleeps in a creation, and the longest that the creation may take on a busy machine.
+SLEEP_S = 0.3
+LATE_S = 3.0
 
 SCHEMA = """
 create schema fake;
@@ -59,7 +61,7 @@ class TableProvider:
 
     async def create(self, request: MachineRequest) -> Machine:
         await self._pool.execute("insert into fake.created values ($1, $2)", request.name, self._name)
-        takes_s = random.uniform(0.0, LATE_S)  # noqa: S311
+        takes_s = random.uniform(0.0, SLEEP_S)  # noqa: S311
         machine_id = await self._pool.fetchval("select fake.create_machine($1, $2)", request.name, takes_s)
         return Machine(str(machine_id), request.name, MachineState.RUNNING)
 

@@ -15,6 +15,7 @@ from windlass.server.heartbeat_groups import MAX_GROUP_CLAIMS, MAX_GROUP_HEARTBE
 
 ACTIVE = HeartbeatReply(WorkerStatus.ACTIVE, False, frozenset())
 LIMIT_S = 30.0
+DELAY_S = 0.001
 
 
 class RecordingStore:
@@ -51,7 +52,7 @@ class RecordingStore:
         ]
 
 
-def groups_of(store: Any, delay_s: float = 0.001) -> HeartbeatGroups:
+def groups_of(store: Any, delay_s: float = DELAY_S) -> HeartbeatGroups:
     return HeartbeatGroups(store, delay_s=delay_s)
 
 
@@ -139,7 +140,8 @@ async def test_slow_statements_let_the_next_groups_grow() -> None:
     tasks += [
         asyncio.create_task(groups.heartbeat(HeartbeatReport(name))) for name in names[heartbeat_groups.MAX_GROUPS :]
     ]
-    await asyncio.sleep(0.01)  # longer than the delay of a group
+    await asyncio.sleep(0)  # now all wait for their group
+    await asyncio.sleep(2 * DELAY_S)  # the loop runs timers in order, and theirs is due before this one
     assert len(store.groups) == heartbeat_groups.MAX_GROUPS
     store.gate.set()
     assert await asyncio.gather(*tasks) == [ACTIVE] * len(names)
