@@ -28,7 +28,7 @@ from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import cost, is_worth_waiting, next_window
 from windlass.policy.budget import budgets
 from windlass.policy.plan import plan
-from windlass.policy.planning_context import build_context
+from windlass.policy.planning_context import LIST_SHRANK, build_context
 
 # Deterministic: a failure in CI can be reproduced locally.
 always = settings(
@@ -41,16 +41,20 @@ often = settings(always, max_examples=500)
 def unforeseen(first: Plan, second: Plan) -> list[Action]:
     """Actions of a second plan that the first could not foresee.
 
-    If the first made the fleet smaller, unlisted terminating workers no longer make a list suspect, and orphans may
-    have become the majority.
+    If the first made the fleet smaller, orphans may have become the majority, and the list of machines may lack too few
+    to be suspect: a worker that was missing for three times the grace period is gone, and two others are believed.
     """
     leaving = {action.worker_id for action in of_kind(first.actions, Drain)}
     is_smaller = bool(of_kind(first.actions, Delete))
+    is_suspect = first.hold is not None and first.hold.code == LIST_SHRANK
+    is_suspect = is_suspect or any(alert.code == LIST_SHRANK for alert in of_kind(first.actions, RaiseAlert))
+    is_believed = is_suspect and any(fail.code == "MACHINE_GONE" for fail in of_kind(first.actions, Fail))
     return [
         action
         for action in second.actions
         if not (isinstance(action, Delete) and action.code == "DRAINED" and action.worker_id in leaving)
         and not (isinstance(action, RaiseAlert) and action.code == "TOO_MANY_ORPHANS" and is_smaller)
+        and not (isinstance(action, Fail | Delete) and action.code == "MACHINE_GONE" and is_believed)
     ]
 
 
