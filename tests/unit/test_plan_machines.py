@@ -289,6 +289,14 @@ def test_drain_does_not_make_a_suspect_list_credible(drained_s: float, failed: i
     assert len(of_kind(planned.actions, Fail)) == failed
 
 
+def test_drain_does_not_make_a_list_suspect() -> None:
+    """Three of six are missing, which is no majority, and all drain."""
+    views = [worker(f"w{n}", n, "terminating", terminating=5, heartbeat=5, running=(task(n),)) for n in range(6)]
+    listed = tuple(machine(f"w{n}") for n in range(3, 6))
+    state = {"missing_since": {f"w{n}": ago(20) for n in range(3)}}
+    assert plan(snapshot(*views, machines=listed, traits=LAGGING_LIST, state=state), LOCAL).hold is None
+
+
 def test_hold_keeps_its_start_time() -> None:
     first = plan(silent(4, 4), LOCAL)
     again = plan(replace(silent(4, 4), now=NOW, planner_state=with_state(first.planner_state, planned_at=NOW)), LOCAL)

@@ -35,14 +35,17 @@ always = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 
+# Alerts that compare numbers of machines.
+MAJORITIES = ("TOO_MANY_ORPHANS", LIST_SHRANK)
+
 often = settings(always, max_examples=500)
 
 
 def unforeseen(first: Plan, second: Plan) -> list[Action]:
     """Actions of a second plan that the first could not foresee.
 
-    If the first made the fleet smaller, orphans may have become the majority, and the list of machines may lack too few
-    to be suspect: a worker that was missing for three times the grace period is gone, and two others are believed.
+    If the first made the fleet smaller, orphans or missing machines may have become the majority. Or a suspect list lacks
+    too few machines now: one that was missing for three times the grace period is gone, and two others are believed.
     """
     leaving = {action.worker_id for action in of_kind(first.actions, Drain)}
     is_smaller = bool(of_kind(first.actions, Delete))
@@ -53,7 +56,7 @@ def unforeseen(first: Plan, second: Plan) -> list[Action]:
         action
         for action in second.actions
         if not (isinstance(action, Delete) and action.code == "DRAINED" and action.worker_id in leaving)
-        and not (isinstance(action, RaiseAlert) and action.code == "TOO_MANY_ORPHANS" and is_smaller)
+        and not (isinstance(action, RaiseAlert) and action.code in MAJORITIES and is_smaller)
         and not (isinstance(action, Fail | Delete) and action.code == "MACHINE_GONE" and is_believed)
     ]
 

@@ -253,9 +253,9 @@ def _presences(context: PlanningContext) -> dict[str, Presence]:
         missing_since = {worker.id: missing_since.get(worker.id, snapshot.now) for worker in absent}
         context.remember_in("machines", missing_since=missing_since)
 
-    # Without a list, the last one still counts. Terminating workers are left out, as their machines may be deleted,
-    # unless they were missing before they drained: a drain must not make a suspect list credible.
-    staying = [w for w in expected if w.status in _STAYING or _was_missing_before_drain(w, missing_since)]
+    # Without a list, the last one still counts. Terminating workers that went missing are left out, as their machines
+    # may be deleted, unless they were missing before they drained: a drain makes no list more or less credible.
+    staying = [w for w in expected if w.status in _STAYING or _is_drain_irrelevant(w, missing_since)]
     lacking = [w for w in staying if w.id in missing_since]
     is_suspect = grace_s > 0 and len(lacking) >= SUSPECT_SHRINK_MIN and len(lacking) * 2 > len(staying)
     if is_suspect:
@@ -266,10 +266,11 @@ def _presences(context: PlanningContext) -> dict[str, Presence]:
     return {w.id: _presence(context, w, missing_since.get(w.id), grace_s, is_suspect) for w in snapshot.workers}
 
 
-def _was_missing_before_drain(worker: WorkerView, missing_since: dict[str, datetime]) -> bool:
+def _is_drain_irrelevant(worker: WorkerView, missing_since: dict[str, datetime]) -> bool:
+    """A draining worker whose machine is listed, or was missing before it drained."""
     if worker.status is not WorkerStatus.TERMINATING or worker.terminating_at is None:
         return False
-    return worker.id in missing_since and missing_since[worker.id] <= worker.terminating_at
+    return missing_since.get(worker.id, worker.terminating_at) <= worker.terminating_at
 
 
 def _unproven_s(context: PlanningContext) -> dict[str, float]:
