@@ -44,8 +44,9 @@ often = settings(always, max_examples=500)
 def unforeseen(first: Plan, second: Plan) -> list[Action]:
     """Actions of a second plan that the first could not foresee.
 
-    If the first made the fleet smaller, orphans or missing machines may have become the majority. Or a suspect list lacks
-    too few machines now: one that was missing for three times the grace period is gone, and two others are believed.
+    If the first made the fleet smaller, orphans or missing machines may have become the majority. Or a suspect list
+    lacks too few machines now: one that was missing for three times the grace period is gone, and two others are
+    believed.
     """
     leaving = {action.worker_id for action in of_kind(first.actions, Drain)}
     is_smaller = bool(of_kind(first.actions, Delete))
