@@ -34,6 +34,7 @@ from windlass.model.task import NewTask
 from windlass.model.worker import WorkerStatus
 from windlass.policy.boot import boot_limit
 from windlass.policy.stages import budget
+from windlass.policy.stages.orphans import TOO_MANY_ORPHANS
 from windlass.ports.provider import Provider
 
 CHECK_INTERVAL_S = 5.0
@@ -425,7 +426,11 @@ class Simulation:
     async def _find_leak(self) -> str | None:
         workers = [worker for worker in await self.store.workers() if worker.slot is not None]
         rows = {(worker.fleet, worker.id) for worker in workers}
+        # Held for an hour if most machines are orphaned. At rest there is no hold.
+        held = {fleet.name for fleet in await self.store.fleets() if fleet.hold and fleet.hold.code == TOO_MANY_ORPHANS}
         for name, cloud in self.clouds.items():
+            if name in held:
+                continue
             billed = cloud.billed_machines()
             for record in billed:
                 if (name, record.name) not in rows:
