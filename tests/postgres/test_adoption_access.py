@@ -353,6 +353,21 @@ async def test_trigger_of_table_owner_cannot_change_our_settings(foreign_table: 
     assert await sql.fetchval("select state from app.renders") == "working"
 
 
+async def test_names_of_table_owner_do_not_hide_a_changed_setting(foreign_table: Any) -> None:
+    sql = foreign_table
+    before = await sql.fetchval("show search_path")
+    await sql.execute(
+        "create function app.current_setting(text) returns text language sql as"
+        f" $$ select $before${before}$before$::text $$;"
+        "create function app.never(text[], text[]) returns boolean language sql as $$ select false $$;"
+        "create operator app.<> (leftarg = text[], rightarg = text[], function = app.never)"
+    )
+    await sql.execute(HOOK.format("perform set_config('search_path', 'app, pg_catalog', false);"))
+    assert len(await sql.fetch(CLAIM)) == 1
+    assert await sql.fetchval("show search_path") == before
+    assert "give its function a SET clause" in await sql.fetchval("select reason from windlass.deferred_rows")
+
+
 async def test_trigger_of_table_owner_cannot_set_role(foreign_table: Any) -> None:
     await foreign_table.execute(HOOK.format("set role none;"))
     assert len(await foreign_table.fetch(CLAIM)) == 1

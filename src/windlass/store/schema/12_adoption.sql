@@ -50,13 +50,15 @@ create index deferred_rows_rejected on windlass.deferred_rows (adoption, row_key
 create index deferred_rows_due on windlass.deferred_rows (retry_at);
 
 -- The settings of the session that Windlass relies on. Triggers, casts and defaults of a table's owner run in it, and a
--- plain SET in them outlives their function. A changed setting raises, which undoes the change with the write.
+-- plain SET in them outlives their function. A changed setting raises, which undoes the change with the write. All names
+-- in the next two functions have a schema, or a search_path that was changed could hide the change.
 create function windlass_internal.session_settings() returns text[]
 language sql
 as $$
   select array[
-    current_setting('search_path'), coalesce(current_setting('windlass.now', true), ''),
-    coalesce(current_setting('windlass.actor', true), ''), coalesce(current_setting('windlass.withdraws', true), '')
+    pg_catalog.current_setting('search_path'), coalesce(pg_catalog.current_setting('windlass.now', true), ''),
+    coalesce(pg_catalog.current_setting('windlass.actor', true), ''),
+    coalesce(pg_catalog.current_setting('windlass.withdraws', true), '')
   ]
 $$;
 
@@ -64,7 +66,7 @@ create function windlass_internal.check_session_settings(p_before text[]) return
 language plpgsql
 as $$
 begin
-  if windlass_internal.session_settings() <> p_before then
+  if windlass_internal.session_settings() operator(pg_catalog.<>) p_before then
     raise exception 'code of the table changed search_path or a setting of windlass: give its function a SET clause'
       using errcode = 'insufficient_privilege';
   end if;
