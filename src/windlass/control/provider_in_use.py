@@ -41,6 +41,8 @@ class ProviderInUse:
         # Configuration and provider that the next cycle starts with.
         self._reload: tuple[FleetConfig, Provider] | None = None
         self._replaced: list[Provider] = []
+        # Why the settings of a former version could not be used the last time.
+        self._former_error = ""
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -75,7 +77,10 @@ class ProviderInUse:
             try:
                 provider = self._make_provider(config)
             except WindlassError as error:
-                log.warning("apply former settings failed", fleet=self._fleet, error=str(error))
+                # Every cycle tries again: the same error is logged once.
+                if str(error) != self._former_error:
+                    log.warning("apply former settings failed", fleet=self._fleet, error=str(error))
+                    self._former_error = str(error)
                 self.use(configured)
                 return False
         if self.provider is not self._configured[1]:

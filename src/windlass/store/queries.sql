@@ -60,19 +60,20 @@ select t.id from windlass.task_details t where $1::bigint is null or t.id < $1 o
 -- task_summaries of a status of unfinished tasks; tasks_ready, tasks_scheduled, tasks_running. Materialized, or the
 -- planner would scan the primary key over all finished tasks. $5: only tasks whose run_after is in the future.
 with unfinished as materialized (
-  select t.id, t.queue from windlass.task_details t
+  select t.id from windlass.task_details t
   where t.status = 'queued' and t.run_after is null and $2 = 'queued' and not $5::boolean
+    and ($1::text is null or t.queue = $1) and ($3::bigint is null or t.id < $3)
   union all
-  select t.id, t.queue from windlass.task_details t
+  select t.id from windlass.task_details t
   where t.run_after is not null and t.status = $2 and (not $5::boolean or t.run_after > windlass.now())
+    and ($1::text is null or t.queue = $1) and ($3::bigint is null or t.id < $3)
   union all
-  select t.id, t.queue from windlass.task_details t
+  select t.id from windlass.task_details t
   where t.status = 'running' and $2 = 'running'
+    and ($1::text is null or t.queue = $1) and ($3::bigint is null or t.id < $3)
 ),
 newest as (
-  select u.id from unfinished u
-  where ($1::text is null or u.queue = $1) and ($3::bigint is null or u.id < $3)
-  order by u.id desc limit $4
+  select u.id from unfinished u order by u.id desc limit $4
 )
 select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,

@@ -53,6 +53,8 @@ class FingerprintReader:
         self._version = version
         self._salt = instance_id.encode()
         self._settings: tuple[FleetConfig, dict[str, Any]] | None = None
+        # What restore() returned for a fleet and a version.
+        self._restored: tuple[FleetConfig, WorkingVersion, FleetConfig | None] | None = None
         # The last fingerprint, and what it covers as JSON.
         self._described = ("", "")
         # Path to (size, modification time, hash), of the files of the last read.
@@ -129,6 +131,11 @@ class FingerprintReader:
         They can if the fingerprint comes out as it was: then values of `env` and the version of Windlass are the same,
         and no setting was masked when it was stored. Code on this host is not stored, so local fleets have none.
         """
+        if self._restored is None or self._restored[:2] != (fleet, working):
+            self._restored = fleet, working, self._restore(fleet, working)
+        return self._restored[2]
+
+    def _restore(self, fleet: FleetConfig, working: WorkingVersion) -> FleetConfig | None:
         stored = json.loads(working.settings)
         if fleet.is_of_this_host or stored.get("provider") != fleet.provider:
             return None

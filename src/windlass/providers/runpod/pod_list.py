@@ -123,7 +123,7 @@ class PodList:
             currency=CURRENCY if price is not None else None,
             note=EXITED.get(status),
             exit=MachineExit(status=status) if status in EXITED else None,
-            misplaced=self._settings.placement_problem(gpu, cloud, place, host, is_running=status == "RUNNING"),
+            misplaced=self._settings.placement_problem(gpu, cloud, place, host, is_running=is_running),
             is_locked=bool(pod.get("locked")),
         )
 

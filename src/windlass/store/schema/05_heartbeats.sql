@@ -199,7 +199,7 @@ $$;
 
 -- A worker reports that it is alive and which claims it holds: [{"task_id", "token", "progress", "note"}]. Returns its
 -- status, whether it is paused, and the tokens of claims it has lost. p_vitals: pid, vram_total_mb, vram_used_mb, and
--- anything else to store in metadata, at most 4 KiB. A terminated worker, or an unknown one,, changes no row.
+-- anything else to store in metadata, at most 4 KiB. A worker that is terminated or unknown changes no row.
 create function windlass.heartbeat(
   p_worker_id text,
   p_claims jsonb default '[]',

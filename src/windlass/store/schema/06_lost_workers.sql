@@ -288,7 +288,7 @@ begin
     end if;
   end loop;
 
-  if not v_is_found then
+  if not v_is_found and p_limit >= 1 then
     -- A locked row is being written by another call, or by follow_clock.
     update windlass.clock set judged_until = least(v_now + interval '1 second', (
       select min(case
