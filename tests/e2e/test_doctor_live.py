@@ -62,8 +62,11 @@ def until(condition: Callable[[], bool], what: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's end is Linux's")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_rehearsal_that_is_killed_leaves_no_machine_and_no_leader(
-    tmp_path: Path, dsn: str, number: signal.Signals
+    tmp_path: Path, dsn: str, number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
+    # Under nohup, programs ignore the end of the terminal, and so do those that they start.
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, former))
     # The folder of the child's log, which the killed process leaves behind.
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "TMPDIR": str(tmp_path)})
     emulator = HetznerEmulator(lambda: datetime.now(UTC), HetznerEmulatorSettings(boot_s=1, delete_s=0))
