@@ -1,7 +1,7 @@
 """Ends a test that does not end at its time limit.
 
 pytest-timeout raises an error in the test once. A test that swallows it, or waits for a task that swallows its
-cancellation, would hang for ever. Here the process of such a test prints its stacks and exits, LATE_S after the limit;
+cancellation, would never end. Here the process of such a test prints its stacks and exits, LATE_S after the limit;
 pytest-xdist reports the test as failed and goes on with the others in a new process.
 """
 
