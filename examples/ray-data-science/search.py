@@ -22,7 +22,8 @@ def score(task):
     found = ray.get(folds)
     task.progress(1.0, f"{FOLDS} folds")
     error = sum(each["error"] for each in found) / FOLDS
-    return {"penalty": penalty, "error": error, "processes": sorted({each["process"] for each in found})}
+    fold_processes = sorted({each["process"] for each in found})
+    return {"penalty": penalty, "error": error, "process": os.getpid(), "fold_processes": fold_processes}
 
 
 @ray.remote(num_cpus=1)

@@ -213,7 +213,7 @@ def test_mass_silence_hold_ends() -> None:
         assert len(of_kind(planned.actions, Fail)) == failed
 
 
-def test_after_outage_silent_workers_get_two_heartbeats() -> None:
+def test_after_outage_silent_workers_get_one_more_timeout() -> None:
     """During a database outage no heartbeat arrives. The first cycle after it must not fail workers for that."""
     first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)
     assert [alert.code for alert in first.actions] == ["WAS_AWAY"], "an alert and no other action"
@@ -221,7 +221,7 @@ def test_after_outage_silent_workers_get_two_heartbeats() -> None:
     assert first.hold.code == "WAS_AWAY"
     back = plan(silent(0, 1, state={"planned_at": ago(1), "mass_silence_since": ago(3)}), LOCAL)
     assert (back.actions, back.hold) == ((), None)
-    for since, failed in ((9, 0), (10, 1)):
+    for since, failed in ((29, 0), (30, 1)):
         planned = plan(silent(1, 1, state={"planned_at": ago(1), "mass_silence_since": ago(since)}), LOCAL)
         assert len(of_kind(planned.actions, Fail)) == failed
 
@@ -231,7 +231,7 @@ def test_worker_whose_heartbeat_becomes_stale_just_after_an_outage_is_kept() -> 
     view = worker(heartbeat=29, running=(task(1),))
     first = plan(snapshot(view, state={"planned_at": ago(27)}), LOCAL)
     assert (first.actions, first.hold, first.planner_state.health.outage_ended_at) == ((), None, NOW)
-    for ended_s, code in ((2, "WAS_AWAY"), (10, None)):
+    for ended_s, code in ((2, "WAS_AWAY"), (30, None)):
         planned = plan(silent(1, 1, state={"planned_at": ago(2), "outage_ended_at": ago(ended_s)}), LOCAL)
         assert (planned.hold.code if planned.hold is not None else None) == code
 
@@ -239,8 +239,19 @@ def test_worker_whose_heartbeat_becomes_stale_just_after_an_outage_is_kept() -> 
 def test_slow_cron_cycles_still_detect_dead_workers() -> None:
     """`windlass cycle` from cron, once a minute."""
     first = plan(silent(1, 1, state={"planned_at": ago(60)}), LOCAL)
-    second = plan(silent(1, 1, state={"planned_at": ago(60), "mass_silence_since": ago(60)}), LOCAL)
-    assert (kinds(first), kinds(second)) == (["alert"], ["fail", "delete"])
+    later = {"planned_at": ago(60), "mass_silence_since": ago(60), "gaps_s": (60.0, 60.0)}
+    assert (kinds(first), kinds(plan(silent(1, 1, state=later), LOCAL))) == (["alert"], ["fail", "delete"])
+
+
+def test_time_without_cycles_is_no_waiting_for_silent_workers() -> None:
+    """An hour passed without a cycle, or the clock was set forward by an hour, while all workers were silent."""
+    state = {"planned_at": ago(3600), "mass_silence_since": ago(3605)}
+    planned = plan(silent(4, 4, state=state), fleet(max_workers=20))
+    assert planned.hold is not None
+    assert planned.hold.code == "TOO_MANY_DEAD"
+    since = planned.planner_state.health.mass_silence_since
+    assert since is not None
+    assert since >= ago(5 + fleet().poll_interval_s), "what was waited before, and one interval"
 
 
 def test_total_hold_overrides_spawn_hold() -> None:

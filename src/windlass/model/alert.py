@@ -80,7 +80,7 @@ ADVICE = {
     "UNATTENDED": "check that the leader's windlass.toml has this fleet; without it, the fleet is shut down",
     "VERSION_REJECTED": "fix the code or settings, then run `windlass deploy FLEET`; no worker of it is spawned before",
     "VRAM_STALE": "check the worker: its GPU stopped responding",
-    "WAS_AWAY": "nothing to do: live workers send a heartbeat within two intervals",
+    "WAS_AWAY": "nothing to do: live workers send a heartbeat within its timeout",
 }
 
 

@@ -1,5 +1,7 @@
 """Promotes workers with a heartbeat, and holds everything on mass silence, whose cause may be elsewhere."""
 
+from datetime import timedelta
+
 from windlass.model.action import Action, Promote
 from windlass.model.worker import LIVE
 from windlass.policy.planning_context import LIST_SHRANK, PlanningContext
@@ -7,8 +9,6 @@ from windlass.policy.planning_context import LIST_SHRANK, PlanningContext
 # Fewer silent workers than this are ordinary failures. This many, and more than half, point to the network, the
 # database or this orchestrator.
 MASS_SILENCE_MIN = 3
-# After an outage of the database or the orchestrator, live workers send a heartbeat within this many intervals.
-HEARTBEATS_AFTER_OUTAGE = 2
 
 
 def promote(context: PlanningContext) -> list[Action]:
@@ -24,35 +24,36 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
     """Give silent workers more time if the silence may not be their fault.
 
     If most workers fall silent at once, every action waits for one more heartbeat timeout. If no cycle ran for a while,
-    the database may have been unavailable: every action waits until live workers had time for two heartbeats, even if
-    their last heartbeats become too old within that time.
+    the database may have been unavailable, or its clock was set forward: then too every action waits, even if the last
+    heartbeat of a worker becomes too old within that time.
     """
-    hold = context.planner_state.hold
+    hold, health = context.planner_state.hold, context.planner_state.health
     alerts = context.alert(hold.code, hold.reason) if hold is not None and hold.code == LIST_SHRANK else []
     beating = [s for s in context.states.values() if s.has_heartbeat and s.worker.status in LIVE]
     silent = [s for s in beating if s.is_stale]
     is_mass = len(silent) >= MASS_SILENCE_MIN and len(silent) * 2 > len(beating)
     planned_at = context.snapshot.planner_state.cadence.planned_at
-    was_outage = planned_at is None or context.age_s(planned_at) > context.fleet.heartbeat_timeout_s / 2
-    beats_s = HEARTBEATS_AFTER_OUTAGE * context.fleet.heartbeat_interval_s
-    since = context.planner_state.health.mass_silence_since
-    outage_ended_at = context.now if was_outage else context.planner_state.health.outage_ended_at
-    if outage_ended_at is not None and context.age_s(outage_ended_at) >= beats_s:
+    timeout_s = context.fleet.heartbeat_timeout_s
+    was_outage = planned_at is None or context.age_s(planned_at) > timeout_s / 2
+    outage_ended_at = context.now if was_outage else health.outage_ended_at
+    if outage_ended_at is not None and context.age_s(outage_ended_at) >= timeout_s:
         outage_ended_at = None
     context.remember_in("health", outage_ended_at=outage_ended_at)
+    since = health.mass_silence_since
     if not silent or (since is None and not is_mass and outage_ended_at is None):
         context.remember_in("health", mass_silence_since=None)
         return alerts
+    if since is not None and planned_at is not None and was_outage:
+        # Nobody could have been heard in a time without cycles: no more than one interval of it was waiting.
+        unwatched_s = max(0.0, context.age_s(planned_at) - context.cycle_interval_s)
+        since = min(context.now, since + timedelta(seconds=unwatched_s))
     since = since or context.now
     context.remember_in("health", mass_silence_since=since)
-    if is_mass:
-        if context.age_s(since) >= context.fleet.heartbeat_timeout_s:
-            return alerts
-        why = f"{len(silent)} of {len(beating)} workers fell silent at once"
-        context.hold("TOO_MANY_DEAD", why, is_total=True)
-        return alerts + context.alert("TOO_MANY_DEAD", f"{why}; no action is taken")
-    if context.age_s(since) >= beats_s:
+    if context.age_s(since) >= timeout_s:
         return alerts
-    why = f"no cycle ran for a while, and {len(silent)} silent workers may still send a heartbeat"
-    context.hold("WAS_AWAY", why, is_total=True)
-    return alerts + context.alert("WAS_AWAY", f"{why}; no action is taken")
+    if is_mass:
+        code, why = "TOO_MANY_DEAD", f"{len(silent)} of {len(beating)} workers fell silent at once"
+    else:
+        code, why = "WAS_AWAY", f"no cycle ran for a while, and {len(silent)} silent workers may still send a heartbeat"
+    context.hold(code, why, is_total=True)
+    return alerts + context.alert(code, f"{why}; no action is taken")
