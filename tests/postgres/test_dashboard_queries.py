@@ -504,7 +504,7 @@ async def test_changes_leave_out_cycles_that_only_repeat_a_decision(store: Store
         actions = '[{"kind": "alert", "code": "X", "reason": "y"}]' if decision.startswith("spawn") else "[]"
         await sql.execute(
             "select windlass_internal.commit_plan('orchestrator', 'me', $1, 'gpus',"
-            " jsonb_build_object('now', $4::timestamptz), $2::jsonb, '{}', $3, '[]')",
+            " json_build_object('now', $4::timestamptz), $2::jsonb, '{}', $3, '[]')",
             term, actions, decision, clock(),
         )  # fmt: skip
     changes = [cycle.decision for cycle in await everything(store.cycles_page, is_changes_only=True, limit=2)]

@@ -45,7 +45,7 @@ cross join lateral (
   order by l.started_at desc, l.id desc limit 5
 ) as c
 where w.id = $2 and w.fleet = $1
-  and c.snapshot -> 'workers' @> jsonb_build_array(jsonb_build_object('id', w.id))
+  and exists (select from json_array_elements(c.snapshot -> 'workers') as s where s ->> 'id' = w.id)
 order by c.started_at desc, c.id desc limit 1;
 
 -- name: audit

@@ -32,7 +32,8 @@ create table windlass.cycles (
   term bigint not null,
   started_at timestamptz not null,
   finished_at timestamptz,
-  snapshot jsonb not null,
+  -- As text: converting the snapshot of 10,000 workers to jsonb takes 130 MB, which the server process keeps.
+  snapshot json not null,
   plan jsonb not null,
   summary jsonb,
   decision text,

@@ -111,7 +111,7 @@ create function windlass_internal.commit_plan(
   p_holder text,
   p_term bigint,
   p_fleet text,
-  p_snapshot jsonb,
+  p_snapshot json,
   p_actions jsonb,
   p_planner_state jsonb,
   p_decision text,
@@ -127,6 +127,8 @@ declare
   v_count integer;
   v_action jsonb;
   v_machine jsonb;
+  v_machines jsonb;
+  v_billing_unit_s integer;
 begin
   perform windlass_internal.require_lease(p_lease, p_holder, p_term);
   -- Before any worker, as in pause_fleet: the other order would be a deadlock.
@@ -170,6 +172,18 @@ begin
         '|| @.kind == "grow_volume")';
   end if;
 
+  -- The machine list of the snapshot has the type and price of each machine that an action takes over. It is null if the
+  -- provider returned no list.
+  if p_actions @? '$[*] ? (@.kind == "adopt" || @.kind == "record_price")' then
+    v_billing_unit_s := p_snapshot #>> '{traits,billing_unit_s}';
+    v_machines := (
+      select jsonb_object_agg(m ->> 'id', m)
+      from json_array_elements(
+        case json_typeof(p_snapshot -> 'machines') when 'array' then p_snapshot -> 'machines' else '[]' end
+      ) as m
+      where m ->> 'id' in (select a ->> 'machine_id' from jsonb_array_elements(p_actions) as a)
+    );
+  end if;
   for v_action in select a from jsonb_array_elements(p_actions) as a loop
     case v_action ->> 'kind'
       when 'promote' then
@@ -193,9 +207,7 @@ begin
             v_action ->> 'worker_id', null);
         end if;
       when 'adopt' then
-        -- The machine list of the snapshot has its type and price.
-        v_machine := jsonb_path_query_first(
-          p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id'));
+        v_machine := v_machines -> (v_action ->> 'machine_id');
         update windlass.workers
         set machine_id = v_action ->> 'machine_id', machine_at = v_now, creation = 'created',
             machine_created_at = (v_machine ->> 'created_at')::timestamptz,
@@ -209,16 +221,13 @@ begin
         where id = v_action ->> 'worker_id' and machine_id is null;
         if found then
           perform windlass_internal.open_bill(
-            v_action ->> 'worker_id', v_machine, (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+            v_action ->> 'worker_id', v_machine, v_billing_unit_s);
           perform windlass_internal.add_event('MACHINE_ADOPTED', v_action ->> 'reason', p_fleet,
             v_action ->> 'worker_id', null);
         end if;
       when 'record_price' then
         perform windlass_internal.open_bill(
-          v_action ->> 'worker_id',
-          jsonb_path_query_first(
-            p_snapshot, '$.machines[*] ? (@.id == $id)', jsonb_build_object('id', v_action ->> 'machine_id')),
-          (p_snapshot -> 'traits' ->> 'billing_unit_s')::integer);
+          v_action ->> 'worker_id', v_machines -> (v_action ->> 'machine_id'), v_billing_unit_s);
       when 'record_machine' then
         update windlass.workers
         set address = coalesce(v_action ->> 'address', address),
