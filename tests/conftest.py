@@ -26,6 +26,7 @@ from support.postgres_servers import (
     Server,
     SystemPostgres,
     VirtualClock,
+    database_folder,
     do_without,
     reachable_temp_dir,
     wait_until,
@@ -60,7 +61,7 @@ def reachable_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def embedded_server() -> Iterator[Server]:
-    with reachable_temp_dir() as path, EmbeddedPostgres(path / "data") as postgres:
+    with database_folder() as path, EmbeddedPostgres(path / "data") as postgres:
 
         def crash() -> None:
             pid = int((postgres.data_dir / "postgres" / "postmaster.pid").read_text().split()[0])
@@ -69,9 +70,10 @@ def embedded_server() -> Iterator[Server]:
 
         server = Server(postgres.dsn, path / "data" / "run", crash, postgres.open)
         for name, value in UNSAFE_SETTINGS.items():
-            server.execute(f"alter system set {name} = {value}")
+            server.execute(f"alter system set {name} = '{value}'")
         server.execute("select pg_reload_conf()")
         yield server
+        server.disconnect()
 
 
 @pytest.fixture(scope="session")
@@ -79,12 +81,14 @@ def system_server() -> Iterator[Server]:
     found = sorted(SYSTEM_POSTGRES.glob("*/bin/postgres"), key=lambda path: float(path.parent.parent.name))
     if not found:
         do_without(f"no PostgreSQL under {SYSTEM_POSTGRES}: install the package postgresql to run this over it too")
-    with reachable_temp_dir() as path:
+    with database_folder() as path:
         process = SystemPostgres(found[-1].parent, path)
         process.start()
+        server = Server(process.dsn, path, lambda: process.stop(signal.SIGQUIT), process.start)
         try:
-            yield Server(process.dsn, path, lambda: process.stop(signal.SIGQUIT), process.start)
+            yield server
         finally:
+            server.disconnect()
             process.stop(signal.SIGINT)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.forked_programs import can_fork, run_forked
+
 TIMEOUT_S = 60.0
 
 
@@ -35,12 +37,16 @@ class CommandLine:
         return CommandLine(self.folder, {**self._env, **env})
 
     def __call__(self, *args: object, stdin: str | bytes = "", python: tuple[str, ...] = ()) -> Completed:
+        words, given, env = [*map(str, args)], stdin.encode() if isinstance(stdin, str) else stdin, self.environment()
+        if not python and can_fork(words, env):
+            code, out, err = run_forked(words, stdin=given, folder=self.folder, env=env, timeout_s=TIMEOUT_S)
+            return Completed(code, out.decode(), err.decode())
         done = subprocess.run(
-            [sys.executable, *python, "-m", "windlass", *map(str, args)],
-            input=stdin.encode() if isinstance(stdin, str) else stdin,
+            [sys.executable, *python, "-m", "windlass", *words],
+            input=given,
             capture_output=True,
             cwd=self.folder,
-            env=self.environment(),
+            env=env,
             timeout=TIMEOUT_S,
             check=False,
         )
