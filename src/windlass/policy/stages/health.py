@@ -44,7 +44,7 @@ def hold_on_mass_silence(context: PlanningContext) -> list[Action]:
         context.remember_in("health", mass_silence_since=None)
         return alerts
     if since is not None and planned_at is not None and was_outage:
-        # Nobody could have been heard in a time without cycles: no more than one interval of it was waiting.
+        # A gap between cycles is no evidence of silence: at most one cycle interval of it counts as waiting.
         unwatched_s = max(0.0, context.age_s(planned_at) - context.cycle_interval_s)
         since = min(context.now, since + timedelta(seconds=unwatched_s))
     since = since or context.now
