@@ -8,6 +8,9 @@ All idle workers of a queue hear of a new task at the same moment. Which one is 
   for the preferred worker. A worker that gets tasks in spite of its delay halves it until it loses a race or the next
   reply arrives, because the preferred workers are busy.
 
+A worker that runs a task and has a free slot never waits: its machine cannot be deleted anyway. Where hours are billed,
+idle workers that woke up for nothing wait MAX_STEPS_BY_HOUR steps more, so that such workers are faster.
+
 Tasks therefore go to few workers, and the others become idle for long enough to drain. No coordinator is asked on the
 way to a task. The only idle worker of a queue never waits; busy workers claim with the result of their last task and
 are not delayed at all.
@@ -16,6 +19,8 @@ are not delayed at all.
 # Longer than the spread of notifications over a local network, shorter than people notice.
 STEP_S = 0.002
 MAX_DELAY_S = 0.02
+# Few, so that idle workers that all lost keep their order by billed time.
+MAX_STEPS_BY_HOUR = 3
 
 
 class ClaimRace:
@@ -24,15 +29,17 @@ class ClaimRace:
         self._is_race = False
         # Share from the reply to the last heartbeat. None: the most recently used worker is preferred.
         self._share: float | None = None
+        # Races that an idle worker won since it lost one.
         self._won = 0
 
-    @property
-    def delay_s(self) -> float:
-        """How long to wait before the claim that follows a notification."""
+    def delay_s(self, *, is_busy: bool) -> float:
+        """How long to wait before the claim that follows a notification. `is_busy`: it runs a task."""
+        if is_busy:
+            return 0.0
+        delay_s = self._lost * STEP_S
         if self._share is not None:
-            delay_s = self._share * MAX_DELAY_S / 2.0**self._won
-            return delay_s if delay_s >= STEP_S / 2 else 0.0
-        return min(self._lost * STEP_S, MAX_DELAY_S)
+            delay_s = min(delay_s + self._share * MAX_DELAY_S / 2.0**self._won, MAX_DELAY_S)
+        return delay_s if delay_s >= STEP_S / 2 else 0.0
 
     def set_share(self, share: float | None) -> None:
         """The reply to a heartbeat: which share of the longest delay to wait."""
@@ -44,11 +51,16 @@ class ClaimRace:
         self._is_race = True
 
     def claimed(self, count: int, *, is_busy: bool) -> None:
-        """A claim was answered with this many tasks. A busy worker that gets no further task has lost nothing."""
-        if count:
+        """A claim was answered with this many tasks. `is_busy`: it ran one before, so that it did not wait.
+
+        A busy worker that gets no further task has lost nothing.
+        """
+        is_hourly = self._share is not None
+        if self._is_race and not is_busy:
+            most = MAX_STEPS_BY_HOUR if is_hourly else round(MAX_DELAY_S / STEP_S)
+            self._won = min(self._won + 1, 10) if count else 0
+            # By the hour, one race that is won by chance does not make a worker the fastest.
+            self._lost = (max(self._lost - 1, 0) if is_hourly else 0) if count else min(self._lost + 1, most)
+        elif count and not is_hourly:
             self._lost = 0
-            self._won = min(self._won + 1, 10) if self._is_race else self._won
-        elif self._is_race and not is_busy:
-            self._lost = min(self._lost + 1, round(MAX_DELAY_S / STEP_S))
-            self._won = 0
         self._is_race = False

@@ -149,8 +149,8 @@ class Claiming:
             await self._transport.wait_for_work(self._queues, timeout_s)
             if time.monotonic() - started < timeout_s:
                 self._race.notified()
-                if self._race.delay_s > 0:
-                    await asyncio.sleep(self._race.delay_s)
+                if (delay_s := self._race.delay_s(is_busy=self._attempts.count > 0)) > 0:
+                    await asyncio.sleep(delay_s)
         except (
             Exception
         ) as error:  # any error ends in a claim, which reports it; without one the worker would stay idle
