@@ -24,6 +24,7 @@ from windlass.config_sources import (
     did_you_mean,
     fields,
     is_secret,
+    overridden,
     read_sources,
     run_commands,
     variable_of,
@@ -102,6 +103,7 @@ def load_config(
     given = {tuple(key.split(".")): value for key, value in (overrides or {}).items() if value is not None}
     if ("data_dir",) in given and ("database_url",) not in given:
         values.pop(("database_url",), None)
+    warnings = [*raw.warnings, *overridden(values, {key: (value, "the command line") for key, value in given.items()})]
     values |= {key: (value, overrides_from) for key, value in given.items()}
     if not has_fleets:
         values = {key: value for key, value in values.items() if key[0] not in TABLES_BY_NAME}
@@ -128,8 +130,8 @@ def load_config(
             raise ConfigError(
                 f"data_dir is {config.data_dir}, but that home directory is unknown: write the full path."
             ) from None
-    warnings = (*raw.warnings, *_settings_without_effect(config, sources)) if has_fleets else ()
-    return Loaded(config.model_copy(update=updates), sources, warnings)
+    warnings += _settings_without_effect(config, sources)
+    return Loaded(config.model_copy(update=updates), sources, tuple(warnings) if has_fleets else ())
 
 
 def _settings_without_effect(config: Config, sources: Mapping[Key, Source]) -> Iterator[str]:

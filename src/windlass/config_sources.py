@@ -32,6 +32,8 @@ from windlass.model.worker import DEFAULT_FLEET
 
 DEFAULT_FILE = Path("windlass.toml")
 DOTENV_FILE = Path(".env")
+# End of the source of a variable in that file.
+IN_DOTENV = f" in {DOTENV_FILE}"
 # Where Docker and Podman mount secrets.
 SECRETS_DIR = Path("/run/secrets")
 CREDENTIALS_DIRECTORY = "CREDENTIALS_DIRECTORY"
@@ -76,7 +78,7 @@ _ORIGINAL_MIN_GPUS = 2
 
 @dataclass(slots=True)
 class RawSettings:
-    """Values as they were given, before validation, and sentences about those that have no effect."""
+    """Values as they were given, before validation, and sentences about variables without effect."""
 
     values: Values
     warnings: list[str] = field(default_factory=list)
@@ -90,10 +92,11 @@ def read_sources(file: Path | None, file_named_by: str, environment: Mapping[str
     fleets = {key[1] for key in settings.values if key[0] == "fleets" and key[1:]}
     fleets |= {match[1].lower() for name in (*dotenv, *environment) if (match := _FLEET_VARIABLE.fullmatch(name))}
     in_file = settings.values
-    settings.values = _from_variables(dotenv, str(DOTENV_FILE), fleets, settings.warnings) | in_file
-    settings.values |= _from_mounts(environment)
-    given = _from_variables(environment, "the environment", fleets, settings.warnings)
-    settings.values |= given | _from_named_files(environment)
+    settings.values = _from_variables(dotenv, str(DOTENV_FILE), fleets, settings.warnings)
+    variables = _from_variables(environment, "the environment", fleets, settings.warnings)
+    for values in (in_file, _from_mounts(environment), variables, _from_named_files(environment)):
+        settings.warnings += overridden(settings.values, values)
+        settings.values |= values
     _apply_original_behaviour(settings.values, {key[1] for key in in_file if key[0] == "fleets" and key[1:]})
     return settings
 
@@ -180,24 +183,38 @@ def _from_variables(variables: Mapping[str, str], origin: str, fleets: set[str],
                 )
                 continue
             key = ("fleets", next(iter(fleets)) if len(fleets) == 1 else DEFAULT_FLEET, *key[2:])
-        if key in values and name in ENVIRONMENT_ALIASES:
-            warnings.append(f"{values[key][1]} in {origin} has no effect, because {name} sets {'.'.join(key)} too")
-        values[key] = (
-            _convert(name, variables[name], origin),
-            name if origin != str(DOTENV_FILE) else f"{name} in .env",
-        )
+        source = name if origin != str(DOTENV_FILE) else name + IN_DOTENV
+        given: Values = {key: (_convert(name, variables[name], origin), source)}
+        warnings += overridden(values, given)
+        values |= given
     return values
 
 
+def overridden(lower: Values, higher: Values) -> list[str]:
+    """Sentences about the aliases in `lower` whose settings `higher` sets too.
+
+    A person who brings the variables of another program may not know what else sets the same."""
+    sentences = []
+    for key, (_, source) in lower.items():
+        name, stronger = source.removesuffix(IN_DOTENV), higher[key][1] if key in higher else source
+        # A variable of the environment overrides the same one in `.env`, as everywhere.
+        if name in ENVIRONMENT_ALIASES and stronger.removesuffix(IN_DOTENV) != name:
+            where = source if source != name else f"{name} in the environment"
+            sentences.append(f"{where} is overridden by {stronger}, which sets {'.'.join(key)}")
+    return sentences
+
+
 def _from_mounts(environment: Mapping[str, str]) -> Values:
-    """Secrets in files that are named like their variable, in upper or lower case, with or without the prefix."""
+    """Secrets in files that are named like their variable, in upper or lower case, with or without the prefix. systemd
+    adds a prefix to each file of a folder: `LoadCredential=WINDLASS:/etc/windlass`."""
     folders = [SECRETS_DIR]
     if environment.get(CREDENTIALS_DIRECTORY):
         folders.append(Path(environment[CREDENTIALS_DIRECTORY]))
     values: Values = {}
     for folder in folders:
         for name, key in _secret_names().items():
-            path = next((folder / each for each in (name, name.lower()) if (folder / each).is_file()), None)
+            names = (name, name.lower(), f"{PREFIX}{name}", f"{PREFIX}{name.lower()}")
+            path = next((folder / each for each in names if (folder / each).is_file()), None)
             if path is not None:
                 values[key] = (_read_secret(path), str(path))
     return values
@@ -219,7 +236,7 @@ def _apply_original_behaviour(values: Values, fleets_in_file: set[str]) -> None:
     """Choose what the original orchestrators did, for a fleet that is configured by their variables."""
     for name in {key[1] for key in values if key[0] == "fleets" and key[1:]}:
         given = {key[2]: source for key, (_, source) in values.items() if key[:2] == ("fleets", name) and key[2:]}
-        variables = {source.removesuffix(" in .env") for source in given.values()}
+        variables = {source.removesuffix(IN_DOTENV) for source in given.values()}
         chosen_by = {_THRESHOLD_VARIABLE} & variables
         is_on_runpod = values.get(("fleets", name, "provider"), ("local",))[0] == "runpod"
         is_like_original = is_on_runpod or name not in fleets_in_file

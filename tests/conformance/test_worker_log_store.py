@@ -114,6 +114,8 @@ async def test_lines_may_have_any_text(store: AnyStore) -> None:
     first, second, third = texts(await store.worker_log("w1", 10))
     assert first == "NUL \\0, half a pair \\udc80, two lines"
     assert (second, third) == ("", "ü 🙂 \x1b[31mred\x1b[0m")
+    await send(store, "only NUL \x00", "a backslash: \\u0000")
+    assert texts(await store.worker_log("w1", 2)) == ["only NUL \\0", "a backslash: \\u0000"]
 
 
 async def test_too_much_in_one_call_is_refused(store: AnyStore) -> None:

@@ -54,11 +54,18 @@ ENCODERS = (
 SINGLE = [encode for place, encode in enumerate(ENCODERS) if place not in (7, 8)]
 def encoded(text, encoders=ENCODERS):
     return " ".join(encode(text) for encode in encoders)
+def print_key(key):
+    # In lines that are printed, and so sent, one after the other.
+    for text in (key, key.replace("\\n", "\\r\\n"), base64.encodebytes(key.encode()).decode()):
+        for line in text.splitlines(keepends=True):
+            print(line, end="", flush=True)
 def work(task):
+    print_key(os.environ["NEAR_PEM"])
     print("starting with", encoded(os.environ["NEAR_KEY"]), flush=True)
     if task.payload["way"] == "encoded":
         texts = encoded(os.environ["NEAR_KEY"]), encoded(task.payload["prompt"], SINGLE)
-        raise ValueError("key and prompt: " + " ".join(texts))
+        key = base64.encodebytes(os.environ["NEAR_PEM"].encode()).decode()
+        raise ValueError("key and prompt: " + " ".join(texts) + "\\n" + key)
     raise ValueError("401 for key " + os.environ["NEAR_KEY"] + " while drawing " + task.payload["prompt"])
 """
 # Characters that change in addresses, JSON, HTML, shells and TOML.
@@ -77,6 +84,13 @@ class Markers:
     def new(self, place: str, special: str = f"{SPECIAL} é") -> str:
         return self.values.setdefault(place, f"{_word(place)}{special}")
 
+    def new_key(self, place: str) -> str:
+        """A marker of several lines, as a private key has them."""
+        lines = (f"{_word(place)}{number:032x}" for number in range(20))
+        return self.values.setdefault(
+            place, "\n".join(["-----BEGIN PRIVATE KEY-----", *lines, "-----END PRIVATE KEY-----"])
+        )
+
     def in_toml(self, place: str) -> str:
         return json.dumps(self.new(place), ensure_ascii=False)
 
@@ -84,6 +98,8 @@ class Markers:
         return quote(self.new(place, SPECIAL), safe="")
 
     def found_in(self, text: str) -> set[str]:
+        # A marker may continue on the next line.
+        text = f"{text} {''.join(text.split())}"
         lower, standard = text.lower(), text.replace("-", "+").replace("_", "/")
         return {
             place
@@ -130,6 +146,7 @@ class Installation:
 @pytest.fixture
 def installation(tmp_path: Path, dsn: str) -> Iterator[Installation]:
     marks = Markers()
+    marks.new_key("nearPem")
     now: Callable[[], datetime] = lambda: datetime.now(UTC)  # noqa: E731
     hetzner = HetznerEmulator(
         now, HetznerEmulatorSettings(boot_s=0, action_s=0, delete_s=0, token=marks.new("hetznerKey", SPECIAL))
@@ -167,7 +184,10 @@ max_workers = 1
 poll_interval_s = 0.3
 heartbeat_interval_s = 0.5
 redact = ["$.prompt"]
-env = {{NEAR_KEY = {marks.in_toml("nearEnv")}, PLAIN_NAME = {marks.in_toml("plainlyNamedEnv")}}}
+[fleets.near.env]
+NEAR_KEY = {marks.in_toml("nearEnv")}
+NEAR_PEM = {marks.in_toml("nearPem")}
+PLAIN_NAME = {marks.in_toml("plainlyNamedEnv")}
 [fleets.far]
 provider = "hetzner"
 queues = ["far"]
@@ -234,6 +254,7 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
         near = [("near", {"prompt": prompt, "way": way}) for way in ("plain", "encoded")]
         for queue, payload in (*near, ("far", None), ("pods", None)):
             await connection.fetchval(enqueue, queue, json.dumps(payload))
+        near_ids = [row["id"] for row in await connection.fetch("select id from windlass.tasks where queue = 'near'")]
 
         async def is_done() -> bool:
             failed = await connection.fetchval("select count(*) from windlass.tasks where error is not null")
@@ -260,24 +281,37 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
     assert len(command_lines) >= 2
     # Handlers see the environment of their fleet, and a DATABASE_URL that is in the environment of `up`.
     seen = {name: found for each in environments for name, value in each.items() if (found := marks.found_in(value))}
-    assert seen == {"NEAR_KEY": {"nearEnv"}, "PLAIN_NAME": {"plainlyNamedEnv"}, "DATABASE_URL": {"databasePassword"}}
+    assert seen == {
+        "NEAR_KEY": {"nearEnv"},
+        "NEAR_PEM": {"nearPem"},
+        "PLAIN_NAME": {"plainlyNamedEnv"},
+        "DATABASE_URL": {"databasePassword"},
+    }
     user_data = " ".join(server.user_data for server in it.hetzner.project.servers.values())
     assert "wlj_" in user_data
+    worker = _worker(tables["workers"])
     places = {
         "the log of up": it.log.read_text(),
         "command lines": " ".join(command_lines),
         "user data": user_data,
         "pod environments": " ".join(repr(pod) for pod in it.runpod.account.pods.values()),
-        "output of the worker": it.windlass("workers", "logs", _worker(tables["workers"])).out,
+        "output of the worker": it.windlass("workers", "logs", worker).out,
         "windlass config show": it.windlass("config", "show").out,
         "windlass status": it.windlass("status").out,
         "windlass audit": it.windlass("audit").out,
+        **{f"windlass tasks logs {task_id}": it.windlass("tasks", "logs", task_id).out for task_id in near_ids},
+        **{f"windlass tasks show {task_id}": it.windlass("tasks", "show", task_id).out for task_id in near_ids},
+        **{f"windlass explain {name}": it.windlass("explain", name).out for name in (*near_ids, worker, "near", "far")},
         **{f"table {name}": text for name, text in tables.items()},
         **pages,
     }
     for name in ("events", "cycles", "logs", "workers", "fleets"):
         assert places[f"table {name}"], name
+    assert {name for name, text in places.items() if not text and not name.startswith("table ")} == set()
     found = {place: names for place, text in places.items() if (names := marks.found_in(text))}
+    # A person with the rights of the orchestrator reads the payload of a task.
+    for task_id in near_ids:
+        assert found.pop(f"windlass tasks show {task_id}") == {"privatePrompt"}
     # The machine runs these commands before it joins.
     assert found.pop("user data") == {"packageIndex", "gitToken"}
     assert found == {}
@@ -314,7 +348,7 @@ def _pages() -> Iterator[str]:
 
 
 async def _read_pages(it: Installation) -> dict[str, str]:
-    """Every page and every GET of the API as an administrator, and the task as a viewer."""
+    """Every page and every GET of the API as an administrator, the tasks as a viewer, and the stream as both."""
     from support.stores import PostgresStores
 
     url = f"http://127.0.0.1:{it.port}"
@@ -335,6 +369,7 @@ async def _read_pages(it: Installation) -> dict[str, str]:
             for value in values.get(names[0], []) if names else [""]:
                 filled = re.sub(r"\{\w+\}", quote(str(value)), path)
                 found[filled] = (await browser.get(filled)).text
+        found["stream"] = await _read_stream(browser)
         values |= {"queue": ["near", "far", "pods"], "code": ["HANDLER_ERROR"]}
         for path in (*OTHER_PAGES, *_pages()):
             names = re.findall(r"\{(\w+)", path)
@@ -348,4 +383,19 @@ async def _read_pages(it: Installation) -> dict[str, str]:
             found[f"task {task_id} as a viewer"] = (
                 (await viewer.get(f"/api/v1/tasks/{task_id}")).raise_for_status().text
             )
+        found["stream as a viewer"] = await _read_stream(viewer)
     return found
+
+
+async def _read_stream(browser: httpx.AsyncClient) -> str:
+    """All events so far, up to the failures of the tasks, and an overview."""
+    text = ""
+    async with (
+        asyncio.timeout(TIMEOUT_S),
+        browser.stream("GET", "/api/v1/stream", headers={"Last-Event-ID": "0"}) as response,
+    ):
+        async for part in response.aiter_text():
+            text += part
+            if text.count("TASK_FAILED") >= 2 and "event: overview" in text:
+                return text
+    raise AssertionError(f"the stream ended early: {text}")

@@ -77,13 +77,17 @@ def test_secret_is_read_from_the_named_file(tmp_path: Path, monkeypatch: pytest.
         load_config()
 
 
+def valid_secret(key: tuple[str, ...]) -> str:
+    return {"database_url": "postgresql://u:pw@h/db", "smtp_url": "smtp://u:pw@h"}.get(key[-1], "https://h/a-secret")
+
+
 @pytest.mark.parametrize("source", ["environment", "named file", "systemd credential", "mounted", "command", ".env"])
 @pytest.mark.parametrize("key", SECRET_KEYS, ids=".".join)
 def test_every_secret_setting_has_every_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: tuple[str, ...], source: str
 ) -> None:
     variable = variable_of(key)
-    value = {"database_url": "postgresql://u:pw@h/db", "smtp_url": "smtp://u:pw@h"}.get(key[-1], "https://h/a-secret")
+    value = valid_secret(key)
     folder = tmp_path / "secrets"
     folder.mkdir()
     file = folder / variable
@@ -105,6 +109,19 @@ def test_every_secret_setting_has_every_source(
     for name in key:
         section = getattr(section, name)
     assert section.get_secret_value() == value
+
+
+SECRET_VARIABLES = {name: key for name, key in secret_variables().items() if not name.endswith("_FILE")}
+
+
+@pytest.mark.parametrize("variable", sorted(SECRET_VARIABLES))
+def test_each_file_of_a_systemd_folder_is_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """`LoadCredential=WINDLASS:/etc/windlass` passes the file DATABASE_URL as WINDLASS_DATABASE_URL."""
+    (tmp_path / f"WINDLASS_{variable}").write_text(valid_secret(SECRET_VARIABLES[variable]))
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert load_config().source(".".join(SECRET_VARIABLES[variable])) == str(tmp_path / f"WINDLASS_{variable}")
 
 
 def test_unreadable_secret_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +224,7 @@ def test_two_names_of_one_setting_are_reported(tmp_path: Path, monkeypatch: pyte
     loaded = load_config()
     assert loaded.config.fleets["gpus"].max_workers == 7
     assert loaded.warnings == (
-        "RGRID_MAX_WORKERS in the environment has no effect, because MAX_ACTIVE_GPUS sets fleets.gpus.max_workers too",
+        "RGRID_MAX_WORKERS in the environment is overridden by MAX_ACTIVE_GPUS, which sets fleets.gpus.max_workers",
     )
 
 
@@ -366,14 +383,21 @@ def test_ignored_variable_is_reported(
     assert load_config().warnings == (reason.format(f"(from {name})"),)
 
 
+# A valid value of each original name.
+ORIGINAL_VALUES = {name: "300" for name, key in ENVIRONMENT_ALIASES.items() if key[0] == "fleets"} | {
+    "AUTO_START_WORKER_PROCESS": "false",
+    "MAX_WORKER_FAILURE_RATE": "0.5",
+    "SCALE_DOWN_MULTIPLIER": "0.5",
+    "STORAGE_MAX_PERCENT_USED": "90",
+    "MIN_ACTIVE_GPUS": "2",
+}
+
+
 def test_every_original_name_acts_or_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On each provider, every name is the source of a value, and each value that nothing reads has a warning."""
-    values = {"AUTO_START_WORKER_PROCESS": "false", "MAX_WORKER_FAILURE_RATE": "0.5", "SCALE_DOWN_MULTIPLIER": "0.5"}
-    values["STORAGE_MAX_PERCENT_USED"] = "90"
-    names = [name for name, key in ENVIRONMENT_ALIASES.items() if key[0] == "fleets"]
-    for name in names:
-        monkeypatch.setenv(name, values.get(name, "300"))
-    monkeypatch.setenv("MIN_ACTIVE_GPUS", "2")
+    names = list(ORIGINAL_VALUES)
+    for name, value in ORIGINAL_VALUES.items():
+        monkeypatch.setenv(name, value)
     ignored = {}
     runpod = RUNPOD.format(name="a")
     with_volume = runpod + "runpod.network_volume_id = 'v'\n"
@@ -383,7 +407,7 @@ def test_every_original_name_acts_or_is_reported(tmp_path: Path, monkeypatch: py
         sources = {setting.source for setting in loaded.settings()}
         ignored[kind] = {name for name in names if any(f"(from {name})" in line for line in loaded.warnings)}
         assert set(names) - sources == {"RGRID_MAX_WORKERS"}
-        assert loaded.warnings[0].startswith("RGRID_MAX_WORKERS in the environment has no effect")
+        assert loaded.warnings[0].startswith("RGRID_MAX_WORKERS in the environment is overridden by MAX_ACTIVE_GPUS")
     volume = {name for name in names if name.startswith("STORAGE_")}
     storage = volume | {"AUTO_START_WORKER_PROCESS"}
     gpu = {"STARTUP_GRACE_PERIOD_SEC", "GPU_NOT_DETECTED_TIMEOUT_SEC", "GPU_HEALTH_CHECK_TIMEOUT_SEC"}
@@ -392,6 +416,53 @@ def test_every_original_name_acts_or_is_reported(tmp_path: Path, monkeypatch: py
     assert len(volume) == 4
     assert ignored["local"] == {"TASKS_PER_GPU_THRESHOLD"} | storage | gpu
     assert ignored["ray"] > storage | gpu | {"MIN_ACTIVE_GPUS", "MAX_ACTIVE_GPUS", "MACHINES_TO_KEEP_IDLE"}
+
+
+@pytest.mark.parametrize(
+    ("given_in", "overridden_by"),
+    [
+        ("in the environment", "WINDLASS_FLEETS__A__{}"),
+        ("in .env", "windlass.toml"),
+        ("in .env", "WINDLASS_FLEETS__A__{}"),
+        ("in the environment", "the command line"),
+        ("in .env", "the command line"),
+    ],
+)
+def test_every_original_name_that_is_overridden_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_in: str, overridden_by: str
+) -> None:
+    settings = {name: ENVIRONMENT_ALIASES[name][-1] for name in ORIGINAL_VALUES}
+    stronger = {setting: ORIGINAL_VALUES[name] for name, setting in settings.items()}
+    in_file = "".join(f"{setting} = {value}\n" for setting, value in stronger.items())
+    (tmp_path / "windlass.toml").write_text(
+        RUNPOD.format(name="a") + (in_file if overridden_by == "windlass.toml" else "")
+    )
+    if given_in == "in .env":
+        (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in ORIGINAL_VALUES.items()))
+    else:
+        for name, value in ORIGINAL_VALUES.items():
+            monkeypatch.setenv(name, value)
+    if overridden_by.startswith("WINDLASS_"):
+        for setting, value in stronger.items():
+            monkeypatch.setenv(overridden_by.format(setting.upper()), value)
+    options = {f"fleets.a.{setting}": value for setting, value in stronger.items()}
+    loaded = load_config(overrides=options if overridden_by == "the command line" else {})
+    for name, setting in settings.items():
+        # Two original names set this one.
+        by = "MAX_ACTIVE_GPUS" if name == "RGRID_MAX_WORKERS" else overridden_by.format(setting.upper())
+        sentence = f"{name} {given_in} is overridden by {by}"
+        assert [line for line in loaded.warnings if line.startswith(sentence)], (sentence, loaded.warnings)
+    assert not ORIGINAL_VALUES.keys() & {setting.source for setting in loaded.settings()}
+
+
+def test_variable_of_the_environment_overrides_itself_in_dotenv_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("MAX_ACTIVE_GPUS=3\n")
+    monkeypatch.setenv("MAX_ACTIVE_GPUS", "4")
+    loaded = load_config()
+    assert loaded.config.fleets["default"].max_workers == 4
+    assert loaded.warnings == ()
 
 
 def test_policy_in_the_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +484,12 @@ def test_minimum_is_two_only_for_a_fleet_of_variables(tmp_path: Path, monkeypatc
     assert load_config().config.fleets["default"].min_workers == 0
 
 
-def test_all_settings_are_logged_with_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_all_settings_are_logged_with_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    # The renderer decides what a person sees of the entry, not the kind of standard error: it may write JSON there.
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     (tmp_path / "windlass.toml").write_text(
         "[fleets.a]\nhandler = 'app:run'\nclear_time_s = 7\npolicy = 'buffered'\nenv.A = 'x-marker'\n"
     )

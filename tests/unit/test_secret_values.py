@@ -1,6 +1,7 @@
 """Masking by value in every encoding, the patterns of foreign secrets, and payload privacy."""
 
 import base64
+import hashlib
 import html
 import json
 import re
@@ -14,7 +15,7 @@ import pytest
 
 from windlass.model import redaction
 from windlass.model.fleet import FleetConfig
-from windlass.model.payload_privacy import MAX_TEXTS, privacy_of
+from windlass.model.payload_privacy import MAX_TEXT_LINES, MAX_TEXTS, privacy_of
 from windlass.model.redaction import (
     HIDDEN,
     Mask,
@@ -31,6 +32,7 @@ from windlass.server.errors import ApiError
 from windlass.server.json_api import json_response
 from windlass.worker.executor import AttemptFailure, Outcome
 from windlass.worker.handler import ReportProgress
+from windlass.worker.output_buffer import OutputBuffer
 from windlass.worker.private_errors import PrivateErrors
 
 SECRET = "pa/ss+w\"o<r>d&12'3\\4 ü-~\n5"
@@ -89,12 +91,116 @@ def test_known_secret_is_hidden_in_every_encoding(form: str) -> None:
             # The characters at the ends of base64 may encode neighbouring bytes too.
             assert encodings()[form][4:-4] not in shown
         else:
-            assert shown == f"before {HIDDEN} after"
+            # The text keeps its lines.
+            assert shown.replace(f"\n{HIDDEN}", "") == f"before {HIDDEN} after"
+            assert shown.count("\n") == text.count("\n")
+
+
+# The same bytes in every run. Keys and certificates have lines of 64 characters.
+KEY_TEXT = base64.b64encode(hashlib.sha512(b"a key").digest() * 12 + b"the end of the key").decode()
+KEY_LINES = [KEY_TEXT[start : start + 64] for start in range(0, len(KEY_TEXT), 64)]
+PEM = "\n".join(["-----BEGIN PRIVATE KEY-----", *KEY_LINES, "-----END PRIVATE KEY-----", ""])
+TOKEN = "glpat-4fQ9zR7wYb2KxVn8LmTd"
+SERVICE_ACCOUNT = json.dumps({"type": "service_account", "private_key": PEM, "client": "Ab3" * 7}, indent=2)
+
+
+def printed_secrets() -> dict[str, tuple[str, str]]:
+    """By way of printing: a secret, and what a program prints."""
+    return {
+        "key": (PEM, PEM),
+        "key without its last line feed": (PEM, PEM.strip()),
+        "key with the line ends of Windows": (PEM, PEM.replace("\n", "\r\n")),
+        "key with the line ends of Unix": (PEM.replace("\n", "\r\n"), PEM),
+        "key in an environment file": (PEM.replace("\n", "\\n"), PEM),
+        "indented key": (PEM, PEM.replace("\n", "\n    ")),
+        "key as JSON": (PEM, json.dumps(PEM)),
+        "key with the line ends of Windows as JSON": (PEM, json.dumps(PEM.replace("\n", "\r\n"))),
+        "key as base64 of MIME": (PEM, base64.encodebytes(PEM.encode()).decode()),
+        "key as base64 of openssl": (PEM, _wrapped(base64.b64encode(PEM.encode()).decode(), 64)),
+        "wrapped base64 as JSON": (PEM, json.dumps(base64.encodebytes(PEM.encode()).decode())),
+        "wrapped base64 of user and key": (PEM, base64.encodebytes(b"user:" + PEM.encode()).decode()),
+        "wrapped hexadecimal digits": (PEM, _wrapped(PEM.encode().hex(), 60)),
+        "hexadecimal digits with spaces": (TOKEN, f"key: {TOKEN.encode().hex(' ')}"),
+        "token that a line feed divides": (TOKEN, f"Authorization: {TOKEN[:9]}\n  {TOKEN[9:]}"),
+        "key of a service account": (SERVICE_ACCOUNT, PEM),
+        "service account as JSON": (SERVICE_ACCOUNT, json.dumps(json.loads(SERVICE_ACCOUNT))),
+    }
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(text[start : start + width] for start in range(0, len(text), width))
+
+
+def secret_parts(secret: str) -> set[str]:
+    """Everything of eight characters in the lines of a secret, plain and encoded."""
+    lines = KEY_LINES if "PRIVATE KEY" in secret else [secret]
+    forms = [form for line in lines for form in (line, line.encode().hex(), base64.b64encode(line.encode()).decode())]
+    return {form[start : start + 8] for form in forms for start in range(0, len(form) - 7, 4)}
+
+
+def masked_output(text: str, batch_lines: int) -> str:
+    """What a worker sends of this output. `batch_lines`: how many lines it takes at a time."""
+    buffer, sent = OutputBuffer(), []
+    lines = text.splitlines(keepends=True)
+    for start in range(0, len(lines), batch_lines):
+        buffer.add("".join(lines[start : start + batch_lines]).encode())
+        batch = buffer.take()
+        sent += [line for chunk in (batch.chunks(0.0) if batch else ()) for line in chunk.lines]
+    buffer.close()
+    batch = buffer.take()
+    sent += [line for chunk in (batch.chunks(0.0) if batch else ()) for line in chunk.lines]
+    assert len(sent) == len(lines)
+    return "\n".join(sent)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("form", printed_secrets())
+def test_secret_of_several_lines_is_hidden_however_it_is_printed(form: str) -> None:
+    secret, text = printed_secrets()[form]
+    set_known_secrets([secret])
+    whole = f"before\n{text}\nafter"
+    for shown in (mask_known(whole), without_known_secrets(whole), masked_output(whole, 1_000)):
+        assert {part for part in secret_parts(secret) if part in shown} == set()
+        assert shown.startswith("before\n") and shown.endswith("\nafter")
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    "form",
+    [
+        "key",
+        "key with the line ends of Windows",
+        "key in an environment file",
+        "key as base64 of MIME",
+        "key as base64 of openssl",
+        "key of a service account",
+    ],
+)
+def test_line_of_a_secret_is_hidden_without_the_others(form: str) -> None:
+    secret, text = printed_secrets()[form]
+    set_known_secrets([secret])
+    shown = masked_output(text, 1)
+    assert {part for part in secret_parts(secret) if part in shown} == set()
+
+
+@pytest.mark.parametrize(
+    "text", ["a key of 64 lines", "-----BEGIN PRIVATE KEY-----", "0123 4567 89ab cdef", "service_account"]
+)
+def test_other_text_stays_as_it_is(text: str) -> None:
+    assert mask_of([PEM, TOKEN, SERVICE_ACCOUNT]).hide(text) == text
+
+
+def test_private_text_is_hidden_line_by_line() -> None:
+    prompt = "write a long letter to Ann\nand another one to her sister"
+    hide = PRIVATE.text_filter("letters", json.dumps({"prompt": prompt}))
+    assert [hide(f"> {line}") for line in prompt.splitlines()] == [f"> {HIDDEN}", f"> {HIDDEN}"]
+    many = json.dumps({"prompt": "\n".join(f"line {number} of a prompt" for number in range(MAX_TEXT_LINES + 2))})
+    assert PRIVATE.text_filter("letters", many)("line 1 of a prompt") == HIDDEN
 
 
 def test_masking_takes_linear_time_whatever_the_text() -> None:
     mask = mask_of([r"""\\\"%25&amp;""" * 5, " " * 20, "aaaaaaaa/aaaaaaaa"])
-    for part in ("\\", "%5C", "%25", "&amp;", "a", "aaaaaaaa/", " ", '\\"'):
+    for part in (" a", "\\n", "\\", "%5C", "%25", "&amp;", "a", "aaaaaaaa/", " ", '\\"'):
         hostile = part * 100_000
         assert len(mask(hostile)) <= len(hostile) + 100
 
@@ -106,7 +212,7 @@ def test_api_hides_known_secrets_in_bodies_and_errors() -> None:
     problem = ApiError(400, "BAD_INPUT", f"bad value {SECRET}").to_response().body
     assert SECRET not in json.loads(bytes(problem))["detail"]
     add_known_secrets(["another-secret"])
-    assert without_known_secrets(f"another-secret {SECRET}") == f"{HIDDEN} {HIDDEN}"
+    assert without_known_secrets(f"another-secret {SECRET}") == f"{HIDDEN} {HIDDEN}\n{HIDDEN}"
 
 
 @pytest.mark.parametrize(
@@ -138,11 +244,13 @@ def test_variables_that_hold_keys_are_secrets_whatever_their_name() -> None:
         "HF_HUB": "hf_AbCdEfGhIjKlMnOp1234",
         "LICENCE": "0123456789abcdef0123456789abcdef",
         "DB_PASSWORD": "short1",
+        "SIGNING": PEM,
+        "CA_FILE": "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
         "MODEL": "llama-3-8b-instruct-v2-long",
         "CACHE": "/data/models/Cache/v2/Files",
         "REGION": "eu-west-1",
     }
-    assert secrets_in(environment) == {environment[name] for name in ("HF_HUB", "LICENCE", "DB_PASSWORD")}
+    assert secrets_in(environment) == {environment[name] for name in ("HF_HUB", "LICENCE", "DB_PASSWORD", "SIGNING")}
 
 
 PRIVATE = privacy_of([(("letters",), ("$.prompt", "$.items[*].text", "$.pair[1]"))])

@@ -15,8 +15,9 @@ from windlass.model.event import Event
 from windlass.model.json_path import PathParts, parse_path
 from windlass.model.redaction import HIDDEN, MIN_SECRET_LENGTH, quick_mask_of
 
-# Texts at the hidden paths of one task. With more, its messages are hidden as a whole.
+# Texts at the hidden paths of one task. With more of them, or of their lines, its messages are hidden as a whole.
 MAX_TEXTS = 100
+MAX_TEXT_LINES = 1_000
 # Events of tasks whose texts no handler writes.
 _PLAIN_EVENTS = frozenset({"TASK_RETRIED", "TASK_CANCELLED", "ATTEMPTS_REFUNDED", "LATE_RESULT"})
 _ATTEMPT = re.compile(r"attempt \d+ of \d+: ")
@@ -62,7 +63,7 @@ class PayloadPrivacy:
                 found.update(part for path in paths for part in _texts(value, path))
             except (ValueError, RecursionError):
                 return _hide_all
-            if len(found) > MAX_TEXTS:
+            if len(found) > MAX_TEXTS or sum(text.count("\n") for text in found) > MAX_TEXT_LINES:
                 return _hide_all
         # A short text is hidden as a word only: it may be a part of others.
         short = "|".join(re.escape(text) for text in found if len(text) < MIN_SECRET_LENGTH)

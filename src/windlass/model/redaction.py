@@ -2,7 +2,8 @@
 
 `masked` hides passwords and tokens in URLs. `Mask` also hides known secrets, plain and encoded (URL, JSON, HTML,
 hexadecimal, base64), our tokens, authorization headers, and values with names like API_KEY. Both take time proportional
-to the length of the text, whatever it contains.
+to the length of the text, whatever it contains. Keys, hexadecimal digits and base64 are also hidden with white space
+between their characters, and each longer line of a secret with several lines is hidden without the others.
 
 A process has one list of the secrets it knows (`set_known_secrets`). `without_known_secrets` hides their values alone,
 and leaves everything else as it is: for JSON and pages, which the patterns above could damage.
@@ -12,7 +13,7 @@ import base64
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
@@ -25,6 +26,19 @@ MIN_SECRET_LENGTH = 6
 # A pattern of a secret in mixed encodings costs about 0.1 ms per character to compile. Keys of services and addresses
 # with a password are shorter. A longer secret, such as a certificate, is hidden in each single encoding.
 MAX_ESCAPED_LENGTH = 500
+# Shorter lines of a secret, and shorter texts with white space in them, could be words of other texts.
+MIN_PART_LENGTH = 16
+# Programs wrap base64 after this many characters: MIME and coreutils, PEM and openssl.
+BASE64_LINES = (76, 64)
+_LINE_END = re.compile(r"[\r\n]|\\+[rn]")
+# No quotes: a value that is hidden in JSON must not end a string.
+_LINE_END_OR_QUOTE = re.compile(r"""[\r\n"']|\\+[rn"']""")
+# The first and the last line of a PEM file are no secrets.
+_PEM_LABEL = re.compile(r"-----(?:BEGIN|END) [^-]*-----")
+# Texts that programs break into lines at any place. No quotes, as above.
+_WRAPPABLE = re.compile(rf"[A-Za-z0-9+/=_.~-]{{{MIN_PART_LENGTH},}}")
+# Line ends as JSON and Python print them, also in a string of a string.
+_ESCAPED_LINE_ENDS = (r"\\n", r"\\r", r"\n", r"\r")
 # Shorter values are more likely versions, dates and names.
 _KEY = re.compile(r"[A-Za-z0-9_+=-]{20,}")
 _HEX_KEY = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
@@ -109,45 +123,113 @@ class EscapedSecret:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    # Secrets and their encoded forms, the longest first.
+    # Secrets, their encoded forms and their lines, the longest first.
     values: tuple[str, ...] = ()
     escaped: tuple[EscapedSecret, ...] = ()
+    # Forms that programs wrap, without white space.
+    wrapped: tuple[str, ...] = ()
 
     def hide(self, text: str) -> str:
-        """Hide the secrets, and nothing else."""
+        """Hide the secrets, and nothing else. The text keeps its number of lines."""
+        # The whole before its lines, of which the last may be short.
+        text = self._hide_wrapped(text)
         for each in self.escaped:
             if each.part in text:
-                text = each.pattern.sub(HIDDEN, text)
+                text = each.pattern.sub(lambda found: _hidden(found[0]), text)
         for value in self.values:
-            text = text.replace(value, HIDDEN)
+            if value in text:
+                text = text.replace(value, _hidden(value))
         return text
+
+    def _hide_wrapped(self, text: str) -> str:
+        """Hide secrets with white space between their characters."""
+        if "\\" in (spaced := text):
+            for escape in _ESCAPED_LINE_ENDS:
+                spaced = spaced.replace(escape, " " * len(escape))
+        solid = "".join(spaced.split())
+        found = [value for value in self.wrapped if value in solid]
+        if not found:
+            return text
+        places = [place for place, character in enumerate(spaced) if not character.isspace()]
+        spans = sorted(
+            (places[match.start()], places[match.end() - 1] + 1)
+            for value in found
+            for match in re.finditer(re.escape(value), solid)
+        )
+        parts, end = [], 0
+        for start, stop in spans:
+            if start >= end:
+                parts += [text[end:start], _hidden(text[start:stop])]
+            elif stop > end:
+                parts.append(_hidden(text[end:stop]))
+            end = max(end, stop)
+        return "".join([*parts, text[end:]])
 
     def __or__(self, other: "Mask") -> "Mask":
         escaped = {each.secret: each for each in (*self.escaped, *other.escaped)}
         return Mask(
-            _longest_first({*self.values, *other.values}), tuple(escaped[key] for key in _longest_first(escaped))
+            _longest_first({*self.values, *other.values}),
+            tuple(escaped[key] for key in _longest_first(escaped)),
+            _longest_first({*self.wrapped, *other.wrapped}),
         )
 
     def __call__(self, text: str) -> str:
-        text = self.hide(without_tokens(masked(text)))
-        text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
-        text = _PARAMETER.sub(rf"\1\2{HIDDEN}", text)
-        text = _MEMBER.sub(rf"\1\2\1\3\4{HIDDEN}\4", text)
-        return _ASSIGNMENT.sub(rf"\1={HIDDEN}", text)
+        return _without_patterns(self.hide(text))
+
+    def mask_lines(self, lines: Sequence[str]) -> list[str]:
+        """Mask lines that follow each other, also secrets that continue on the next line."""
+        return list(map(_without_patterns, self.hide("\n".join(lines)).split("\n")))
 
     def __repr__(self) -> str:
         return f"Mask({len(self.values)} values)"
 
 
+def _hidden(text: str) -> str:
+    return "\n".join([HIDDEN] * (1 + text.count("\n")))
+
+
+def _without_patterns(text: str) -> str:
+    """Hide what looks like a secret because of its form or its surroundings."""
+    text = without_tokens(masked(text))
+    text = _AUTHORIZATION.sub(rf"\1 {HIDDEN}", text)
+    text = _PARAMETER.sub(rf"\1\2{HIDDEN}", text)
+    text = _MEMBER.sub(rf"\1\2\1\3\4{HIDDEN}\4", text)
+    return _ASSIGNMENT.sub(rf"\1={HIDDEN}", text)
+
+
 def mask_of(secrets: Iterable[str]) -> Mask:
-    known = {secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH}
+    known = _long_enough(secrets)
     escaped = [each for each in known if len(each) <= MAX_ESCAPED_LENGTH and not _UNCHANGED.fullmatch(each)]
     return quick_mask_of(known) | Mask((), tuple(map(_escaped_secret, escaped)))
 
 
 def quick_mask_of(texts: Iterable[str]) -> Mask:
     """A mask that costs little to make, for texts that are hidden once. It knows encodings, but no mixture of two."""
-    return Mask(_longest_first({form for text in texts if len(text) >= MIN_SECRET_LENGTH for form in _forms(text)}))
+    known = _long_enough(texts)
+    forms = {form for text in known for form in _forms(text)}
+    solid = {"".join(form.split()) for form in forms}
+    return Mask(
+        _longest_first(forms.union(*map(_lines, known))),
+        wrapped=_longest_first(form for form in solid if _WRAPPABLE.fullmatch(form)),
+    )
+
+
+def _long_enough(texts: Iterable[str]) -> set[str]:
+    """The texts without white space around them, with the line ends of Unix and of Windows."""
+    known = {text.strip() if len(text.strip()) >= MIN_SECRET_LENGTH else text for text in texts}
+    unix = {text.replace("\r\n", "\n") for text in known if len(text) >= MIN_SECRET_LENGTH}
+    return unix | {text.replace("\n", "\r\n") for text in unix}
+
+
+def _lines(secret: str) -> Iterator[str]:
+    """The parts of a secret that programs print as lines of their own, with and without encoding it."""
+    if _LINE_END.search(secret):
+        lines = map(str.strip, _LINE_END_OR_QUOTE.split(secret))
+        yield from (line for line in lines if len(line) >= MIN_PART_LENGTH and not _PEM_LABEL.fullmatch(line))
+    encoded = base64.b64encode(secret.encode(errors="surrogatepass")).decode().rstrip("=")
+    for width in BASE64_LINES:
+        starts = range(0, len(encoded), width)
+        yield from (encoded[start : start + width] for start in starts if len(encoded) - start >= MIN_PART_LENGTH)
 
 
 def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
@@ -227,6 +309,11 @@ def mask_known(text: str) -> str:
     return _known(text)
 
 
+def mask_known_lines(lines: Sequence[str]) -> list[str]:
+    """Mask all known secrets in lines that follow each other."""
+    return _known.mask_lines(lines)
+
+
 def without_known_secrets(text: str) -> str:
     """Hide the values of known secrets, plain and encoded, and nothing else."""
     return _known.hide(text)
@@ -238,8 +325,8 @@ def secrets_in(environment: Mapping[str, str]) -> set[str]:
 
 
 def _looks_like_key(value: str) -> bool:
-    """Long hexadecimal digits, or many letters of both cases with digits: no path, address, version or word."""
-    if _HEX_KEY.fullmatch(value):
+    """A private key, long hexadecimal digits, or many letters of both cases with digits: no path, address or word."""
+    if "PRIVATE KEY-----" in value or _HEX_KEY.fullmatch(value):
         return True
     kinds = (str.isdigit, str.islower, str.isupper)
     return _KEY.fullmatch(value) is not None and all(any(map(is_kind, value)) for is_kind in kinds)

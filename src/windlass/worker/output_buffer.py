@@ -5,7 +5,8 @@ second (with a burst), bytes per attempt, bytes that wait while nothing can be s
 them is dropped and its lines are counted. The last dropped lines are kept: they are sent when the rate allows it again,
 or when their attempt ends, because the end of an output usually explains it.
 
-Lines are masked when they are taken: known secrets by value, and the hidden parts of the attempt's payload.
+Lines are masked when they are taken: known secrets by value, also those that continue on the next line of the batch,
+and the hidden parts of the attempt's payload.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 from windlass.model.payload_privacy import PayloadPrivacy
-from windlass.model.redaction import mask_known
+from windlass.model.redaction import mask_known_lines
 from windlass.model.task import Claim, storable
 from windlass.model.worker_log import MAX_CHUNKS, MAX_LINE_CHARACTERS, AttemptKey, LogChunk
 from windlass.worker.nonblocking_stderr import standard_error
@@ -112,7 +113,7 @@ class LogBatch:
 
 def _chunk(key: AttemptKey | None, lines: list[_WaitingLine], now: float) -> LogChunk:
     return LogChunk(
-        tuple(_masked_line(line) for line in lines),
+        tuple(_masked_lines(lines)),
         tuple(max(0, round(1000 * (now - line.at))) for line in lines),
         key.task_id if key is not None else None,
         key.attempt if key is not None else None,
@@ -120,12 +121,13 @@ def _chunk(key: AttemptKey | None, lines: list[_WaitingLine], now: float) -> Log
     )
 
 
-def _masked_line(line: _WaitingLine) -> str:
+def _masked_lines(lines: list[_WaitingLine]) -> Iterator[str]:
     # A program that shows progress returns to the start of its line: only the last state counts.
-    text = line.content.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
-    text = storable(line.stream.hide(mask_known(text)))
-    # Cut after masking: a part of a secret is secret too.
-    return text if len(text) <= MAX_LINE_CHARACTERS else f"{text[:MAX_LINE_CHARACTERS]} [line cut]"
+    texts = [line.content.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
+    for line, masked in zip(lines, mask_known_lines(texts), strict=True):
+        text = storable(line.stream.hide(masked))
+        # Cut after masking: a part of a secret is secret too.
+        yield text if len(text) <= MAX_LINE_CHARACTERS else f"{text[:MAX_LINE_CHARACTERS]} [line cut]"
 
 
 class _TokenBucket:
