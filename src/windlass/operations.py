@@ -2,12 +2,14 @@
 
 Each operation is one function over the store's ports. It returns a result with an outcome, a sentence for a person, and
 the numbers that callers format. The JSON API, the dashboard, the supervisor-compatible routes and the command line call
-these functions and repeat none of their rules. `scope` limits an operation to the queues and fleets of its caller;
-tasks and workers outside of it count as unknown. An operation changes the database only: the next cycle spawns workers
-and deletes machines. Raises DatabaseUnavailable, and BadInput for arguments that no state of the store could accept.
+these functions and repeat none of their rules. More are in queue_operations.py, rollouts.py and access.py.
+
+`scope` limits an operation to the queues and fleets of its caller; tasks and workers outside of it count as unknown. An
+operation changes the database only: the next cycle spawns workers and deletes machines. Raises DatabaseUnavailable, and
+BadInput for arguments that no state of the store could accept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -15,7 +17,8 @@ from typing import Protocol
 from windlass.model.auth import EVERYTHING, TokenScope
 from windlass.model.cycle import Fleet
 from windlass.model.errors import BadInput, OutOfScope
-from windlass.model.task import NewTask, check_queue_name
+from windlass.model.plural import plural
+from windlass.model.task import NewTask
 from windlass.model.worker import LIVE, Worker, WorkerStatus
 from windlass.ports.fleets import FleetQueries, Operations
 from windlass.ports.tasks import TaskStore
@@ -25,8 +28,6 @@ TERMINATE_REASON = "terminated by an operator"
 CANCEL_REASON = "cancelled by an operator"
 # Tasks that one call changes by their ids.
 MAX_SELECTED_TASKS = 500
-# Failed tasks retried by one database call. It bounds the transaction.
-RETRY_BATCH = 1_000
 # A fleet with this hold has machines that its API key does not list. Restarting the fleet abandons them.
 OTHER_ACCOUNT = "OTHER_ACCOUNT"
 
@@ -60,11 +61,6 @@ class EnqueueResult(OperationResult):
     """UNCHANGED: a task with this unique key existed, and `task_id` is its id."""
 
     task_id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryFailedResult(OperationResult):
-    task_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +110,6 @@ def worker_not_found(worker_id: str) -> str:
 def fleet_not_found(fleet: str, known: Sequence[Fleet] = ()) -> str:
     names = ", ".join(one.name for one in known)
     return f"fleet {fleet} not found; known fleets: {names or 'none'}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # ---------------------------------------------------------------------------------------------------------------- tasks
@@ -201,8 +193,8 @@ def _sum_up(results: Sequence[OperationResult], done: str, rule: str) -> Operati
     changed = sum(not result.is_refused for result in results)
     refused = len(results) - changed
     if not changed:
-        return _conflict(f"none of {_count(refused, 'task')} {done}: {rule}")
-    message = f"{_count(changed, 'task')} {done}"
+        return _conflict(f"none of {plural(refused, 'task')} {done}: {rule}")
+    message = f"{plural(changed, 'task')} {done}"
     return _done(f"{message}, {refused} left as they are: {rule}" if refused else message, changed)
 
 
@@ -211,42 +203,6 @@ async def _refuse_task(store: TaskStore, task_id: int, rule: str) -> OperationRe
     if task is None:
         return _not_found(task_not_found(task_id))
     return _conflict(f"task {task_id} is {task.status}: {rule}")
-
-
-async def retry_failed_tasks(
-    store: TaskStore,
-    queue: str,
-    *,
-    limit: int | None = None,
-    include_cancelled: bool = False,
-    on_batch: Callable[[int], None] = lambda _count: None,
-    scope: TokenScope = EVERYTHING,
-) -> RetryFailedResult:
-    """Requeue the failed tasks of a queue, oldest first, in batches. Tasks that fail after the start stay failed.
-
-    `limit` None: all of them. `on_batch` is called with the size of each batch.
-    """
-    check_queue_scope(scope, check_queue_name(queue))
-    failed_before, failed_from = await store.now(), None
-    done: list[int] = []
-    while limit is None or len(done) < limit:
-        started_from = failed_from
-        batch = RETRY_BATCH if limit is None else min(RETRY_BATCH, limit - len(done))
-        # After the last batch the search starts again at the oldest task, for rows that others had locked.
-        ids, failed_from = await store.retry_failed(
-            queue, failed_before, batch, failed_from=started_from, include_cancelled=include_cancelled
-        )
-        if not ids and started_from is None:
-            break
-        done += ids
-        on_batch(len(ids))
-    if not done:
-        message = f"no failed tasks to retry in {queue}"
-        return RetryFailedResult(outcome=OperationOutcome.UNCHANGED, message=message)
-    message = f"{_count(len(done), 'failed task')} of {queue} requeued"
-    return RetryFailedResult(
-        outcome=OperationOutcome.DONE, message=message, changed=len(done), task_ids=tuple(sorted(done))
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- workers
@@ -331,7 +287,7 @@ async def terminate_fleet_workers(
         changed = await store.set_terminating(ids, reason)
     if not changed:
         return _unchanged(f"fleet {name} has no workers to {'terminate' if force else 'drain'}")
-    return _done(f"{_count(changed, 'worker')} of fleet {name} {'terminated' if force else 'drain'}", changed)
+    return _done(f"{plural(changed, 'worker')} of fleet {name} {'terminated' if force else 'drain'}", changed)
 
 
 # --------------------------------------------------------------------------------------------------------------- fleets
@@ -365,17 +321,17 @@ async def _set_fleet_paused(store: OperationStore, name: str, is_paused: bool) -
     if not changed and fleet.is_paused == is_paused:
         return _unchanged(f"fleet {name} was already paused" if is_paused else f"fleet {name} was not paused")
     verb = "paused" if is_paused else "resumed"
-    return _done(f"fleet {name} {verb}, with {_count(changed, 'worker')}", changed)
+    return _done(f"fleet {name} {verb}, with {plural(changed, 'worker')}", changed)
 
 
 async def pause_all_fleets(store: OperationStore) -> OperationResult:
     changed = sum([await store.pause_fleet(fleet.name, True) for fleet in await store.fleets()])
-    return _done(f"all fleets paused, with {_count(changed, 'worker')}", changed)
+    return _done(f"all fleets paused, with {plural(changed, 'worker')}", changed)
 
 
 async def resume_all_fleets(store: OperationStore) -> OperationResult:
     changed = sum([await store.pause_fleet(fleet.name, False) for fleet in await store.fleets()])
-    return _done(f"all fleets resumed, with {_count(changed, 'worker')}", changed)
+    return _done(f"all fleets resumed, with {plural(changed, 'worker')}", changed)
 
 
 async def spawn_workers(store: OperationStore, name: str, count: int = 1) -> SpawnResult:
@@ -385,10 +341,10 @@ async def spawn_workers(store: OperationStore, name: str, count: int = 1) -> Spa
         return SpawnResult(outcome=fleet.outcome, message=fleet.message, fleet=name, asked=count)
     requested = await store.request_workers(name, count)
     granted = max(0, requested - fleet.requested_workers)
-    message = f"{_count(granted, 'worker')} requested in fleet {name}; the next cycle spawns"
+    message = f"{plural(granted, 'worker')} requested in fleet {name}; the next cycle spawns"
     if granted < count:
         limit = f"max_workers is {fleet.max_workers}, and no more slots are free"
-        message = f"{granted} of {_count(count, 'worker')} requested in fleet {name}: {limit}"
+        message = f"{granted} of {plural(count, 'worker')} requested in fleet {name}: {limit}"
     return SpawnResult(
         outcome=OperationOutcome.DONE if granted else OperationOutcome.UNCHANGED,
         message=message,
@@ -418,7 +374,7 @@ async def restart_fleet(store: OperationStore, name: str, slot: int | None = Non
         if worker.fleet == name and worker.slot is not None and slot in (None, worker.slot)
     ]
     draining = await store.set_terminating(workers, RESTART_REASON)
-    message = f"fleet {name}: {_count(draining, 'worker')} drain, {_count(slots_freed, 'failed slot')} freed"
+    message = f"fleet {name}: {plural(draining, 'worker')} drain, {plural(slots_freed, 'failed slot')} freed"
     if slot is None and fleet.hold is not None and fleet.hold.code == OTHER_ACCOUNT:
         message += "; machines that its API key does not list are abandoned and may still be billed"
     return RestartResult(
@@ -437,7 +393,7 @@ async def restart_all_fleets(store: OperationStore) -> RestartResult:
     draining, freed = sum(result.changed for result in results), sum(result.slots_freed for result in results)
     return RestartResult(
         outcome=OperationOutcome.DONE,
-        message=f"{_count(draining, 'worker')} drain, {_count(freed, 'failed slot')} freed",
+        message=f"{plural(draining, 'worker')} drain, {plural(freed, 'failed slot')} freed",
         changed=draining,
         slots_freed=freed,
         workers=tuple(worker for result in results for worker in result.workers),

@@ -1,7 +1,7 @@
 """Operations on rollouts: start one, stop it, and report how far it is.
 
 Like in operations.py, each operation is one function over the store's ports, and the API, the dashboard and the command
-line format its result. The next cycles carry it out.
+line format its result. The next cycles execute it.
 """
 
 from collections.abc import Iterable
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from windlass.model.cycle import Fleet
 from windlass.model.errors import BadInput
+from windlass.model.fleet import FleetConfig
+from windlass.model.plural import plural
 from windlass.model.rollout import Rollout
 from windlass.model.worker import MAX_COUNT, Worker, WorkerStatus
 from windlass.operations import OperationOutcome, OperationResult, OperationStore, find_fleet
@@ -52,40 +54,48 @@ def versions_text(old: int, total: int) -> str:
 
 
 async def deploy_fleet(
-    store: OperationStore, name: str, *, surge: int = 0, max_unavailable: int = 0, is_immediate: bool = False
+    store: OperationStore,
+    name: str,
+    settings: FleetConfig | None,
+    *,
+    surge: int = 0,
+    max_unavailable: int = 0,
+    is_immediate: bool = False,
 ) -> DeployResult:
     """Replace all workers by workers of the fleet's current code and settings, a few at a time.
 
-    At most one of `surge` and `max_unavailable` is given. Raises BadInput for numbers that no fleet could use.
+    `settings`: of the fleet, if the caller's configuration has it. At most one of `surge` and `max_unavailable` is
+    given. Raises BadInput for numbers that no fleet could use.
     """
     if surge and max_unavailable:
         raise BadInput("surge and max_unavailable exclude each other: pass one of them.")
     if not 0 <= surge <= MAX_COUNT or not 0 <= max_unavailable <= MAX_COUNT:
         raise BadInput(f"surge and max_unavailable are numbers from 1 to {MAX_COUNT}.")
+    # Such a fleet has no cycles, so the database does not know its provider.
+    if settings is not None and settings.provider == "ray":
+        return DeployResult(outcome=OperationOutcome.CONFLICT, message=f"fleet {name} {FOREIGN_CLUSTER}", fleet=name)
     fleet = await find_fleet(store, name, has_cycles=True)
     if isinstance(fleet, OperationResult):
         return DeployResult(outcome=fleet.outcome, message=fleet.message, fleet=name)
-    if fleet.provider == "ray":
-        return DeployResult(outcome=OperationOutcome.CONFLICT, message=f"fleet {name} {FOREIGN_CLUSTER}", fleet=name)
     if max(surge, max_unavailable) > fleet.max_workers:
         raise BadInput(f"fleet {name} has at most {fleet.max_workers} workers: pass a smaller number.")
     old, total = count_versions(fleet, await store.workers())
     request_id = await store.request_deploy(name, surge, max_unavailable, is_immediate=is_immediate)
-    message = f"deploy {request_id} of fleet {name} requested for {total} worker{'' if total == 1 else 's'}"
+    message = f"deploy {request_id} of fleet {name} requested for {plural(total, 'worker')}"
     return DeployResult(outcome=OperationOutcome.DONE, message=message, changed=old, fleet=name, request_id=request_id)
 
 
 async def abort_deploy(store: OperationStore, name: str) -> DeployResult:
-    """Stop the fleet's rollout. Additional workers of the new version drain; the others stay."""
+    """Abort the fleet's rollout. Additional workers of the new version drain; the others stay."""
     report = await rollout_report(store, name)
     if report.is_refused:
         return DeployResult(outcome=report.outcome, message=report.message, fleet=name)
     if not await store.abort_deploy(name):
         return DeployResult(
-            outcome=OperationOutcome.UNCHANGED, message=f"fleet {name} has no deploy to abort", fleet=name
+            outcome=OperationOutcome.UNCHANGED, message=f"fleet {name} has no rollout to abort", fleet=name
         )
     is_over = report.rollout is not None and not report.rollout.is_running
-    message = f"the last deploy of fleet {name} has ended already" if is_over else f"deploy of fleet {name} is aborted"
+    message = f"rollout of fleet {name} {'has ended already' if is_over else 'is aborted'}"
     outcome = OperationOutcome.UNCHANGED if is_over else OperationOutcome.DONE
     return DeployResult(outcome=outcome, message=message, fleet=name)
 

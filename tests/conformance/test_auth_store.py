@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -22,6 +23,7 @@ from windlass.model.actor import acting_as
 from windlass.model.auth import (
     API_PREFIX,
     JOIN_PREFIX,
+    RATE_TTL_S,
     WORKER_PREFIX,
     Activation,
     JoinCaller,
@@ -45,6 +47,7 @@ from windlass.model.worker import RecoveredTasks, Registration, WorkerStatus
 from windlass.policy.plan import plan
 from windlass.server.app import make_app
 from windlass.server.long_poll import LongPollHub
+from windlass.store.connection import connected
 from windlass.worker.bootstrap import fetch_wheel
 from windlass.worker.self_registration import SelfRegisteredTransport, new_self_registration
 
@@ -483,6 +486,22 @@ async def test_session_of_identity_provider_names_its_person(store: Stores) -> N
     assert (event.code, event.actor) == ("SESSION_OPENED", "session:ann@example.com")
 
 
+async def test_login_links_and_logouts_are_in_the_audit_list(store: Stores) -> None:
+    with acting_as("user:root@here"):
+        await store.create_link(LINK, Role.ADMIN, 60, "ann@example.com")
+    assert await store.open_session(LINK, SESSION, 60)
+    await store.end_session(SESSION)
+    await store.end_session(SESSION)
+    page = await store.audit_page()
+    assert [(event.code, event.actor, event.reason) for event in page.rows] == [
+        ("SESSION_ENDED", "session:ann@example.com", "logged out"),
+        ("SESSION_OPENED", "session:ann@example.com", "logged in by a link, role admin"),
+        ("LINK_CREATED", "user:root@here", "login link for ann@example.com created, role admin"),
+    ]
+    detail = page.rows[-1].detail or {}
+    assert (detail["person"], detail["role"]) == ("ann@example.com", "admin")
+
+
 async def test_audit_list_has_who_did_what_newest_first(store: Stores) -> None:
     with acting_as("user:root@here"):
         await store.create_token("cron", Role.VIEWER, TOKEN)
@@ -511,3 +530,29 @@ async def test_audit_list_has_who_did_what_newest_first(store: Stores) -> None:
     task = await store.task(failed)
     assert task is not None
     assert task.owner == "user:root@here"
+
+
+async def test_rates_of_callers_are_summed_over_servers(store: Stores) -> None:
+    one, other = uuid4(), uuid4()
+    assert await store.share_rates(one, {("request", "a"): 10.0}) == {("request", "a"): 10.0}
+    shared = await store.share_rates(other, {("request", "a"): 5.0, ("worker", "a"): 1.0, ("request", "b"): 2.0})
+    assert shared == {("request", "a"): 15.0, ("worker", "a"): 1.0, ("request", "b"): 2.0}
+    # The last rates of a server replace its earlier ones.
+    assert await store.share_rates(one, {("request", "a"): 20.0}) == {("request", "a"): 25.0}
+    assert await store.share_rates(one, {}) == {}
+    assert await store.share_rates(other, {("request", "a"): 5.0}) == {("request", "a"): 5.0}
+
+
+@pytest.mark.parametrize("store", ["postgres"], indirect=True)
+async def test_rates_of_an_ended_server_expire(store: Stores, shared_dsn: str) -> None:
+    ended, survivor = uuid4(), uuid4()
+    await store.share_rates(ended, {("request", "c"): 10.0})
+    assert await store.share_rates(survivor, {("request", "c"): 3.0}) == {("request", "c"): 13.0}
+    async with connected(shared_dsn, "ageing the rates of a server") as connection:
+        await connection.execute(
+            "update windlass.caller_rates set recorded_at = recorded_at - make_interval(secs => $1)"
+            " where server_id = $2",
+            RATE_TTL_S,
+            ended,
+        )
+    assert await store.share_rates(survivor, {("request", "c"): 3.0}) == {("request", "c"): 3.0}

@@ -449,7 +449,9 @@ async def test_explanation_leads_to_the_runbook_of_its_code(windlass: CommandLin
     assert windlass("explain", "1", "--json").json["runbooks"] == ["HANDLER_ERROR"]
     shown = windlass("runbook", "handler_error").out
     assert shown.startswith("HANDLER_ERROR (Task errors)\n  why: The handler raised an exception")
-    assert "\n  what to do: Fix the handler" in shown
+    assert "Fix the handler" in shown
+    assert windlass("runbook", "UNAUTHORIZED").out.startswith("UNAUTHORIZED (HTTP errors)\n  status: 401\n  why: ")
+    assert "\nHetzner fleets: The token is refused\n" in windlass("runbook", "DENIED").out
     unknown = windlass("runbook", "HANDLER_EROR")
     assert unknown.code == 2
     assert "no runbook for HANDLER_EROR. Similar codes: HANDLER_ERROR" in unknown.err

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from support.api_fixture import open_api
 from support.postgres_servers import do_without
 from windlass.model.alert import ADVICE
@@ -35,6 +37,16 @@ def test_alert_rules_pass_their_promtool_tests() -> None:
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.parametrize("file", ["prometheus/alerts.yml", "grafana/windlass.json"])
+def test_counters_that_every_instance_serves_are_not_added_up(file: str) -> None:
+    text = (DEPLOY / file).read_text()
+    counters = re.findall(r"(?:rate|increase)\(windlass_\w+_total", text)
+    assert len(counters) >= 2
+    assert len(re.findall(r"max without \(instance, pod\) \((?:rate|increase)\(windlass_\w+_total", text)) == len(
+        counters
+    )
+
+
 async def test_every_metric_in_rules_and_dashboard_exists(dsn: str) -> None:
     async with open_api(dsn) as api:
         await api.run_cycle()
@@ -61,6 +73,15 @@ def test_general_rule_excludes_only_codes_with_their_own_rule() -> None:
     own = queried | set(re.findall(r"code: ([A-Z_]+)", rules))
     assert set(excluded.split("|")) - own == set()
     assert set(excluded.split("|")) - ADVICE.keys() == set()
+
+
+def test_grafana_shows_percentiles_of_each_boot_phase() -> None:
+    board = json.loads((DEPLOY / "grafana" / "windlass.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    histogram = re.escape('increase(windlass_boot_phase_seconds_bucket{fleet=~"$fleet"}[1d])')
+    pattern = rf"histogram_quantile\((0\.\d+), sum by \(phase, le\) \({histogram}\)\)"
+    found = [match[1] for query in queries if (match := re.fullmatch(pattern, query))]
+    assert found == ["0.5", "0.95", "0.99"]
 
 
 def test_grafana_dashboard_has_valid_panels() -> None:

@@ -180,6 +180,20 @@ async def test_access_page_shows_a_new_token_once(api: ApiFixture) -> None:
         assert (await browser.post("/access/tokens", data={**form, **change})).status_code == 400, change
 
 
+async def test_admin_revokes_sessions_over_http_and_on_the_page(api: ApiFixture) -> None:
+    admin, operator = await client_with(api, "root", Role.ADMIN), await client_with(api, "ops", Role.OPERATOR)
+    browser, other = await api.browser(role=Role.ADMIN), await api.browser(role=Role.VIEWER)
+    assert (await other.get(f"{API}/fleets")).status_code == 200
+    listed = (await admin.get(f"{API}/sessions")).json()
+    (session,) = [each["id"] for each in listed if each["role"] == "viewer"]
+    assert problem_of(await operator.post(f"{API}/sessions/{session}/revoke")) == (403, "FORBIDDEN")
+    assert f"/access/sessions/{session}/revoke" in (await browser.get("/access")).text
+    form = {"csrf": csrf_token(browser.cookies[SESSION_COOKIE]), "is_confirmed": "yes"}
+    assert (await browser.post(f"/access/sessions/{session}/revoke", data=form)).status_code == 303
+    assert problem_of(await other.get(f"{API}/fleets")) == (401, "UNAUTHORIZED")
+    assert problem_of(await admin.post(f"{API}/sessions/{session}/revoke")) == (404, "NOT_FOUND")
+
+
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.OPERATOR])
 async def test_session_cannot_do_more_than_its_role(api: ApiFixture, role: Role) -> None:
     browser = await api.browser(role=role)

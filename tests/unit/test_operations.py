@@ -1,22 +1,34 @@
 """Results of operations by the state of the task, worker or fleet, over the memory store."""
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from random import Random
+from typing import Any
 
 import pytest
 
 from support.memory_store.stores import MemoryStores
 from support.provider_fixtures import set_status_in_memory
-from windlass import operations
+from windlass import access, operations, queue_operations, rollouts
 from windlass.model.action import Plan, Spawn
+from windlass.model.auth import (
+    API_PREFIX,
+    DEFAULT_TOKEN_TTL_S,
+    MAX_SCOPE_NAMES,
+    MAX_TOKEN_DAYS,
+    NewToken,
+    Role,
+    TokenScope,
+    is_token,
+)
 from windlass.model.config import Retention
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, OutOfScope
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
 from windlass.model.outcome import Intent
-from windlass.model.task import NewTask
+from windlass.model.task import NewTask, TaskStatus
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.operations import OperationOutcome, OperationResult
 
@@ -148,15 +160,73 @@ async def test_task_operations_by_status(store: MemoryStores) -> None:
 async def test_retry_failed_tasks_stops_at_its_limit(
     store: MemoryStores, monkeypatch: pytest.MonkeyPatch, limit: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(operations, "RETRY_BATCH", 2)
+    monkeypatch.setattr(queue_operations, "RETRY_BATCH", 2)
     ids = [await store.enqueue(NewTask("renders")) for _ in range(5)]
     for task_id in ids:
         await store.cancel_task(task_id, "test")
-    assert (await operations.retry_failed_tasks(store, "renders")).outcome is OperationOutcome.UNCHANGED
+    assert (await queue_operations.retry_failed_tasks(store, "renders")).outcome is OperationOutcome.UNCHANGED
     batches: list[int] = []
-    result = await operations.retry_failed_tasks(
+    result = await queue_operations.retry_failed_tasks(
         store, "renders", limit=limit, include_cancelled=True, on_batch=batches.append
     )
     assert (result.outcome, result.changed, len(result.task_ids)) == (OperationOutcome.DONE, expected, expected)
     assert sum(batches) == expected
     assert max(batches) <= 2
+
+
+async def test_cancel_queued_tasks_leaves_running_ones_and_other_queues(store: MemoryStores) -> None:
+    assert (await queue_operations.cancel_queued_tasks(store, "renders")).outcome is OperationOutcome.UNCHANGED
+    ids = [await store.enqueue(NewTask("renders")) for _ in range(3)]
+    other = await store.enqueue(NewTask("thumbnails"))
+    batches: list[int] = []
+    result = await queue_operations.cancel_queued_tasks(store, "renders", on_batch=batches.append)
+    assert (result.task_ids, result.changed, sum(batches)) == (tuple(ids), 3, 3)
+    kept = await store.task(other)
+    assert kept is not None
+    assert kept.status is TaskStatus.QUEUED
+    with pytest.raises(OutOfScope):
+        scope = TokenScope(frozenset({"renders"}))
+        await queue_operations.cancel_queued_tasks(store, "thumbnails", scope=scope)
+
+
+async def test_deploy_of_a_fleet_on_a_foreign_ray_cluster_conflicts(store: MemoryStores) -> None:
+    """No cycle runs such a fleet, so the database does not know its provider."""
+    settings = FleetConfig(queues=("renders",), provider="ray", engine="ray", handler="app:run")
+    result = await rollouts.deploy_fleet(store, "other", settings)
+    assert result.outcome is OperationOutcome.CONFLICT
+    assert result.message == f"fleet other {rollouts.FOREIGN_CLUSTER}"
+
+
+NAMES = frozenset(f"q{n}" for n in range(MAX_SCOPE_NAMES + 1))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"name": "no name"}, "invalid token name 'no name'"),
+        ({"scope": TokenScope(queues=frozenset({"<x>"}))}, "'<x>' is not the name of a queue or fleet"),
+        ({"scope": TokenScope(fleets=frozenset({""}))}, "'' is not the name of a queue or fleet"),
+        ({"scope": TokenScope(queues=NAMES)}, "at most 100 queues and 100 fleets"),
+        ({"ttl_s": 0.0}, "more than 0 and at most 36,500 days"),
+        ({"ttl_s": MAX_TOKEN_DAYS * 86_400 + 1}, "more than 0 and at most 36,500 days"),
+        ({"ttl_s": math.nan}, "more than 0 and at most 36,500 days"),
+    ],
+)
+def test_token_that_cannot_exist_is_refused(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        NewToken(**{"name": "ci", "role": Role.VIEWER} | changed)
+
+
+async def test_created_token_is_returned_once_and_revoked_once(store: MemoryStores) -> None:
+    created = await access.create_token(store, NewToken(name="ci", role=Role.VIEWER))
+    assert is_token(created.token, API_PREFIX)
+    assert created.details.expires_at == NOW + timedelta(seconds=DEFAULT_TOKEN_TTL_S)
+    assert (await access.revoke_token(store, "ci")).message == "token ci revoked"
+    assert (await access.revoke_token(store, "ci")).outcome is OperationOutcome.NOT_FOUND
+
+
+async def test_session_is_revoked_once(store: MemoryStores) -> None:
+    await store.create_session(b"hash of a session", Role.VIEWER, 60.0, "ann")
+    (session,) = await store.sessions()
+    assert (await access.revoke_session(store, session.id)).changed == 1
+    assert (await access.revoke_session(store, session.id)).outcome is OperationOutcome.NOT_FOUND

@@ -40,7 +40,7 @@ async def deploy(
     ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it is complete; fail if it is not.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Show the versions of the workers and the rollout.")] = False,
-    abort: Annotated[bool, typer.Option("--abort", help="Stop the running rollout.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="Abort the running rollout.")] = False,
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -56,9 +56,6 @@ async def deploy(
     loaded = load(config, data_dir).config
     async with stores.store(loaded, may_create=False) as store:
         name = await choose_fleet(store, fleet, fleet_option)
-        settings = loaded.fleets.get(name)
-        if settings is not None and settings.provider == "ray":
-            raise BadInput(f"fleet {name} {rollouts.FOREIGN_CLUSTER}.")
         result: OperationResult
         if status:
             result = await rollouts.rollout_report(store, name)
@@ -66,7 +63,12 @@ async def deploy(
             result = await rollouts.abort_deploy(store, name)
         else:
             result = requested = await rollouts.deploy_fleet(
-                store, name, surge=surge or 0, max_unavailable=max_unavailable or 0, is_immediate=now
+                store,
+                name,
+                loaded.fleets.get(name),
+                surge=surge or 0,
+                max_unavailable=max_unavailable or 0,
+                is_immediate=now,
             )
             if wait and not requested.is_refused:
                 result = await _wait(store, name, requested.request_id)

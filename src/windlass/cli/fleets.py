@@ -1,6 +1,6 @@
 """`windlass spawn`, `terminate`, `pause`, `resume` and `restart`: operations on fleets and workers.
 
-A fleet is given as an argument or with --fleet. Operations change the database; the next cycle carries them out.
+A fleet is given as an argument or with --fleet. Operations change the database; the next cycle executes them.
 """
 
 from collections.abc import Sequence
@@ -149,13 +149,15 @@ async def _set_paused(
         raise BadInput("pass exactly one of: ids of workers or names of fleets, --fleet, or --all.")
     change_worker = operations.pause_worker if is_paused else operations.resume_worker
     change_fleet = operations.pause_fleet if is_paused else operations.resume_fleet
+    change_all = operations.pause_all_fleets if is_paused else operations.resume_all_fleets
     async with stores.store(loaded.config, may_create=False) as store:
         if is_all:
-            ids, fleets = list[str](), [one.name for one in await store.fleets()]
+            fleets = [one.name for one in await store.fleets()]
+            results = [await change_all(store)]
         else:
             ids, fleets = await _resolve(store, targets, fleet)
-        results = [await change_worker(store, worker_id) for worker_id in ids]
-        results += [await change_fleet(store, name) for name in fleets]
+            results = [await change_worker(store, worker_id) for worker_id in ids]
+            results += [await change_fleet(store, name) for name in fleets]
     fields = {"changed": sum(result.changed for result in results), "fleets": fleets, "is_paused": is_paused}
     _print_results(results, fields, as_json=as_json)
 

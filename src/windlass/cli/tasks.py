@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from windlass import operations
+from windlass import operations, queue_operations
 from windlass.cli.cost import plain_cost
 from windlass.cli.errors import EXIT_BAD_INPUT, print_error
 from windlass.cli.log_output import NO_OUTPUT_HINT, LogTail, Timestamps, print_log_lines, print_note
 from windlass.cli.options import AsJson, ConfigFile, DataDir, QueueFilter, load, person_command
 from windlass.cli.output import (
-    format_count,
     one_line,
     print_json,
     print_table,
@@ -23,7 +22,7 @@ from windlass.cli.output import (
     progress,
     to_plain,
 )
-from windlass.cli.queues import QueueStore, check_queue_is_known
+from windlass.cli.queues import check_queue_is_known
 from windlass.cli.task_search import errors, search_tasks
 from windlass.cli.times import parse_duration
 from windlass.config_loader import Loaded, secrets_of
@@ -35,6 +34,7 @@ from windlass.model.event import check_reason
 from windlass.model.listing import ListedTask, TaskList
 from windlass.model.money import with_currency
 from windlass.model.payload_privacy import privacy_of
+from windlass.model.plural import plural
 from windlass.model.redaction import mask_of
 from windlass.model.task import CANCELLED, MAX_TASK_ID, Task, TaskStatus, TaskSummary
 from windlass.model.text_format import duration
@@ -42,17 +42,14 @@ from windlass.model.worker_log import WorkerLogLine
 from windlass.operations import CANCEL_REASON, OperationResult
 from windlass.ports.queries import SEARCH_S
 from windlass.ports.tasks import TaskStore
+from windlass.queue_operations import MAX_CONCURRENT_CALLS
 from windlass.server.payload_previews import without_private_parts
 from windlass.wiring import stores
 
 app = typer.Typer(help="List, retry, cancel and delete tasks.", no_args_is_help=True)
 
-# One database connection per concurrent call.
-MAX_CONCURRENT_CALLS = 4
 # Characters of a payload in a list.
 PAYLOAD_WIDTH = 40
-# Tasks that are listed, then cancelled, before the next ones are listed.
-CANCEL_BATCH = 5_000
 
 TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metavar="ID", min=1, max=MAX_TASK_ID)]
 
@@ -234,7 +231,7 @@ async def retry(
     async with stores.store(loaded, max_connections=MAX_CONCURRENT_CALLS, may_create=False) as store:
         if queue is not None:
             with progress("retrying", None) as advance:
-                retried = await operations.retry_failed_tasks(
+                retried = await queue_operations.retry_failed_tasks(
                     store, queue, include_cancelled=include_cancelled, on_batch=advance
                 )
             if not retried.changed:
@@ -263,37 +260,14 @@ async def cancel(
     loaded = load(config, data_dir).config
     async with stores.store(loaded, max_connections=MAX_CONCURRENT_CALLS, may_create=False) as store:
         if queue is not None:
-            return _report("cancelled", await _cancel_queued(store, queue, reason), [], as_json)
+            with progress("cancelling", None) as advance:
+                cancelled = await queue_operations.cancel_queued_tasks(store, queue, reason, on_batch=advance)
+            if not cancelled.changed:
+                await check_queue_is_known(store, queue)
+            return _report("cancelled", cancelled.task_ids, [], as_json)
         tasks = await _find_tasks(store, task_ids or [])
         done, refused = await _change(tasks, lambda one: operations.cancel_task(store, one, reason), "cancelling")
     return _report("cancelled", done, refused, as_json)
-
-
-async def _cancel_queued(store: QueueStore, queue: str, reason: str) -> list[int]:
-    """Cancel the queued and retrying tasks of a queue, newest first. Tasks that have started meanwhile are stopped."""
-    cancelled: list[int] = []
-
-    async def cancel_one(task: TaskSummary) -> None:
-        async with semaphore:
-            if await store.cancel_task(task.id, reason):
-                cancelled.append(task.id)
-            advance(1)
-
-    semaphore = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-    with progress("cancelling", None) as advance:
-        for status in (TaskStatus.QUEUED, TaskStatus.ERROR):
-            before: str | None = ""
-            while before is not None:
-                page = await store.task_summaries(
-                    queue=queue, status=status, limit=CANCEL_BATCH, before_id=int(before) if before else None
-                )
-                before = page.next_cursor
-                async with asyncio.TaskGroup() as group:
-                    for task in page.rows:
-                        group.create_task(cancel_one(task))
-    if not cancelled:
-        await check_queue_is_known(store, queue)
-    return sorted(cancelled)
 
 
 @app.command()
@@ -340,7 +314,7 @@ async def _purge(
     if as_json:
         print_json({"deleted": deleted})
     else:
-        print(f"deleted {format_count(deleted, 'task')}")
+        print(f"deleted {plural(deleted, 'task')}")
 
 
 def _confirm(statuses: list[TaskStatus], older_than: str, queue: str | None) -> None:
@@ -439,7 +413,7 @@ def _report(verb: str, done: Sequence[int], refused: Sequence[tuple[Task, Operat
     elif len(done) == 1:
         print(f"{verb} task {done[0]}")
     elif done or not refused:
-        print(f"{verb} {format_count(len(done), 'task')}")
+        print(f"{verb} {plural(len(done), 'task')}")
     for _, result in refused:
         print_error(f"{result.message}.")
     return EXIT_BAD_INPUT if refused else 0

@@ -1,24 +1,15 @@
 """`windlass tokens`: API tokens for programs, and dashboard links and sessions for browsers."""
 
-import secrets
 from typing import Annotated, Literal
 
 import typer
 
+from windlass import access
 from windlass.cli.options import AsJson, ConfigFile, DataDir, load, os_user, person_command
 from windlass.cli.output import print_json, print_table
 from windlass.cli.times import parse_duration
-from windlass.model.auth import (
-    API_PREFIX,
-    MAX_PERSON_CHARACTERS,
-    MAX_SCOPE_NAMES,
-    Role,
-    TokenScope,
-    hash_of,
-    new_token,
-)
+from windlass.model.auth import DEFAULT_TOKEN_TTL_S, MAX_PERSON_CHARACTERS, NewToken, Role, TokenScope
 from windlass.model.errors import BadInput
-from windlass.model.task import is_name
 from windlass.model.text_format import duration
 from windlass.wiring import stores
 from windlass.wiring.http_server import dashboard_link
@@ -41,7 +32,7 @@ async def create(
     ] = None,
     expires: Annotated[
         str, typer.Option(help="Time until it expires: 12h, 30d, or never.", metavar="DURATION")
-    ] = "90d",
+    ] = f"{DEFAULT_TOKEN_TTL_S / 86_400:.0f}d",
     config: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -50,24 +41,18 @@ async def create(
 
     With --queue or --fleet the token reaches these queues and fleets only.
     """
-    if not is_name(name):
-        raise BadInput(f"invalid token name {name!r}: use at most 63 letters, digits and _ . : -.")
-    for each in (*(queue or ()), *(fleet or ())):
-        if not is_name(each):
-            raise BadInput(f"{each!r} is not the name of a queue or fleet.")
-    if len(queue or ()) > MAX_SCOPE_NAMES or len(fleet or ()) > MAX_SCOPE_NAMES:
-        raise BadInput(f"a token can be limited to at most {MAX_SCOPE_NAMES} queues and {MAX_SCOPE_NAMES} fleets.")
     ttl_s = parse_duration(expires, "--expires") if expires != "never" else None
-    if ttl_s == 0:
-        raise BadInput("--expires is 0: give a duration such as 90d, or never.")
     scope = TokenScope(frozenset(queue or ()), frozenset(fleet or ()))
-    token = new_token(API_PREFIX, secrets.SystemRandom())
+    wanted = NewToken(name=name, role=role, scope=scope, ttl_s=ttl_s)
     async with stores.auth_store(load(config, data_dir).config) as store:
-        created = await store.create_token(name, role, hash_of(token), scope=scope, ttl_s=ttl_s)
+        created = await access.create_token(store, wanted)
     if as_json:
-        print_json({"name": created.name, "role": created.role, "expires_at": created.expires_at, "token": token})
+        details = created.details
+        print_json(
+            {"name": details.name, "role": details.role, "expires_at": details.expires_at, "token": created.token}
+        )
     else:
-        print(token)
+        print(created.token)
 
 
 @app.command("list")
@@ -177,11 +162,13 @@ async def revoke(
     if (name is None) == (session is None):
         raise BadInput("choose what to revoke: the NAME of a token, or --session ID (see `windlass tokens sessions`).")
     async with stores.auth_store(load(config, data_dir).config, may_create=False) as store:
-        if name is not None and not await store.revoke_token(name):
-            raise BadInput(f"active token {name} not found. `windlass tokens list` shows all tokens.")
-        if session is not None and not await store.revoke_session(session):
-            raise BadInput(f"session {session} not found. `windlass tokens sessions` shows all sessions.")
+        if name is not None:
+            result, listed_by = await access.revoke_token(store, name), "list"
+        else:
+            result, listed_by = await access.revoke_session(store, session or ""), "sessions"
+    if result.is_refused:
+        raise BadInput(f"{result.message}. `windlass tokens {listed_by}` shows all of them.")
     if as_json:
         print_json({"revoked": name or session})
     else:
-        print(f"revoked {name or session}")
+        print(result.message)

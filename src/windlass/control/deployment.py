@@ -10,6 +10,7 @@ restored (wiring/fingerprint.py).
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Protocol
 
 from windlass.model.errors import ConfigError
 from windlass.model.fleet import FleetConfig
@@ -18,43 +19,52 @@ from windlass.model.snapshot import Snapshot
 from windlass.ports.provider import Provider
 
 
-async def _unknown_version(_config: FleetConfig) -> str | None:
-    return None
+class VersionReader(Protocol):
+    """The versions of one fleet's code and settings."""
+
+    async def read(self, fleet: FleetConfig) -> str | None:
+        """The fingerprint of the current version; None if it is unknown. Never raises."""
+
+    def describe(self, fingerprint: str) -> str | None:
+        """What a fingerprint covers, as a JSON object; None if that is unknown."""
+
+    def restore(self, fleet: FleetConfig, working: WorkingVersion) -> FleetConfig | None:
+        """The fleet with the settings of a former version; None if they cannot be restored."""
 
 
-def _not_described(_fingerprint: str) -> str | None:
-    return None
+class UnknownVersion:
+    """A fleet whose version nothing reads. No rollout of it begins, and no former settings are restored."""
+
+    async def read(self, _fleet: FleetConfig) -> str | None:
+        return None
+
+    def describe(self, _fingerprint: str) -> str | None:
+        return None
+
+    def restore(self, _fleet: FleetConfig, _working: WorkingVersion) -> FleetConfig | None:
+        return None
 
 
 def _no_provider(_config: FleetConfig) -> Provider:
     raise ConfigError("no provider for former settings")
 
 
-def _not_restored(_config: FleetConfig, _working: WorkingVersion) -> FleetConfig | None:
-    return None
-
-
 class Deployment:
-    """The code and settings of one fleet. `read_fingerprint` returns None if the version is unknown, and never raises.
+    """The version of one fleet, as its cycles use it.
 
-    `describe` returns what a fingerprint covers, `restore` the fleet with the settings of a former version, or None.
-    `make_provider` makes the fleet's provider for them. `reload` reads the configuration again, and logs its errors;
-    None if there is nothing to read. `is_watching`: a changed version begins a rollout by itself.
+    `make_provider` makes the fleet's provider for former settings. `reload` reads the configuration again, and logs its
+    errors; None if there is nothing to read. `is_watching`: a changed version begins a rollout by itself.
     """
 
     def __init__(
         self,
-        read_fingerprint: Callable[[FleetConfig], Awaitable[str | None]] = _unknown_version,
+        versions: VersionReader | None = None,
         *,
-        describe: Callable[[str], str | None] = _not_described,
-        restore: Callable[[FleetConfig, WorkingVersion], FleetConfig | None] = _not_restored,
         make_provider: Callable[[FleetConfig], Provider] = _no_provider,
         reload: Callable[[], Awaitable[None]] | None = None,
         is_watching: bool = False,
     ) -> None:
-        self._read_fingerprint = read_fingerprint
-        self._describe = describe
-        self._restore = restore
+        self._versions = versions or UnknownVersion()
         self.make_provider = make_provider
         self._reload = reload
         self._is_watching = is_watching
@@ -65,9 +75,9 @@ class Deployment:
     async def add_version(
         self, seen: Snapshot, config: FleetConfig, wake: Callable[[], None]
     ) -> tuple[Snapshot, FleetConfig]:
-        """The snapshot with the fleet's current version, and the settings that it is of.
+        """Add the fleet's current version to the snapshot. Returns it with the settings that new workers get.
 
-        `config`: as configured. `wake` requests a cycle once a request can be seen.
+        `config`: the configured settings. `wake` requests a cycle once a request can be seen.
         """
         rollout, deploy = seen.planner_state.rollout, seen.deploy
         if deploy is not None and self._reload is not None:
@@ -78,13 +88,13 @@ class Deployment:
                 self._reloading.add_done_callback(lambda _: wake())
         if self._reloading is not None and not self._reloading.done():
             seen = replace(seen, deploy=None)
-        fingerprint = await self._read_fingerprint(config)
-        text = self._describe(fingerprint) if fingerprint is not None else None
+        fingerprint = await self._versions.read(config)
+        text = self._versions.describe(fingerprint) if fingerprint is not None else None
         seen = replace(seen, fingerprint=fingerprint, version_settings=text, is_watching=self._is_watching)
         working = seen.planner_state.working
         if working is None or not _is_rejected(seen):
             return seen, config
-        former = self._restore(config, working)
+        former = self._versions.restore(config, working)
         if former is None:
             return seen, config
         seen = replace(seen, fingerprint=working.fingerprint, version_settings=working.settings, rejected=fingerprint)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from windlass.model.errors import BadInput
+from windlass.model.task import is_name
+
 # Visible in a leaked token, so that the finder knows what to revoke.
 JOIN_PREFIX = "wlj_"
 WORKER_PREFIX = "wlw_"
@@ -91,6 +94,31 @@ EVERYTHING = TokenScope()
 MAX_TOKENS_LISTED = 1_000
 # Applies to tokens that are created without a time to live of their own.
 DEFAULT_TOKEN_TTL_S = 90 * 86_400.0
+# About a century. Sums with much longer durations overflow the timestamps of Python and PostgreSQL.
+MAX_TOKEN_DAYS = 36_500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewToken:
+    """What a person asked for. Raises BadInput for values that no token can have."""
+
+    name: str
+    role: Role
+    scope: TokenScope = EVERYTHING
+    # None: it never expires.
+    ttl_s: float | None = DEFAULT_TOKEN_TTL_S
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):
+            raise BadInput(f"invalid token name {self.name!r}: use at most 63 letters, digits and _ . : -.")
+        for names in (self.scope.queues, self.scope.fleets):
+            if len(names) > MAX_SCOPE_NAMES:
+                raise BadInput(f"a token is limited to at most {MAX_SCOPE_NAMES} queues and {MAX_SCOPE_NAMES} fleets.")
+            for name in sorted(names):
+                if not is_name(name):
+                    raise BadInput(f"{name!r} is not the name of a queue or fleet.")
+        if self.ttl_s is not None and not 0 < self.ttl_s <= MAX_TOKEN_DAYS * 86_400.0:
+            raise BadInput(f"a token expires after more than 0 and at most {MAX_TOKEN_DAYS:,} days, or never.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,5 +2,5 @@
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """`1 worker`, `2,000 workers`."""
+    return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"

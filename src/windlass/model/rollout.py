@@ -30,7 +30,7 @@ class DeployRequest:
     max_unavailable: int = 0
     # Old workers are replaced at once, even if their billing period has just begun.
     is_immediate: bool = False
-    # Stop the running rollout, even if an earlier request or `windlass up --watch` began it.
+    # Abort the running rollout, even if an earlier request or `windlass up --watch` began it.
     is_aborted: bool = False
 
 
@@ -68,7 +68,7 @@ class Rollout:
         return self.status is RolloutStatus.RUNNING
 
     def rejects(self, fingerprint: str | None, reset_at: datetime | None) -> bool:
-        """Whether the fleet spawns none of this version. A restart after the rollback declares the cause fixed."""
+        """Whether the fleet must not spawn this version: it was rolled back, and the fleet was not restarted since."""
         is_reset = reset_at is not None and self.ended_at is not None and reset_at > self.ended_at
         return self.status is RolloutStatus.ROLLED_BACK and self.target == fingerprint and not is_reset
 

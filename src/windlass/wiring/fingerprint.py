@@ -171,7 +171,7 @@ def _read_file(path: Path, known: tuple[int, int, str] | None) -> tuple[int, int
 
 
 def _hashed(settings: dict[str, Any]) -> tuple[str, str]:
-    """The fingerprint, and the text that it is of."""
+    """The fingerprint of these settings, and the JSON text from which it is computed."""
     text = json.dumps(settings, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:CHARACTERS], text
 

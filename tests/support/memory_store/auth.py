@@ -179,6 +179,8 @@ class MemoryAuthStore(TableStore):
 
     async def create_link(self, link_hash: bytes, role: Role, ttl_s: float, name: str = "dashboard") -> None:
         self._add_session(link_hash, role, ttl_s, name, is_link=True)
+        reason = f"login link for {name} created, role {role}"
+        self._add_event("LINK_CREATED", reason, detail={"person": name, "role": role})
 
     async def open_session(self, link_hash: bytes, session_hash: bytes, ttl_s: float) -> bool:
         link = self._tables.sessions.get(link_hash)
@@ -216,6 +218,8 @@ class MemoryAuthStore(TableStore):
         session = self._tables.sessions.get(session_hash)
         if session is not None and not session.is_link:
             del self._tables.sessions[session_hash]
+            with acting_as(f"session:{session.name}"):
+                self._add_event("SESSION_ENDED", "logged out")
 
     async def revoke_session(self, session_id: str) -> bool:
         now = self._clock()

@@ -199,7 +199,6 @@ def _view(worker: MemoryWorker, running: Sequence[MemoryTask], *, has_queues: bo
         reason=worker.reason,
         lease_s=worker.lease_s,
         bill=spawned.bill,
-        preparing_at=spawned.preparing_at,
         prepare_code=spawned.prepare_code,
         prepare_reason=spawned.prepare_reason,
         host_key=spawned.host_key,

@@ -48,6 +48,7 @@ class MemoryRayStore(MemoryLeaseStore):
             self._tasks.hand_over(row, node.id, now)
         if node.first_claimed_at is None:
             node.first_claimed_at = now
+            self._tables.promote(node, "started its first task")
         return NodeVerdict.PLACED
 
     async def report_nodes(

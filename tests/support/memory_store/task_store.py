@@ -141,4 +141,9 @@ class MemoryTaskStore(TableStore):
         old = [row for row in ended if queue in (None, row.queue)]
         for row in old:
             self._tasks.delete(row)
+        if old:
+            reason = (
+                f"{len(old)} {' and '.join(statuses)} tasks of {f'queue {queue}' if queue else 'all queues'} deleted"
+            )
+            self._add_event("TASKS_PURGED", reason, detail={"count": len(old), "queue": queue, "statuses": [*statuses]})
         return len(old)

@@ -1,34 +1,34 @@
 """Tokens, sessions and the audit list: JSON routes, pages and dashboard forms.
 
-Administrators create and revoke tokens; operators read the audit list. A new token is shown once, in the response that
-created it: the database stores its hash.
+Administrators create and revoke tokens, and revoke sessions; operators read the audit list. A new token is shown once,
+in the response that created it: the database stores its hash.
 """
 
-import secrets
-from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
 from pydantic import FailFast, Field
 
+from windlass import access
+from windlass.access import NewTokenResponse
 from windlass.dashboard.access import access_page, audit_page
 from windlass.model.auth import (
-    API_PREFIX,
     DEFAULT_TOKEN_TTL_S,
     MAX_SCOPE_NAMES,
+    MAX_TOKEN_DAYS,
     ApiToken,
+    NewToken,
     Role,
+    Session,
     TokenScope,
-    hash_of,
-    new_token,
 )
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
-from windlass.model.task import NAME_PATTERN, is_name
-from windlass.operations import OperationOutcome, OperationResult
+from windlass.model.task import NAME_PATTERN
+from windlass.operations import OperationResult
 from windlass.server.auth import admin, check_csrf, operator
 from windlass.server.context import AppContext
-from windlass.server.errors import not_found
+from windlass.server.errors import raise_if_refused
 from windlass.server.forms import read_form, submit_form
 from windlass.server.json_api import (
     ADMIN,
@@ -46,7 +46,7 @@ from windlass.server.openapi import documented
 from windlass.server.pages import PAGE_ROWS, PageCursor, html, page_context
 
 DAY_S = 86_400.0
-MAX_TOKEN_DAYS = 36_500
+SessionName = Annotated[str, Path(max_length=63)]
 TokenName = Annotated[str, Path(max_length=63)]
 ScopeNames = Annotated[list[Annotated[str, Field(pattern=NAME_PATTERN)]], Field(max_length=MAX_SCOPE_NAMES), FailFast()]
 
@@ -60,15 +60,15 @@ class NewTokenBody(RequestBody):
         default=DEFAULT_TOKEN_TTL_S / DAY_S, description="Null: it never expires."
     )
 
-
-@dataclass(frozen=True, slots=True)
-class NewTokenResponse:
-    # Shown only here.
-    token: str
-    details: ApiToken
+    def wanted(self) -> NewToken:
+        """Raises BadInput for values that no token can have."""
+        scope = TokenScope(frozenset(self.queues), frozenset(self.fleets))
+        ttl_s = self.expires_in_days * DAY_S if self.expires_in_days is not None else None
+        return NewToken(name=self.name, role=self.role, scope=scope, ttl_s=ttl_s)
 
 
 _tokens = json_response(list[ApiToken])
+_sessions = json_response(list[Session])
 _new_token = json_response(NewTokenResponse)
 _result = json_response(OperationResult)
 _events = json_response(PageResponse[Event])
@@ -83,21 +83,6 @@ def routes(context: AppContext) -> APIRouter:
     return router
 
 
-async def create_token(context: AppContext, body: NewTokenBody) -> NewTokenResponse:
-    token = new_token(API_PREFIX, secrets.SystemRandom())
-    scope = TokenScope(frozenset(body.queues), frozenset(body.fleets))
-    ttl_s = body.expires_in_days * DAY_S if body.expires_in_days is not None else None
-    created = await context.store.create_token(body.name, body.role, hash_of(token), scope=scope, ttl_s=ttl_s)
-    return NewTokenResponse(token, created)
-
-
-async def revoke_token(context: AppContext, name: str) -> OperationResult:
-    is_revoked = await context.store.revoke_token(name)
-    outcome = OperationOutcome.DONE if is_revoked else OperationOutcome.NOT_FOUND
-    message = f"token {name} revoked" if is_revoked else f"active token {name} not found"
-    return OperationResult(outcome=outcome, message=message, changed=int(is_revoked))
-
-
 def _add_json_routes(administrator: APIRouter, operator_routes: APIRouter, context: AppContext) -> None:
     store = context.store
 
@@ -109,16 +94,27 @@ def _add_json_routes(administrator: APIRouter, operator_routes: APIRouter, conte
     @administrator.post("/tokens", **documented(NewTokenResponse, "Create a token", status_code=201))
     async def create(body: Annotated[NewTokenBody, Body()]) -> Response:
         """The token is in this response only."""
-        response = _new_token(await create_token(context, body))
+        response = _new_token(await access.create_token(store, body.wanted()))
         response.status_code = 201
         return response
 
     @administrator.post("/tokens/{name}/revoke", **documented(OperationResult, "Revoke a token"))
     async def revoke(name: TokenName) -> Response:
         """It stops working at once."""
-        result = await revoke_token(context, name)
-        if result.is_refused:
-            raise not_found(result.message)
+        result = await access.revoke_token(store, name)
+        raise_if_refused(result)
+        return _result(result)
+
+    @administrator.get("/sessions", **documented(list[Session], "List sessions"))
+    async def sessions() -> Response:
+        """Browser sessions and unused links, newest first."""
+        return _sessions(await store.sessions())
+
+    @administrator.post("/sessions/{session}/revoke", **documented(OperationResult, "Revoke a session"))
+    async def revoke_session(session: SessionName) -> Response:
+        """The browser is logged out at once, or the link opens nothing."""
+        result = await access.revoke_session(store, session)
+        raise_if_refused(result)
         return _result(result)
 
     @operator_routes.get("/audit", **documented(PageResponse[Event], "List who did what"))
@@ -145,7 +141,7 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         return html(request, page)
 
     @router.get("/access", dependencies=[Depends(admin)], include_in_schema=False)
-    async def access(request: Request) -> Response:
+    async def show(request: Request) -> Response:
         return await show_access(request)
 
     @router.post("/access/tokens", dependencies=[FORM_ADMIN], include_in_schema=False)
@@ -153,11 +149,15 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         """The response is the page itself, because the token is shown once and must not be in a cookie or address."""
         fields = await read_form(request)
         check_csrf(request.state.session, fields.get("csrf"))
-        return await show_access(request, await create_token(context, _new_token_of(fields)))
+        return await show_access(request, await access.create_token(store, _new_token_of(fields)))
 
     @router.post("/access/tokens/{name}/revoke", dependencies=[FORM_ADMIN], include_in_schema=False)
     async def revoke(request: Request, name: TokenName) -> Response:
-        return await submit_form(context, request, lambda _: revoke_token(context, name))
+        return await submit_form(context, request, lambda _: access.revoke_token(store, name))
+
+    @router.post("/access/sessions/{session}/revoke", dependencies=[FORM_ADMIN], include_in_schema=False)
+    async def revoke_session(request: Request, session: SessionName) -> Response:
+        return await submit_form(context, request, lambda _: access.revoke_session(store, session))
 
     @router.get("/audit", dependencies=[Depends(operator)], include_in_schema=False)
     async def audit(
@@ -170,17 +170,13 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         return html(request, audit_page(shown, found, actor=actor or None, is_first=cursor is None))
 
 
-def _new_token_of(fields: dict[str, str]) -> NewTokenBody:
+def _new_token_of(fields: dict[str, str]) -> NewToken:
     """Raises BadInput for fields that no token can have."""
-    name, role, days = fields.get("name", "").strip(), fields.get("role", ""), fields.get("days", "").strip()
-    if not is_name(name):
-        raise BadInput(f"invalid token name {name!r}: use at most 63 letters, digits and _ . : -.")
+    role, days = fields.get("role", ""), fields.get("days", "").strip()
     if role not in tuple(Role):
         raise BadInput(f"unknown role {role!r}: use {', '.join(Role)}.")
-    lists = {kind: fields.get(kind, "").replace(",", " ").split() for kind in ("queues", "fleets")}
-    for names in lists.values():
-        if len(names) > MAX_SCOPE_NAMES or not all(map(is_name, names)):
-            raise BadInput(f"write at most {MAX_SCOPE_NAMES} names of queues and fleets, separated by commas.")
-    if days != "never" and not (days.isascii() and days.isdigit() and 0 < int(days) <= MAX_TOKEN_DAYS):
-        raise BadInput(f"a token expires after 1 to {MAX_TOKEN_DAYS:,} days, or never.")
-    return NewTokenBody(name=name, role=Role(role), **lists, expires_in_days=None if days == "never" else int(days))
+    if days != "never" and not (days.isascii() and days.isdigit() and len(days) < 10):
+        raise BadInput(f"{days!r} is not a number of days: write a whole number, or never.")
+    queues, fleets = (frozenset(fields.get(kind, "").replace(",", " ").split()) for kind in ("queues", "fleets"))
+    ttl_s = int(days) * DAY_S if days != "never" else None
+    return NewToken(name=fields.get("name", "").strip(), role=Role(role), scope=TokenScope(queues, fleets), ttl_s=ttl_s)

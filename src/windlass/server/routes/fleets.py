@@ -159,8 +159,8 @@ def _add_page(router: APIRouter, context: AppContext) -> None:
                 context.privacy.redact_event(event)
                 for event in (await store.events_page(fleet=fleet, limit=EVENTS_ON_PAGE)).rows
             ],
-            hand_started=sum(worker.slot is None for worker in workers.rows),
             places=await store.machine_places(fleet),
+            boots=await store.boot_times(fleet),
         )
         return html(request, page)
 
@@ -230,6 +230,7 @@ def _add_json_routes(viewer: APIRouter, operator: APIRouter, context: AppContext
         result = await rollouts.deploy_fleet(
             store,
             fleet,
+            context.control.fleet_config(fleet),
             surge=body.surge,
             max_unavailable=body.max_unavailable,
             is_immediate=body.is_immediate,
@@ -276,7 +277,8 @@ def _add_form_routes(router: APIRouter, context: AppContext) -> None:
 
     @router.post("/fleets/{fleet}/deploy", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def deploy(request: Request, fleet: FleetName) -> Response:
-        return await submit_form(context, request, lambda _: rollouts.deploy_fleet(store, fleet))
+        settings = context.control.fleet_config(fleet)
+        return await submit_form(context, request, lambda _: rollouts.deploy_fleet(store, fleet, settings))
 
     @router.post("/fleets/{fleet}/deploy/abort", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def abort_deploy(request: Request, fleet: FleetName) -> Response:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import AwareDatetime, BeforeValidator, FailFast, Field, TypeAdapter
 
-from windlass import operations
+from windlass import operations, queue_operations
 from windlass.cost.queries import task_cost
 from windlass.dashboard.tasks import task_page, tasks_page
 from windlass.model.auth import Role
@@ -22,9 +22,9 @@ from windlass.operations import (
     EnqueueResult,
     OperationOutcome,
     OperationResult,
-    RetryFailedResult,
     task_not_found,
 )
+from windlass.queue_operations import RetryFailedResult
 from windlass.server.context import AppContext
 from windlass.server.errors import forbidden, not_found
 from windlass.server.forms import submit_form
@@ -69,7 +69,7 @@ from windlass.server.payload_previews import (
 # Failed tasks per page: fewer, because each is shown with its history.
 FAILED_PAGE_ROWS = 25
 LOG_LINES_ON_PAGE = 300
-# Failed tasks that one click on "Retry all" requeues.
+# Failed tasks that one click on "Retry all failed" requeues.
 MAX_RETRIED_BY_FORM = 10_000
 
 
@@ -236,7 +236,7 @@ def _add_write_routes(producer: APIRouter, operator: APIRouter, context: AppCont
     @operator.post("/tasks/retry-failed", **documented(RetryFailedResult, "Retry failed tasks"))
     async def retry_failed(body: RetryFailedBody, scope: CallerScope) -> Response:
         """The oldest failed tasks of a queue. Cancelled tasks stay failed."""
-        result = await operations.retry_failed_tasks(store, body.queue, limit=body.limit, scope=scope)
+        result = await queue_operations.retry_failed_tasks(store, body.queue, limit=body.limit, scope=scope)
         return operation_response(feed, result)
 
     @operator.post("/tasks/retry", **documented(OperationResult, "Retry several tasks"))
@@ -360,5 +360,5 @@ def _add_form_routes(router: APIRouter, context: AppContext) -> None:
     @router.post("/queues/{queue}/retry", dependencies=[FORM_OPERATOR], include_in_schema=False)
     async def retry_failed(request: Request, queue: str) -> Response:
         return await submit_form(
-            context, request, lambda _: operations.retry_failed_tasks(store, queue, limit=MAX_RETRIED_BY_FORM)
+            context, request, lambda _: queue_operations.retry_failed_tasks(store, queue, limit=MAX_RETRIED_BY_FORM)
         )

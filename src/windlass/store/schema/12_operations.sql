@@ -163,7 +163,7 @@ as $$
     insert into windlass.events (code, reason, fleet, worker_id)
     select case when p_paused then 'WORKER_PAUSED' else 'WORKER_RESUMED' end, 'on request', c.fleet, c.id from changed c
   )
-  -- As wake_fleet, whose result would be null.
+  -- wake_fleet returns void, which count() cannot count, so it is not called here.
   select count(pg_notify('windlass_cycle_requests', c.fleet))::integer from changed c
 $$;
 
@@ -182,15 +182,25 @@ as $$
     insert into windlass.events (code, reason, fleet, worker_id)
     select 'WORKER_TERMINATING', p_reason, c.fleet, c.id from changed c
   )
-  -- As wake_fleet, whose result would be null.
+  -- wake_fleet returns void, which count() cannot count, so it is not called here.
   select count(pg_notify('windlass_cycle_requests', c.fleet))::integer from changed c
 $$;
 
+create function windlass_internal.purge_reason(p_count bigint, p_queue text, p_statuses text[]) returns text
+language sql stable
+as $$
+  select p_count || ' ' || array_to_string(p_statuses, ' and ') || ' tasks of '
+    || coalesce('queue ' || p_queue, 'all queues') || ' deleted'
+$$;
+
 -- Delete finished tasks of these statuses, at most p_limit of each: `windlass tasks purge`, in bounded rounds, each
--- starting where the previous one ended. Indexes tasks_complete, tasks_failed.
+-- starting where the previous one ended. All rounds of a command have one event, with the sum of their counts: the first
+-- round that deletes a task writes it and returns its id, and later rounds pass that. Indexes tasks_complete,
+-- tasks_failed.
 create function windlass_internal.purge_tasks(
   p_queue text, p_statuses text[], p_until timestamptz, p_complete_from timestamptz, p_failed_from timestamptz,
-  p_limit integer, out count bigint, out complete_to timestamptz, out failed_to timestamptz
+  p_limit integer, p_event_id bigint,
+  out count bigint, out complete_to timestamptz, out failed_to timestamptz, out event_id bigint
 )
 language sql
 as $$
@@ -214,10 +224,31 @@ as $$
       )
     )
     returning status, finished_at
+  ),
+  total as (
+    select count(*) as count, max(d.finished_at) filter (where d.status = 'complete') as complete_to,
+      max(d.finished_at) filter (where d.status = 'failed') as failed_to
+    from deleted d
+  ),
+  recorded as (
+    insert into windlass.events (code, reason, detail)
+    select 'TASKS_PURGED', windlass_internal.purge_reason(t.count, p_queue, p_statuses),
+      jsonb_build_object('count', t.count, 'queue', p_queue, 'statuses', p_statuses)
+    from total t
+    where p_event_id is null and t.count > 0
+    returning id
+  ),
+  continued as (
+    update windlass.events e
+    set reason = windlass_internal.purge_reason((e.detail ->> 'count')::bigint + t.count, p_queue, p_statuses),
+      detail = jsonb_set(e.detail, '{count}', to_jsonb((e.detail ->> 'count')::bigint + t.count))
+    from total t
+    where e.id = p_event_id and e.code = 'TASKS_PURGED' and t.count > 0
+      and e.actor is not distinct from nullif(current_setting('windlass.actor', true), '')
   )
-  select count(*), max(d.finished_at) filter (where d.status = 'complete'),
-    max(d.finished_at) filter (where d.status = 'failed')
-  from deleted d
+  select t.count, t.complete_to, t.failed_to, coalesce(r.id, p_event_id)
+  from total t
+  left join recorded r on true
 $$;
 
 -- End a worker at once, with its running tasks. Counts as a failure of neither its slot nor its fleet. A spawned worker

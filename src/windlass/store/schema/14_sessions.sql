@@ -60,12 +60,20 @@ as $$
   select exists (select from revoked)
 $$;
 
+-- A login link for a person.
 create function windlass_internal.create_link(p_hash bytea, p_role text, p_ttl_s double precision, p_name text)
 returns void
 language sql
 as $$
-  insert into windlass.sessions (hash, is_link, role, expires_at, name)
-  values (p_hash, true, p_role, windlass.now() + make_interval(secs => p_ttl_s), p_name)
+  with created as (
+    insert into windlass.sessions (hash, is_link, role, expires_at, name)
+    values (p_hash, true, p_role, windlass.now() + make_interval(secs => p_ttl_s), p_name)
+    returning role, name, expires_at
+  )
+  insert into windlass.events (code, reason, detail)
+  select 'LINK_CREATED', 'login link for ' || c.name || ' created, role ' || c.role,
+    jsonb_build_object('person', c.name, 'role', c.role, 'expires_at', c.expires_at)
+  from created c
 $$;
 
 -- Replace a login link by a session: each link works once. True if it did.
@@ -120,7 +128,13 @@ $$;
 create function windlass_internal.end_session(p_hash bytea) returns void
 language sql
 as $$
-  delete from windlass.sessions where hash = p_hash and not is_link
+  with ended as (
+    delete from windlass.sessions where hash = p_hash and not is_link
+    returning name
+  )
+  insert into windlass.events (code, reason, actor)
+  select 'SESSION_ENDED', 'logged out', 'session:' || e.name
+  from ended e
 $$;
 
 -- End a session, or an unused link, by its id, which is the beginning of its hash. True if there was one.
