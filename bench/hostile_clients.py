@@ -4,9 +4,11 @@
     python -m bench.hostile_clients --rounds 1 --seconds 10
 
 All at once: 4 connections without a token post 6 MiB of JSON, 60 send slow bodies, and 10 use one worker's token to
-report 30,000 made-up claims each. The attackers run in a process of low priority, because they would not use this
-machine's cores. Goals: p99 of /healthz under 100 ms, honest heartbeats under 1 s, cycles on time. Exits with 1 if a
-goal is missed.
+report 30,000 made-up claims each. With the token of another worker 100 connections wait for work, and with that of a
+third two send the largest legal results and output, as often as its limit of requests allows. The attackers run in a
+process of their own, which starts at most ATTACKS_PER_S on each connection. It uses the cores of this machine, which
+real attackers would not: the report says how much. Goals: p99 of /healthz under 100 ms, honest heartbeats under 1 s,
+cycles on time. Exits with 1 if a goal is missed.
 """
 
 import argparse
@@ -22,20 +24,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from bench.bench_server import open_bench_server
 from bench.figures import percentile, report_goals, table
 from bench.heartbeats import VITALS, Calls, reopened, timed_call
-from bench.installation import Installation, api_token, installation, worker_token
-from bench.raw_http import HOST, RawConnection, get_request, post_prefix, post_request, with_body
+from bench.installation import QUEUE, Installation, api_token, installation, worker_token
+from bench.raw_http import HOST, RawConnection, get_request, open_raw, post_prefix, post_request, with_body
 from windlass.model.auth import Role
+from windlass.model.worker_log import MAX_CALL_LINES
 from windlass.ports import http
 
 WORKERS = 50
-# Workers that send heartbeats once per second. The last worker's token is the stolen one.
+# Workers that send heartbeats once per second. The tokens of the last three workers are stolen.
 HONEST = 20
 HEALTH_INTERVAL_S = 0.05
 HEARTBEAT_INTERVAL_S = 1.0
@@ -48,11 +50,14 @@ LARGE_BODIES = 4
 SLOW_BODIES = 60
 FORGERS = 10
 MADE_UP_CLAIMS = 30_000
+WAITERS = 100
+# The largest legal calls: 5 MB of results, 0.8 MB of output.
+RESULT_BYTES = 5_000
+LINE_BYTES = 30
+# Per connection. Without it, the attackers would compete with the server for this machine's cores.
+ATTACKS_PER_S = 10.0
 REPORT_TIMEOUT_S = 60.0
 BODY_BYTES = (6 << 20) - 300
-# For `nice`. Low enough that the server comes first, high enough that the attack is not starved on a busy machine.
-ATTACKER_PRIORITY = 5
-AUTOGROUP = Path("/proc/self/autogroup")
 
 
 # -------------------------------------------------------------------------------------------------------- the attackers
@@ -101,23 +106,56 @@ async def send_slow_body(port: int, outcomes: Counter[str]) -> None:
         writer.transport.abort()
 
 
+def legal_results() -> bytes:
+    """As many results as a call may have, of claims that the worker does not hold."""
+    result = json.dumps("x" * RESULT_BYTES)
+    finished = [{"task_id": number, "token": str(uuid4()), "result": result} for number in range(http.MAX_FINISHED)]
+    return post_request(http.FINISH, worker_token(WORKERS - 3), {"finished": finished})
+
+
+def legal_output() -> bytes:
+    chunk = {"lines": ["x" * LINE_BYTES] * MAX_CALL_LINES, "ages_ms": [1_000] * MAX_CALL_LINES}
+    return post_request(http.LOGS, worker_token(WORKERS - 3), {"batch_id": str(uuid4()), "chunks": [chunk]})
+
+
+async def wait_for_work(port: int, outcomes: Counter[str]) -> None:
+    """Wait again and again on one connection, as long as the server keeps it."""
+    connection, cursor = await open_raw(port), None
+    try:
+        while True:
+            outcomes["wait: sent"] += 1
+            call = {"queues": [QUEUE], "timeout_s": http.MAX_WAIT_S, "cursor": cursor}
+            reply = await connection.call(post_request(http.WAIT, worker_token(WORKERS - 2), call))
+            outcomes[f"wait: {reply.status}"] += 1
+            if reply.status != 200:
+                return
+            cursor = json.loads(reply.body)
+    finally:
+        connection.close()
+
+
 async def attack_for(seconds: float, port: int, on_ready: Callable[[], None]) -> Counter[str]:
     outcomes: Counter[str] = Counter()
-    large, forged = large_body(), made_up_claims()
+    large, forged, results, output = large_body(), made_up_claims(), legal_results(), legal_output()
     on_ready()
 
     async def repeat(name: str, attack: Callable[[], Awaitable[None]]) -> None:
         while True:
+            next_at = time.monotonic() + 1 / ATTACKS_PER_S
             try:
                 await attack()
             except OSError as error:
                 # The server closed the connection while the body was being sent.
                 outcomes[f"{name}: {type(error).__name__}"] += 1
+            await asyncio.sleep(next_at - time.monotonic())
 
     attacks: list[tuple[str, Callable[[], Awaitable[None]]]] = [
         *[("large body", lambda: send_body(port, "large body", large, outcomes))] * LARGE_BODIES,
         *[("slow body", lambda: send_slow_body(port, outcomes))] * SLOW_BODIES,
         *[("made-up claims", lambda: send_body(port, "made-up claims", forged, outcomes))] * FORGERS,
+        *[("wait", lambda: wait_for_work(port, outcomes))] * WAITERS,
+        ("legal results", lambda: send_body(port, "legal results", results, outcomes)),
+        ("legal output", lambda: send_body(port, "legal output", output, outcomes)),
     ]
     jobs = [asyncio.create_task(repeat(name, attack)) for name, attack in attacks]
     await asyncio.wait(jobs, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -130,13 +168,12 @@ async def attack_for(seconds: float, port: int, on_ready: Callable[[], None]) ->
 
 
 def _attacker(port: int, seconds: float, results: Connection) -> None:
-    os.nice(ATTACKER_PRIORITY)
-    # Linux with autogroups compares priorities within a session only, and sessions by a priority of their own. The
-    # clients that measure must not share the attackers' part of the processor.
+    # Linux with autogroups divides the processor between sessions. The clients that measure must not share the
+    # attackers' part.
     os.setsid()
-    if AUTOGROUP.exists():
-        AUTOGROUP.write_text(str(ATTACKER_PRIORITY))
-    results.send(asyncio.run(attack_for(seconds, port, lambda: results.send("ready"))))
+    outcomes = asyncio.run(attack_for(seconds, port, lambda: results.send("ready")))
+    outcomes["CPU ms of the attackers"] = round(1_000 * time.process_time())
+    results.send(outcomes)
 
 
 # --------------------------------------------------------------------------------------------------- the honest clients
@@ -215,7 +252,8 @@ async def under_attack(running: Installation, seconds: float) -> tuple[Observed,
     finally:
         attacker.kill()
         attacker.join()
-    missing = {"large body: sent", "slow body: sent", "made-up claims: sent"} - set(outcomes)
+    names = ("large body", "slow body", "made-up claims", "wait", "legal results", "legal output")
+    missing = {f"{name}: sent" for name in names} - set(outcomes)
     if missing:
         raise RuntimeError(f"the attackers had no time for an attack: {outcomes}")
     return observed, outcomes

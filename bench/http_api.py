@@ -3,10 +3,10 @@
     python -m bench.http_api                     # 1,000 workers, 1,000,000 tasks, 200 requests per second for 20 s
     python -m bench.http_api --rate 400 --seconds 10
 
-One process serves, as `windlass up` does: the API with its two connection pools, one cycle per second over all workers,
-samples for charts, and alert evaluation. Another sends requests with a token at fixed times, whether or not earlier
-answers have arrived, so latency counts from the due time; and one listens to the event stream. Cycles are timed before
-and during the load.
+One process serves: the API with its two connection pools, one cycle per second over all workers, samples for charts,
+and alert evaluation. That is harder than `windlass up`, whose control loop has a process of its own. Another sends
+requests with a token at fixed times, whether or not earlier answers have arrived, so latency counts from the due time;
+and one listens to the event stream. Cycles are timed before and during the load.
 """
 
 import argparse
@@ -89,7 +89,7 @@ async def serve(dsn: str) -> None:
         await user_store.create_token("bench", Role.VIEWER, hash_of(token))
         listener = listen("127.0.0.1", 0)
         feed = OverviewFeed(user_store, lambda: frozenset({FLEET}))
-        alerts = AlertManager(PostgresAlertStore(alert_database), [], dead_letters_allowed=0, leader_grace_s=60.0)
+        alerts = AlertManager(PostgresAlertStore(alert_database), [], failed_tasks_allowed=0, leader_grace_s=60.0)
         control = PostgresControlStore(own)
         cycle = FleetCycle(FLEET, config, control, StaticProvider(WORKERS), Candidate("bench", 600), random.Random(1))
         background = [asyncio.create_task(work) for work in (take_samples(user_store, feed), alerts.run())]

@@ -211,6 +211,20 @@ async def test_h2_lease_of_a_worker_is_1_to_86400_seconds(plane: ControlPlane, l
     assert (status, problem["code"]) == (400, "BAD_INPUT")
 
 
+@pytest.mark.parametrize("kind", ["dispatcher", "node"])
+async def test_l5_worker_over_http_cannot_register_as_another_kind(plane: ControlPlane, kind: str) -> None:
+    registration = {"worker_id": "w1", "queues": ["q"], "kind": kind}
+    assert (await plane.call("/internal/worker/register", TOKENS["w1"], registration))[0] == 200
+    new = f"posing-as-{kind}"
+    body = {"token": WORKER_PREFIX + hash_of(new).hex(), "registration": registration | {"worker_id": new}}
+    assert (await plane.call("/internal/workers", TOKENS["worker"], body))[0] == 200
+    again = registration | {"worker_id": new, "start_id": "another"}
+    assert (await plane.call("/internal/worker/register", body["token"], again))[0] == 200
+    kinds = "select array_agg(kind order by id) from windlass.workers where id = any ($1)"
+    assert await plane.sql(kinds, [new, "w1"]) == ["worker", "worker"]
+    await plane.sql("delete from windlass.workers where id = $1", new)
+
+
 @pytest.mark.parametrize("queue", ["<x>", "q" * 64, "\x1b[2J"])
 async def test_m1_queue_names_of_a_worker_are_checked(plane: ControlPlane, queue: str) -> None:
     registration = {"worker_id": "anywhere", "queues": [queue]}

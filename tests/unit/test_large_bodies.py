@@ -14,10 +14,12 @@ import pytest
 from support.control_planes import InMemoryControlPlane, bearer, open_control_plane
 from windlass.model.errors import BadInput
 from windlass.model.task import MAX_PAYLOAD_BYTES_LIMIT
+from windlass.model.worker_log import MAX_CALL_LINES, MAX_CHUNKS
 from windlass.ports import http
 from windlass.server import worker_calls
-from windlass.server.rate_limit import MAX_CALLS_PER_WORKER
-from windlass.server.request_body import MAX_BUFFERED_BYTES, MAX_LARGE_PER_WORKER, decode_body
+from windlass.server.errors import ApiError
+from windlass.server.rate_limit import MAX_CALLS_PER_WORKER, MAX_LARGE_PER_WORKER, MAX_OPEN_CALLS_PER_WORKER
+from windlass.server.request_body import MAX_BUFFERED_BYTES, decode_body
 from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 
 LIMIT_S = 30.0
@@ -39,12 +41,46 @@ async def plane(clock: Any) -> AsyncIterator[InMemoryControlPlane]:
         yield plane
 
 
-def test_h4_items_are_counted_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def logs_body(*chunks: dict[str, Any]) -> bytes:
+    return json.dumps({"batch_id": str(uuid4()), "chunks": chunks}).encode()
+
+
+LARGE_CALLS = [
+    pytest.param("finish", finish_body(http.MAX_FINISHED + 1), "at most 1,000 results", id="results"),
+    pytest.param("finish", b'{"finished": [' + b"1," * 1_000_000 + b"1]}", "at most 1,000 results", id="numbers"),
+    pytest.param(
+        "finish", json.dumps({"queues": ["q"] * 20_000}).encode(), "65,536 bytes besides its results", id="queues"
+    ),
+    pytest.param("finish", b" " * 70_000 + b"{}", "65,536 bytes besides its results", id="spaces"),
+    pytest.param("logs", logs_body(*[{"lines": ["a" * 400]}] * (MAX_CHUNKS + 1)), "at most 200 chunks", id="chunks"),
+    pytest.param("logs", logs_body({"lines": ["a"] * 50_000}), "at most 20,000 lines", id="lines"),
+    pytest.param(
+        "logs", logs_body({"lines": ["a"] * 50_000}).replace(b", ", b"\t\n,"), "at most 20,000 lines", id="spaced lines"
+    ),
+    pytest.param("logs", logs_body({"lines": [], "ages_ms": [1] * 100_000}), "at most 20,000 ages", id="ages"),
+]
+
+
+@pytest.mark.parametrize(("call", "body", "reason"), LARGE_CALLS)
+def test_h4_items_are_counted_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch, call: str, body: bytes, reason: str
+) -> None:
     decoded: list[int] = []
-    monkeypatch.setattr(worker_calls, "_decode_finish", lambda body: decoded.append(len(body)))
-    with pytest.raises(BadInput, match="at most 1,000 results, not 1,001"):
-        worker_calls._finish_call(finish_body(http.MAX_FINISHED + 1))
+    monkeypatch.setattr(worker_calls, f"_decode_{call}", lambda body: decoded.append(len(body)))
+    with pytest.raises((BadInput, ApiError), match=reason):
+        getattr(worker_calls, f"_{call}_call")(body)
     assert decoded == []
+
+
+def test_output_may_have_as_many_lines_as_allowed() -> None:
+    """Each line looks like the text between two lines."""
+    lines = [","] * MAX_CALL_LINES
+    chunk = {"lines": lines, "ages_ms": [0] * len(lines)}
+    assert worker_calls._logs_call(logs_body(chunk)).chunks[0].lines == tuple(lines)
+    with pytest.raises(BadInput, match="20,000 lines, not 20,001"):
+        worker_calls._logs_call(logs_body(chunk, {"lines": ["a"]}))
+    with pytest.raises(BadInput, match="one of ages_ms for each"):
+        worker_calls._logs_call(logs_body({"lines": ["a"], "ages_ms": [0, 0]}))
 
 
 async def test_calls_with_as_many_items_as_allowed_are_accepted(plane: InMemoryControlPlane) -> None:
@@ -111,7 +147,8 @@ async def test_h4_calls_of_one_worker_take_turns(plane: InMemoryControlPlane) ->
 
     async with asyncio.timeout(LIMIT_S):
         held = [post(http.HEARTBEAT, token) for _ in range(MAX_CALLS_PER_WORKER)]
-        held += [post(http.REGISTER, token) for _ in range(30)]
+        waiting = MAX_OPEN_CALLS_PER_WORKER - MAX_CALLS_PER_WORKER - 1  # besides the wait for work
+        held += [post(http.REGISTER, token) for _ in range(waiting)]
         while started < MAX_CALLS_PER_WORKER:
             await asyncio.sleep(0)
         cancelled = held.pop()
@@ -122,7 +159,7 @@ async def test_h4_calls_of_one_worker_take_turns(plane: InMemoryControlPlane) ->
         assert started == MAX_CALLS_PER_WORKER
         gate.set()
         statuses = [response.status_code for response in await asyncio.gather(*held)]
-    assert statuses == [200] * MAX_CALLS_PER_WORKER + [400] * 29
+    assert statuses == [200] * MAX_CALLS_PER_WORKER + [400] * (waiting - 1)
     assert plane.app.admission.worker_turns._turns == {}
 
 

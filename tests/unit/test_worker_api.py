@@ -21,7 +21,7 @@ from windlass.ports.http import max_body_bytes
 from windlass.server import rate_limit
 from windlass.server.context import LoopHealth
 from windlass.server.middleware import AdmissionMiddleware
-from windlass.wiring.http_server import is_open_to_localhost
+from windlass.wiring.http_server import is_open_to_localhost, warn_of_open_reading
 from windlass.worker import http_transport
 
 TOKEN, OTHER_TOKEN = f"{WORKER_PREFIX}{'1' * 64}", f"{WORKER_PREFIX}{'2' * 64}"
@@ -448,7 +448,11 @@ async def test_log_lines_contain_no_secrets(plane: InMemoryControlPlane) -> None
     ],
 )
 def test_reading_without_token_is_allowed_on_loopback_only(settings: dict[str, Any], is_open: bool) -> None:
-    assert is_open_to_localhost(ApiConfig(port=8080, **settings)) is is_open
+    api = ApiConfig(port=8080, **settings)
+    assert is_open_to_localhost(api) is is_open
+    with capture_logs() as logs:
+        warn_of_open_reading(api)
+    assert [line["event"] for line in logs] == ["answer reads without login"] * is_open
 
 
 # -------------------------------------------------------------------------------------------------- health and wheel

@@ -84,10 +84,6 @@ DEFECT = "DEFECT"
 PROBLEM_JSON = "application/problem+json"
 
 
-def cut_reason(reason: str) -> str:
-    return reason[:MAX_REASON_CHARACTERS]
-
-
 def check_vitals(vitals: dict[str, Any]) -> dict[str, Any]:
     """Raises ValueError if they are too large to be stored with a worker."""
     size_bytes = len(json.dumps(vitals, ensure_ascii=False).encode(errors="replace"))
@@ -96,7 +92,7 @@ def check_vitals(vitals: dict[str, Any]) -> dict[str, Any]:
     return vitals
 
 
-Reason = Annotated[str, AfterValidator(cut_reason)]
+Reason = Annotated[str, AfterValidator(lambda reason: reason[:MAX_REASON_CHARACTERS])]
 # Without FailFast, pydantic describes every wrong item: 20,000 of them in a small body took 80 ms.
 QueueNames = Annotated[tuple[str, ...], FailFast()]
 

@@ -51,7 +51,7 @@ class AccessLog:
             is_read = method in ("GET", "HEAD") or path.startswith("/internal/worker/")
             if is_read and (path == "/" or path.startswith(_UNLOGGED_READS)):
                 return
-        if not self._has_line(status, (caller or "no caller") if is_success else "failed"):
+        if not self._take_line(status, (caller or "no caller") if is_success else "failed"):
             return
         client = scope.get("client")
         fields: dict[str, Any] = {
@@ -64,8 +64,8 @@ class AccessLog:
         }
         (log.info if is_success else log.warning)("handle request", **fields)
 
-    def _has_line(self, status: int, group: str) -> bool:
-        """Whether this window has a line left for a request of this group."""
+    def _take_line(self, status: int, group: str) -> bool:
+        """Count a request. True if this window has a line left for its group."""
         if self._clock() >= self._window_started + LINES_WINDOW_S:
             self._end_window()
         if 400 <= status < 500:

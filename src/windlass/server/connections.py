@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -78,6 +78,11 @@ def connection_limit() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES if soft >= 2 * RESERVED_FILES else soft // 2))
 
 
+class Connection(Protocol):
+    def abort(self) -> None:
+        """Close at once."""
+
+
 class ConnectionTracker:
     """All open connections, and those without a complete request, longest first."""
 
@@ -87,9 +92,9 @@ class ConnectionTracker:
         self._limit_per_address = max(1, int(limit * SHARE_PER_ADDRESS))
         # Responses since the start, for metrics.
         self.responses = 0
-        self._all: dict[LimitedConnection, str] = {}
+        self._all: dict[Connection, str] = {}
         self._per_address: Counter[str] = Counter()
-        self._without_request: dict[LimitedConnection, None] = {}
+        self._without_request: dict[Connection, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -107,12 +112,12 @@ class ConnectionTracker:
         longest.abort()
         return True
 
-    def add(self, connection: "LimitedConnection", address: str) -> None:
+    def add(self, connection: Connection, address: str) -> None:
         self._all[connection] = address
         self._per_address[address] += 1
         self._without_request[connection] = None
 
-    def remove(self, connection: "LimitedConnection") -> None:
+    def remove(self, connection: Connection) -> None:
         address = self._all.pop(connection, None)
         self._without_request.pop(connection, None)
         if address is not None:
@@ -120,7 +125,7 @@ class ConnectionTracker:
             if not self._per_address[address]:
                 del self._per_address[address]
 
-    def set_has_request(self, connection: "LimitedConnection", has_request: bool) -> None:
+    def set_has_request(self, connection: Connection, has_request: bool) -> None:
         if has_request:
             self._without_request.pop(connection, None)
         elif connection in self._all:
@@ -159,8 +164,11 @@ class LimitedConnection(asyncio.Protocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        replaces: Connection | None = None,
     ) -> None:
+        """`replaces`: the TLS handshake whose place in the tracker this connection takes."""
         self._loop = _loop or asyncio.get_running_loop()
+        self._replaces = replaces
         self._inner = HttpToolsProtocol(config, server_state, {**app_state, _CONNECTION: self}, self._loop)
         self._keep_alive_s = config.timeout_keep_alive
         self._tracker = tracker
@@ -187,6 +195,9 @@ class LimitedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         self._inner.connection_made(transport)
+        if self._replaces is not None:
+            self._tracker.remove(self._replaces)
+            self._replaces = None
         address = self._inner.client[0] if self._inner.client else ""
         if not self._tracker.make_room(address):
             transport.abort()

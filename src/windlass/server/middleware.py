@@ -30,12 +30,16 @@ from windlass.server.errors import ApiError, ErrorPage, defect, error_response, 
 from windlass.server.identity_cache import CallerIdentity
 from windlass.server.rate_limit import (
     BYTES_PER_REQUEST,
+    MAX_LARGE_PER_WORKER,
+    MAX_OPEN_CALLS,
+    MAX_OPEN_CALLS_PER_WORKER,
     MAX_REFUSALS_PER_S,
+    ConcurrencyLimiter,
     LeakyBuckets,
     RequestRateLimiter,
     WorkerTurns,
 )
-from windlass.server.request_body import BodyReader, BufferedBytes, WorkerBodies
+from windlass.server.request_body import BodyReader, BufferedBytes
 from windlass.server.route_table import Access, RouteEntry, RouteTable
 
 # After a refusal the rest of a body is dropped within these limits. Closing a connection with unread data would reset
@@ -101,7 +105,8 @@ class AdmissionMiddleware:
         self.error_page = error_page
         self.access_log = access_log or AccessLog()
         self.buffered = BufferedBytes()
-        self.worker_bodies = WorkerBodies()
+        self.open_calls = ConcurrencyLimiter("requests")
+        self.worker_bodies = ConcurrencyLimiter("large requests")
         self.worker_turns = WorkerTurns()
         self.routes = routes
         self.authenticator = authenticator
@@ -145,7 +150,7 @@ class AdmissionMiddleware:
             raise
         return route, identity
 
-    async def is_late(self, caller: str) -> bool:
+    async def throttle_refusal(self, caller: str) -> bool:
         """Count a refusal of this caller. If it has too many, wait and return True."""
         if self._refusals.add(caller, is_counted_when_full=False):
             return False
@@ -201,8 +206,8 @@ class _RequestContext:
     """One request and its response."""
 
     __slots__ = (
-        *("_body", "_counted_worker", "_headers", "_identity", "_is_admitted", "_is_late", "_middleware", "_scope"),
-        *("_send_to_client", "_status", "_turn_of"),
+        *("_body", "_counted_worker", "_headers", "_identity", "_is_admitted", "_is_counted", "_is_late"),
+        *("_middleware", "_scope", "_send_to_client", "_status", "_turn_of"),
     )
 
     def __init__(self, middleware: AdmissionMiddleware, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,6 +220,8 @@ class _RequestContext:
         # The body may be read.
         self._is_admitted = False
         self._is_late = False
+        # This request is counted as an open call of its caller.
+        self._is_counted = False
         # None until the response has started.
         self._status: int | None = None
         # The worker whose large body is counted.
@@ -229,8 +236,7 @@ class _RequestContext:
             route, self._identity = await self._middleware.admit(self._scope, self._headers, self._body)
             self._set_state(route)
             self._body.caller = self._identity.name or address_of(self._scope)
-            if route.path != http.WAIT:  # long polls do nothing but wait
-                await self._begin_turn()
+            await self._begin_call(route)
             if self._scope["method"] not in SAFE_METHODS:
                 if self._body.may_be_large:
                     self._count_large_body()
@@ -253,21 +259,29 @@ class _RequestContext:
                 self._middleware.worker_bodies.end(self._counted_worker)
             if self._turn_of is not None:
                 self._middleware.worker_turns.end(self._turn_of)
+            if self._is_counted:
+                self._middleware.open_calls.end(self._body.caller)
             duration_s = time.monotonic() - started
             self._middleware.access_log.record(
                 self._scope, self._status or 0, caller_name or self._identity.name, duration_s
             )
 
-    async def _begin_turn(self) -> None:
+    async def _begin_call(self, route: RouteEntry) -> None:
+        """Count the call of a known caller. That of a worker waits for its turn, except a wait for work."""
         caller = self._identity.caller
-        if isinstance(caller, WorkerCaller | JoinCaller):
+        if self._identity.name is None:
+            return
+        is_worker = isinstance(caller, WorkerCaller | JoinCaller)
+        self._middleware.open_calls.begin(self._body.caller, MAX_OPEN_CALLS_PER_WORKER if is_worker else MAX_OPEN_CALLS)
+        self._is_counted = True
+        if isinstance(caller, WorkerCaller | JoinCaller) and route.path != http.WAIT:
             await self._middleware.worker_turns.begin(caller.worker_id)
             self._turn_of = caller.worker_id
 
     def _count_large_body(self) -> None:
         caller = self._identity.caller
         if isinstance(caller, WorkerCaller):
-            self._middleware.worker_bodies.begin(caller.worker_id)
+            self._middleware.worker_bodies.begin(caller.worker_id, MAX_LARGE_PER_WORKER)
             self._counted_worker = caller.worker_id
 
     def _actor(self) -> str | None:
@@ -302,7 +316,7 @@ class _RequestContext:
             return
         if not self._is_admitted and converted.status_code < 500:
             caller = converted.caller_name or self._identity.name or address_of(self._scope)
-            self._is_late = await self._middleware.is_late(caller)
+            self._is_late = await self._middleware.throttle_refusal(caller)
             if self._is_late:
                 message = f"more than {MAX_REFUSALS_PER_S:g} refused requests per second; the last: {converted.detail}"
                 converted = ApiError(429, http.TOO_MANY, message, retry_after_s=1)

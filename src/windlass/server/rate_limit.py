@@ -1,4 +1,4 @@
-"""Limits per caller: requests per second, failed logins and refused requests per address.
+"""Limits per caller: requests per second and at the same time, failed logins and refused requests per address.
 
 Buckets are held in memory, for at most MAX_CALLERS callers, so that made-up addresses cannot fill it. With several
 server processes, callers that use a good part of their limit are shared through the database about once a second, and
@@ -7,7 +7,7 @@ each process then grants them its share of the limit (`RateSharing`). So all pro
 
 import asyncio
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from uuid import uuid4
 
@@ -27,6 +27,13 @@ BYTES_PER_REQUEST = 32 * 1024
 # Calls of one worker that are handled at the same time: a worker claims, finishes, sends heartbeats and output, runs
 # maintenance, and reports some failures.
 MAX_CALLS_PER_WORKER = 8
+# Calls of one worker that are not answered yet: handled, waiting for their turn, and waiting for work. A worker opens
+# four connections. Each call keeps a connection, and one with a call is never closed for a new one.
+MAX_OPEN_CALLS_PER_WORKER = 32
+# The same for one token or session, which a person's programs may share.
+MAX_OPEN_CALLS = 256
+# Large bodies of one worker at the same time: a batch of results, and output.
+MAX_LARGE_PER_WORKER = 2
 SHARE_INTERVAL_S = 1.0
 # Callers above this part of their limit are shared, and at most this many.
 SHARED_PART = 0.1
@@ -123,6 +130,26 @@ class RequestRateLimiter(LeakyBuckets):
     def check(self, caller: str, requests: float = 1.0) -> None:
         if not self.add(caller, requests, is_counted_when_full=False):
             raise ApiError(429, http.TOO_MANY, f"more than {self._limit:g} requests per second", retry_after_s=1)
+
+
+class ConcurrencyLimiter:
+    """Answers 429 to a caller with too many requests of a kind at the same time."""
+
+    def __init__(self, what: str) -> None:
+        """`what`: the kind, for the error."""
+        self._what = what
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, caller: str, limit: int) -> None:
+        """Unless this raises ApiError, `end` must follow."""
+        if self._counts[caller] >= limit:
+            raise ApiError(429, http.TOO_MANY, f"more than {limit} {self._what} at the same time", retry_after_s=1)
+        self._counts[caller] += 1
+
+    def end(self, caller: str) -> None:
+        self._counts[caller] -= 1
+        if not self._counts[caller]:
+            del self._counts[caller]
 
 
 class WorkerTurns:

@@ -24,8 +24,6 @@ BODY_TIMEOUT_S = 60.0
 MAX_BUFFERED_BYTES = 256 << 20
 # One caller may use this share of it. Otherwise one token could keep all workers from delivering large results.
 MAX_SHARE_OF_CALLER = 0.5
-# Large bodies of one worker at the same time: a batch of results, and output.
-MAX_LARGE_PER_WORKER = 2
 # Decompressed at once: the limits are judged after each piece.
 _INFLATED_BYTES = 256 * 1024
 _GZIP_WBITS = 31
@@ -57,25 +55,6 @@ class BufferedBytes:
         self._held[caller] -= size_bytes
         if not self._held[caller]:
             del self._held[caller]
-
-
-class WorkerBodies:
-    """Counts the large bodies that each worker sends at the same time."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def begin(self, worker_id: str) -> None:
-        """Raises ApiError if the worker sends too many. Otherwise `end` must follow."""
-        if self._counts[worker_id] >= MAX_LARGE_PER_WORKER:
-            message = f"a worker sends at most {MAX_LARGE_PER_WORKER} large requests at the same time"
-            raise ApiError(429, http.TOO_MANY, message, retry_after_s=1)
-        self._counts[worker_id] += 1
-
-    def end(self, worker_id: str) -> None:
-        self._counts[worker_id] -= 1
-        if not self._counts[worker_id]:
-            del self._counts[worker_id]
 
 
 class BodyReader:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import cast
 
 import structlog
 import uvicorn
@@ -24,6 +24,7 @@ from windlass.model.errors import BadInput
 from windlass.server.connections import PROXIES, ConnectionTracker, LimitedConnection, connection_limit, mark_responses
 from windlass.server.port_holder import describe_port_holder
 from windlass.server.tls import ReloadingTls
+from windlass.server.tls_acceptor import accept_tls_connections
 
 BACKLOG = 2_048
 # Longer than workers keep an idle connection, so that workers close it and no request meets a closed connection.
@@ -75,25 +76,24 @@ async def serving(
         if not logger.handlers:
             logger.addHandler(_StructlogHandler(event))
     tracker = ConnectionTracker(connection_limit())
-    server = _Server(
-        _Config(
-            tls,
-            mark_responses(app),
-            http=cast(type[asyncio.Protocol], functools.partial(LimitedConnection, tracker)),
-            # The application has background tasks of its own.
-            lifespan="auto",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            # Trust X-Forwarded-For only from a proxy on this host.
-            forwarded_allow_ips=list(PROXIES),
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
-        )
+    config = uvicorn.Config(
+        mark_responses(app),
+        http=cast(type[asyncio.Protocol], functools.partial(LimitedConnection, tracker)),
+        # The application has background tasks of its own.
+        lifespan="auto",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Trust X-Forwarded-For only from a proxy on this host.
+        forwarded_allow_ips=list(PROXIES),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
     )
-    task = asyncio.create_task(server.serve([listener]))
-    watch = asyncio.create_task(tls.watch()) if tls is not None else None
+    server = _Server(config)
+    # uvicorn would count connections after their TLS handshake only, so with TLS they are accepted here.
+    task = asyncio.create_task(server.serve([] if tls is not None else [listener]))
+    tls_tasks: list[asyncio.Task[None]] = []
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             while not server.started:
@@ -101,26 +101,23 @@ async def serving(
                     task.result()
                     raise RuntimeError("the HTTP server ended before it had started")
                 await asyncio.sleep(0.01)
+        if tls is not None:
+            new_connection = functools.partial(
+                LimitedConnection, tracker, config, server.server_state, server.lifespan.state
+            )
+            accept = accept_tls_connections(listener, tls.context, tracker, new_connection)
+            tls_tasks = [asyncio.create_task(tls.watch()), asyncio.create_task(accept)]
         host, port = listener.getsockname()[:2]
         log.info("started server", host=host, port=port, tls=tls is not None)
         yield tracker
     finally:
-        if watch is not None:
-            watch.cancel()
+        for each in tls_tasks:
+            each.cancel()
+        await asyncio.gather(*tls_tasks, return_exceptions=True)
+        if tls is not None:
+            listener.close()
         server.should_exit = True
         await asyncio.gather(task, return_exceptions=True)
-
-
-class _Config(uvicorn.Config):
-    """With a TLS context of our own, whose certificate can be replaced while the server runs."""
-
-    def __init__(self, tls: ReloadingTls | None, app: ASGIApp, **settings: Any) -> None:
-        super().__init__(app, **settings)
-        self._tls = tls
-
-    def load(self) -> None:
-        super().load()
-        self.ssl = self._tls.context if self._tls is not None else None
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,8 @@
 """What-if comparisons of fleets for the dashboard: calculated in another process, one at a time, and cached.
 
 A page never waits for a calculation: `get` starts it and returns what is known. A comparison is kept for an hour, or
-until the fleet's settings change. The history is read through the store of users, whose statements have a time limit.
+until the fleet's settings change. Each server process calculates and keeps its own. The history is read through the
+store of users, whose statements have a time limit.
 """
 
 import asyncio

@@ -109,6 +109,13 @@ def is_open_to_localhost(api: ApiConfig) -> bool:
     return api.open_reading and api.host in LOOPBACK and api.url is None
 
 
+def warn_of_open_reading(api: ApiConfig) -> None:
+    """Warn: the server cannot notice a proxy on this host that adds no header."""
+    if is_open_to_localhost(api):
+        hint = "a proxy on this host without forwarding headers opens reading to its callers: set api.url behind one"
+        log.warning("answer reads without login", host=api.host, hint=hint)
+
+
 async def dashboard_link(config: Config, role: Role, url: str | None, name: str) -> str:
     """A login link for one browser. `url`: where the dashboard is, if it is not to be looked up. `name`: the person."""
     from windlass.server.routes.login import create_login_link

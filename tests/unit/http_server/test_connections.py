@@ -7,10 +7,13 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,12 +21,16 @@ import psutil
 import pytest
 import structlog
 
+from support.certificates import new_authority
 from windlass.server import connections, server
 from windlass.server.connections import MAX_CONNECTIONS, MAX_FILES, RESERVED_FILES, ConnectionTracker, Timeouts
 from windlass.server.server import MAX_LINES, listen, serving
+from windlass.server.tls import ReloadingTls, TlsFiles
 
 CONNECTIONS = 20
 HALF_A_HEADER = b"GET /healthz HTTP/1.1\r\nHost: here\r\nX-Half:"
+# The header of a TLS record that announces 512 bytes.
+HALF_A_HELLO = b"\x16\x03\x01\x02\x00\x01"
 BODY_BYTES = 100
 HALF_A_REQUEST = b"POST /healthz HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % BODY_BYTES
 WAIT_S = 10.0
@@ -53,13 +60,41 @@ def response_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ServerUnderTest:
+    port: int
+    # For clients. None: without TLS.
+    tls: ssl.SSLContext | None = None
+
+
+@pytest.fixture(params=["http", "https"])
+async def site(request: pytest.FixtureRequest, few_connections: None, tmp_path: Path) -> AsyncIterator[ServerUnderTest]:
+    """A server with CONNECTIONS connections, without and with TLS."""
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    if request.param == "http":
+        async with serving(answer, listener):
+            yield ServerUnderTest(port)
+        return
+    authority = new_authority()
+    files = TlsFiles(tmp_path / "cert.pem", tmp_path / "key.pem")
+    authority.issue(files.certificate, files.key)
+    context = ssl.create_default_context(cafile=authority.write(tmp_path / "ca.pem"))
+    async with serving(answer, listener, tls=ReloadingTls(files)):
+        yield ServerUnderTest(port, context)
+
+
 @pytest.fixture
-async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
-    """Port of a server with CONNECTIONS connections."""
+def few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "connection_limit", lambda: CONNECTIONS)
     # Handlers of earlier tests have counted their lines.
     for name in ("asyncio", "uvicorn"):
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+
+
+@pytest.fixture
+async def port(few_connections: None) -> AsyncIterator[int]:
+    """Port of a server with CONNECTIONS connections."""
     listener = listen("127.0.0.1", 0)
     # Small system buffers, so that the server notices unread bytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
@@ -117,17 +152,27 @@ async def count_received_bytes(unread: socket.socket) -> int:
 
 
 class Clients(AsyncExitStack):
-    async def connect(self, port: int, address: str = "127.0.0.1") -> Client:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    async def connect(self, port: int, address: str = "127.0.0.1", *, tls: ssl.SSLContext | None = None) -> Client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0), ssl=tls)
         self.callback(writer.close)
         return Client(reader, writer)
 
 
 @pytest.mark.usefixtures("short_timeouts")
 @pytest.mark.parametrize("data", [b"", HALF_A_HEADER], ids=["nothing sent", "half a header"])
-async def test_connection_without_complete_header_is_closed(port: int, data: bytes) -> None:
+async def test_connection_without_complete_header_is_closed(site: ServerUnderTest, data: bytes) -> None:
     async with Clients() as clients:
-        silent = await clients.connect(port)
+        silent = await clients.connect(site.port, tls=site.tls)
+        silent.send(data)
+        await silent.is_closed()
+
+
+@pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("data", [b"", HALF_A_HELLO], ids=["nothing sent", "half a hello"])
+@pytest.mark.parametrize("site", ["https"], indirect=True)
+async def test_connection_without_complete_tls_handshake_is_closed(site: ServerUnderTest, data: bytes) -> None:
+    async with Clients() as clients:
+        silent = await clients.connect(site.port)
         silent.send(data)
         await silent.is_closed()
 
@@ -242,31 +287,42 @@ async def test_slow_reader_with_steady_progress_gets_whole_response(port: int) -
     assert taken > size
 
 
-async def test_incomplete_bodies_are_closed_for_new_connections(port: int) -> None:
+async def test_incomplete_bodies_are_closed_for_new_connections(site: ServerUnderTest) -> None:
     async with Clients() as clients:
         for _ in range(2 * CONNECTIONS):
-            (await clients.connect(port)).send(HALF_A_REQUEST)
-        assert await (await clients.connect(port)).get() == b"HTTP/1.1 200 OK"
+            (await clients.connect(site.port, tls=site.tls)).send(HALF_A_REQUEST)
+        assert await (await clients.connect(site.port, tls=site.tls)).get() == b"HTTP/1.1 200 OK"
 
 
-async def test_silent_connections_are_closed_for_new_connections(port: int) -> None:
+async def test_silent_connections_are_closed_for_new_connections(site: ServerUnderTest) -> None:
     async with Clients() as clients:
-        for _ in range(3 * CONNECTIONS):
-            silent = await clients.connect(port)
-        asking = await clients.connect(port)
+        silent = [await clients.connect(site.port) for _ in range(3 * CONNECTIONS)]
+        asking = await clients.connect(site.port, tls=site.tls)
         assert await asking.get() == b"HTTP/1.1 200 OK"
-        assert silent.is_open  # the longest waiting connections were closed
+        assert silent[-1].is_open  # the longest waiting connections were closed
+        for client in silent[: 2 * CONNECTIONS]:
+            await client.is_closed()
 
 
-async def test_one_address_gets_at_most_half_of_the_connections(port: int) -> None:
+async def test_one_address_gets_at_most_half_of_the_connections(site: ServerUnderTest) -> None:
     async with Clients() as clients:
-        greedy = [await clients.connect(port, "127.0.0.2") for _ in range(CONNECTIONS // 2)]
+        greedy = [await clients.connect(site.port, "127.0.0.2", tls=site.tls) for _ in range(CONNECTIONS // 2)]
         for client in greedy:
             await client.get()
-        refused = await clients.connect(port, "127.0.0.2")
+        refused = await clients.connect(site.port, "127.0.0.2")
         await refused.is_closed()
-        assert await (await clients.connect(port, "127.0.0.3")).get() == b"HTTP/1.1 200 OK"
+        other = await clients.connect(site.port, "127.0.0.3", tls=site.tls)
+        assert await other.get() == b"HTTP/1.1 200 OK"
         assert all(client.is_open for client in greedy)
+
+
+@pytest.mark.parametrize("site", ["https"], indirect=True)
+async def test_silent_tls_clients_of_one_address_get_its_share(site: ServerUnderTest) -> None:
+    async with Clients() as clients:
+        silent = [await clients.connect(site.port, "127.0.0.2") for _ in range(CONNECTIONS)]
+        for client in silent[CONNECTIONS // 2 :]:
+            await client.is_closed()
+        assert all(client.is_open for client in silent[: CONNECTIONS // 2])
 
 
 def test_file_limit_is_raised_and_files_are_reserved() -> None:
