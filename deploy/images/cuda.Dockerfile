@@ -16,8 +16,8 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 COPY deploy ./deploy
 COPY docs/runbooks.md ./docs/
-# app/requirements.txt is optional: the pattern also matches a missing file.
-COPY app/requirements.tx[t] ./handler/
+# app/requirements.txt is optional: a pattern may match no file. buildah and Podman want another source that exists.
+COPY constraints.txt app/requirements.tx[t] ./handler/
 RUN python3 -m venv /opt/windlass \
  && /opt/windlass/bin/pip install --no-cache-dir --constraint constraints.txt . \
  && if [ -s handler/requirements.txt ]; then \

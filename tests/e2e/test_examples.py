@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -21,6 +23,7 @@ from support.command_line import CommandLine
 from support.postgres_servers import do_without
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DEPLOY = EXAMPLES.parent / "deploy"
 LIMIT_S = 90.0
 
 
@@ -28,9 +31,15 @@ LIMIT_S = 90.0
 def running(example: str, folder: Path, dsn: str) -> Iterator[CommandLine]:
     copy = folder / example
     shutil.copytree(EXAMPLES / example, copy)
-    windlass = CommandLine(copy, {"DATABASE_URL": dsn})
-    with (folder / "up.log").open("w") as log:
-        up = windlass.start("up", stdout=log, stderr=log)
+    with running_in(copy, folder / "up.log", dsn) as windlass:
+        yield windlass
+
+
+@contextmanager
+def running_in(project: Path, log_file: Path, dsn: str, *options: str) -> Iterator[CommandLine]:
+    windlass = CommandLine(project, {"DATABASE_URL": dsn})
+    with log_file.open("w") as log:
+        up = windlass.start("up", *options, stdout=log, stderr=log)
         try:
             yield windlass
         finally:
@@ -110,7 +119,7 @@ def test_commands_of_the_adopted_table_run_as_they_stand(reachable_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
+@pytest.mark.ray
 def test_ray_finds_the_best_setting_of_a_model(tmp_path: Path, dsn: str) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
@@ -188,3 +197,23 @@ def test_supabase_app_runs_the_rows_of_its_users(tmp_path: Path, dsn: str) -> No
             assert as_user(sql, ANN, "update public.pictures set status = 'cancelled' where id = %s", wrong) == [1]
             task = "select status, error_code, owner from windlass.tasks where unique_key = %s"
             assert sql.execute(task, [str(wrong)]).fetchone() == ("failed", "CANCELLED", f"jwt:{ANN}")
+
+
+def test_commands_of_the_compose_file_run_a_task(tmp_path: Path, dsn: str) -> None:
+    folder = tmp_path / "deploy" / "docker"
+    shutil.copytree(DEPLOY / "docker", folder)
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    header = re.findall(r"^#   (.+)$", (folder / "compose.yaml").read_text(), re.MULTILINE)
+    prepare, described = [], []
+    for line in header:
+        (described if line.startswith("docker compose") else prepare).append(line)
+    subprocess.run(["sh", "-euc", "\n".join(prepare)], cwd=folder, check=True, timeout=LIMIT_S)
+    url = urlsplit((folder / "secrets" / "database_url").read_text())
+    assert (url.hostname, url.password) == ("database", (folder / "secrets" / "database_password").read_text().strip())
+
+    # The container starts it in this folder, too.
+    start, enqueue = described
+    assert start == "docker compose up --detach"
+    with running_in(folder / "app", tmp_path / "up.log", dsn, "--port", "0") as windlass:
+        assert windlass(*shlex.split(enqueue.removeprefix("docker compose exec windlass windlass "))).code == 0
+        assert results(dsn, 1, tmp_path / "up.log") == ["Hello, Ada!"]

@@ -6,9 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.image_builder import ImageBuilder, reason_not_to_build
+from support.wheel_folder import write_wheels
+from support.wheel_server import tiny_wheel
 
 REPOSITORY = Path(__file__).parents[2]
 IMAGES = REPOSITORY / "deploy" / "images"
@@ -85,6 +90,50 @@ def test_entrypoint_without_join_data_takes_arguments_or_says_what_is_missing(tm
     assert (refused.returncode, "WINDLASS_JOIN is not set" in refused.stderr) == (2, True)
 
 
+def as_first_process(words: list[str], folder: Path, **env: str) -> str:
+    """What a program prints as the first process of a container, which is what a health check looks at."""
+    namespace = [
+        "unshare",
+        *(() if os.geteuid() == 0 else ("--user", "--map-root-user")),
+        "--pid",
+        "--fork",
+        "--mount-proc",
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this host admits no PID namespace (unshare --pid)")
+    path = f"{folder}{os.pathsep}{IMAGES}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*namespace, *words], env={"PATH": path, "WORKER_STATE": str(folder / "state"), **env},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "gpu", "is_healthy"),
+    [
+        (["entrypoint.sh", "--queue", "q"], {}, None, True),
+        (["sh", "-c", "healthcheck.sh; echo $?"], {}, None, False),
+        (["entrypoint.sh", "--queue", "q"], {"WORKER_NEEDS_GPU": "1"}, "echo GPU 0", True),
+        (["entrypoint.sh", "--queue", "q"], {"WORKER_NEEDS_GPU": "1"}, "exit 9", False),
+    ],
+    ids=["worker runs", "another program runs", "driver answers", "driver fails"],
+)
+def test_health_check_sees_the_worker_and_the_driver(
+    tmp_path: Path, words: list[str], env: dict[str, str], gpu: str | None, is_healthy: bool
+) -> None:
+    """The stand-in for the worker's program runs the health check, as Docker does next to it."""
+    programs = {"windlass": "healthcheck.sh; echo $?", "nvidia-smi": gpu or "exit 127"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    status = as_first_process(words, tmp_path, **env).splitlines()[-1]
+    assert (status == "0") is is_healthy
+
+
 def test_shellcheck_accepts_scripts_of_the_images() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("no shellcheck here: install the package shellcheck")
@@ -100,6 +149,76 @@ def has_docker() -> bool:
     return subprocess.run(["docker", "info"], capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0
 
 
+def build_context(context: Path, requirements: str | None = None) -> Path:
+    context.mkdir()
+    for name in ("src", "deploy"):
+        shutil.copytree(REPOSITORY / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (context / "docs").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "docs/runbooks.md"):
+        shutil.copy(REPOSITORY / name, context / name)
+    (context / "app").mkdir()
+    (context / "app" / "app.py").write_text("def generate(task):\n    return task.payload\n")
+    if requirements is not None:
+        (context / "app" / "requirements.txt").write_text(requirements)
+    return context
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_wheels(tmp_path_factory.mktemp("wheels"), also=("hatchling",))
+    (folder / "app_needs-1.0-py3-none-any.whl").write_bytes(tiny_wheel("app_needs", "1.0"))
+    return folder
+
+
+@pytest.fixture
+def builder(tmp_path: Path, wheels: Path) -> Iterator[ImageBuilder]:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    yield ImageBuilder(folder, wheels)
+    # pytest keeps the folders of the last runs, and an image has 400 MB.
+    shutil.rmtree(folder)
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+@pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_image_is_built_on_a_base_without_registry_and_runs_as_an_ordinary_user(
+    dockerfile: Path, tmp_path: Path, builder: ImageBuilder
+) -> None:
+    make_bases(builder, dockerfile)
+    # Requirements are optional.
+    has_requirements = dockerfile.name == "cpu.Dockerfile"
+    context = build_context(tmp_path / "sources", "app-needs==1.0\n" if has_requirements else None)
+    config = builder.build(dockerfile, context, "worker")
+    assert (config["User"], config["WorkingDir"], config["Entrypoint"]) == ("10001", "/app", ["entrypoint.sh"])
+    assert config["Healthcheck"]["Test"] == ["CMD", "healthcheck.sh"]
+    worker = builder.container("worker")
+    refused = builder.run(worker, config["Entrypoint"])
+    assert (refused.returncode, "WINDLASS_JOIN is not set" in refused.stderr) == (2, True), refused.stderr
+    seen = "import app, importlib.util as i, os; print(os.getuid(), os.access('/var/lib/windlass', os.W_OK)"
+    ran = builder.run(worker, ["python", "-c", f"{seen}, i.find_spec('app_needs') is not None)"])
+    assert ran.stdout == f"10001 True {has_requirements}\n", ran.stderr
+    assert builder.run(worker, ["windlass", "--version"]).stdout.startswith("windlass ")
+
+
+def make_bases(builder: ImageBuilder, dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    for base in dict.fromkeys(re.findall(r"^FROM (\S+)", text, re.MULTILINE)):
+        builder.make_base(re.sub(r"\$\{(\w+)\}", lambda found: defaults[found[1]], base))
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+@pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
+def test_control_plane_image_is_built_on_a_base_without_registry(tmp_path: Path, builder: ImageBuilder) -> None:
+    dockerfile = REPOSITORY / "deploy" / "docker" / "Dockerfile"
+    make_bases(builder, dockerfile)
+    config = builder.build(dockerfile, build_context(tmp_path / "sources"), "control")
+    assert (config["User"], config["Entrypoint"], config["Cmd"][0]) == ("10001", ["windlass"], "up")
+    ran = builder.run(builder.container("control"), [*config["Entrypoint"], "doctor"])
+    assert "embedded" in ran.stdout, ran.stderr
+
+
 # Its base image has several GB.
 CUDA_BUILD = pytest.mark.skipif(
     "WINDLASS_BUILD_CUDA" not in os.environ, reason="set WINDLASS_BUILD_CUDA=1 to build the CUDA image too"
@@ -110,15 +229,7 @@ CUDA_BUILD = pytest.mark.skipif(
 @pytest.mark.skipif(not has_docker(), reason="no Docker daemon here: images are built where one runs")
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=CUDA_BUILD)])
 def test_image_is_built_and_refuses_to_start_without_join_data(kind: str, tmp_path: Path) -> None:
-    context = tmp_path / "context"
-    context.mkdir()
-    for name in ("src", "deploy"):
-        shutil.copytree(REPOSITORY / name, context / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (context / "docs").mkdir()
-    for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "docs/runbooks.md"):
-        shutil.copy(REPOSITORY / name, context / name)
-    (context / "app").mkdir()
-    (context / "app" / "app.py").write_text("def generate(task):\n    return task.payload\n")
+    context = build_context(tmp_path / "context")
     tag = f"windlass-test-worker-{kind}"
     subprocess.run(
         ["docker", "build", "-f", context / f"deploy/images/{kind}.Dockerfile", "-t", tag, context],

@@ -1,13 +1,20 @@
 """Runs the commands of a documentation page on a host that is a folder.
 
-Paths of the page under /etc, /srv and /var are folders of the test. Programs that would change the host or need the
-internet are replaced: sudo runs the rest of its words, apt-get, useradd and ufw only record theirs, and systemctl
-starts and stops the unit of Windlass as systemd would, with its working directory, environment and credentials.
+Paths of the page under /etc, /srv and /var are below that folder. Programs that would change the host or need the
+internet are replaced: apt-get and ufw only record their words, useradd creates the home, and systemctl starts and stops
+the unit of Windlass (rehearsed_systemctl.py).
+
+If root runs the test, the person of the page and its user `app` are two other users of this host, with homes that only
+they can read, as on Ubuntu; sudo changes between them, without the working directory's rights. Another user cannot
+change users: then all of them are that user, and file permissions are not rehearsed.
 """
 
 import contextlib
+import grp
 import os
+import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,51 +24,48 @@ from pathlib import Path
 
 BLOCK = re.compile(r"^```(sh|toml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK_TIMEOUT_S = 400.0
-PLACES = ("etc", "srv", "var/lib/windlass")
+PROBE_TIMEOUT_S = 30.0
+PLACES = ("etc", "srv", "var/lib")
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Users of every Debian and most other systems.
+PERSON, APP = "daemon", "nobody"
+# A person who may use sudo: no right to any file, but that to become another user.
+_AS_PERSON = ("--clear-groups", "--inh-caps=+setuid,+setgid", "--ambient-caps=+setuid,+setgid")
 _SUDO = """\
 #!/bin/bash
 echo "sudo $*" >> "$HOST_ROOT/commands"
+user=root
+if [ "$1" = -u ]; then user=$2; shift 2; fi
 words=()
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -u|-g) shift 2 ;;
-    *) words+=("$1"); shift ;;
+for word in "$@"; do
+  # Owner and group of files, as in `install -o app`.
+  case "$previous $word" in
+    "-o app") words+=("$HOST_APP_ID") ;;
+    "-g app") words+=("$HOST_APP_GROUP") ;;
+    *) words+=("$word") ;;
   esac
+  previous=$word
 done
-exec env "${words[@]}"
+[ -n "${HOST_USER_app:-}" ] || exec env "${words[@]}"
+if [ "$user" = root ]; then
+  exec setpriv --reuid=0 --regid=0 --clear-groups -- env "${words[@]}"
+fi
+exec setpriv --reuid=0 --regid=0 --clear-groups -- \\
+  setpriv --reuid="$HOST_USER_app" --regid="$HOST_APP_GROUP" --clear-groups --inh-caps=-all --ambient-caps=-all -- \\
+  env HOME="$HOST_ROOT/srv/app" "${words[@]}"
 """
-_SYSTEMCTL = """\
-#!{python}
-import os, re, signal, subprocess, sys, time
-root = os.environ["HOST_ROOT"]
-pid_file = root + "/windlass.pid"
-
-def stop():
-    if os.path.exists(pid_file):
-        pid = int(open(pid_file).read())
-        os.kill(pid, signal.SIGTERM)
-        for _ in range(1200):
-            if not os.path.exists("/proc/%d/stat" % pid) or open("/proc/%d/stat" % pid).read().split()[2] == "Z":
-                break
-            time.sleep(0.1)
-        else:
-            sys.exit("windlass did not stop")
-        os.unlink(pid_file)
-
-if sys.argv[1:] == ["stop", "windlass"]:
-    stop()
-elif sys.argv[1:] == ["enable", "--now", "windlass"]:
-    unit = open(root + "/etc/systemd/system/windlass.service").read()
-    for place in {places}:
-        unit = unit.replace("/" + place, root + "/" + place)
-    value = lambda name: re.search("^" + name + "=(.*)$", unit, re.M)[1]
-    variable, _, folder = value("Environment").partition("=")
-    environment = dict(os.environ, CREDENTIALS_DIRECTORY=root + "/etc/windlass", **{{variable: folder}})
-    started = subprocess.Popen(
-        value("ExecStart").split(), cwd=value("WorkingDirectory"), env=environment, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=open(root + "/up.log", "a"), stderr=subprocess.STDOUT,
-    )
-    open(pid_file, "w").write(str(started.pid))
+_USERADD = """\
+#!/bin/bash
+home=
+while [ $# -gt 1 ]; do
+  if [ "$1" = --home-dir ]; then home=$2; fi
+  shift
+done
+install -d -o "$HOST_APP_ID" -g "$HOST_APP_GROUP" -m 750 "$home"
+"""
+_APT_GET = """\
+#!/bin/sh
+case " $* " in *" install "*" caddy "*) mkdir -p "$HOST_ROOT/etc/caddy" ;; esac
 """
 _RECORDING = "#!/bin/sh\nexit 0\n"
 
@@ -72,6 +76,22 @@ def blocks(page: str, section: str) -> list[tuple[str, str]]:
     return [(found[1], found[2]) for found in BLOCK.finditer(text)]
 
 
+def can_change_users() -> bool:
+    """Whether this test may become others, who can use a Python of the system with venv."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return False
+    probe = "import sys, ensurepip; sys.exit(sys.version_info < (3, 11))"
+    words = ["setpriv", f"--reuid={APP}", f"--regid={_group_of(APP)}", "--clear-groups", "python3", "-c", probe]
+    done = subprocess.run(
+        words, env={"PATH": SYSTEM_PATH}, cwd="/", capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+    )
+    return done.returncode == 0
+
+
+def _group_of(user: str) -> str:
+    return grp.getgrgid(pwd.getpwnam(user).pw_gid).gr_name
+
+
 @dataclass
 class FolderHost:
     root: Path
@@ -80,12 +100,34 @@ class FolderHost:
     replaced: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for place in (*PLACES, "etc/caddy", "etc/systemd/system", "srv/app", "bin", "home"):
+        self.changes_users = can_change_users()
+        for place in (*PLACES, "etc/systemd/system", "bin", "home"):
             (self.root / place).mkdir(parents=True, exist_ok=True)
-        programs = {"sudo": _SUDO, "systemctl": _SYSTEMCTL.format(python=sys.executable, places=repr(PLACES))}
-        for name, text in {**dict.fromkeys(("apt-get", "useradd", "ufw"), _RECORDING), **programs}.items():
+        systemctl = f'#!/bin/sh\nexec {sys.executable} -S {Path(__file__).with_name("rehearsed_systemctl.py")} "$@"\n'
+        programs = {
+            "sudo": _SUDO, "useradd": _USERADD, "apt-get": _APT_GET, "ufw": _RECORDING, "systemctl": systemctl,
+        }  # fmt: skip
+        for name, text in programs.items():
             (self.root / "bin" / name).write_text(text)
             (self.root / "bin" / name).chmod(0o755)
+        self.commands_file.touch()
+        self.commands_file.chmod(0o666)
+
+    @property
+    def commands_file(self) -> Path:
+        return self.root / "commands"
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    def give_home(self) -> None:
+        """The person's home, with what the test put there, belongs to the person alone."""
+        self.home.chmod(0o750)
+        if self.changes_users:
+            person = pwd.getpwnam(PERSON)
+            for path in (self.home, *self.home.rglob("*")):
+                os.chown(path, person.pw_uid, person.pw_gid)
 
     def translated(self, text: str) -> str:
         for old, new in self.replaced.items():
@@ -93,16 +135,19 @@ class FolderHost:
         return re.sub(rf"(?<![\w./-])/({'|'.join(PLACES)})\b", rf"{self.root}/\1", text)
 
     def run(self, commands: str, stdin: str = "") -> str:
-        """All commands in one shell, in the user's home; each must succeed. Returns the output."""
+        """All commands in one shell, in the person's home; each must succeed. Returns the output."""
+        words = ["bash", "-euc", f'cd "$HOME"\n{self.translated(commands)}']
+        environment = {**self.environment, "HOST_ROOT": str(self.root), "HOME": str(self.home)}
+        path, app, group = os.environ["PATH"], os.getuid(), os.getgid()
+        if self.changes_users:
+            words = ["setpriv", f"--reuid={PERSON}", f"--regid={_group_of(PERSON)}", *_AS_PERSON, "--", *words]
+            path, app, group = SYSTEM_PATH, pwd.getpwnam(APP).pw_uid, pwd.getpwnam(APP).pw_gid
+            environment["HOST_USER_app"] = APP
+        environment |= {"HOST_APP_ID": str(app), "HOST_APP_GROUP": str(group)}
         done = subprocess.run(
-            ["bash", "-euc", self.translated(commands)],
-            cwd=self.root / "home",
-            env={
-                **self.environment,
-                "HOST_ROOT": str(self.root),
-                "HOME": str(self.root / "home"),
-                "PATH": f"{self.root / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            },
+            words,
+            cwd="/",
+            env={**environment, "PATH": f"{self.root / 'bin'}{os.pathsep}{path}"},
             input=stdin, capture_output=True, text=True, timeout=BLOCK_TIMEOUT_S, check=False,
         )  # fmt: skip
         log = self.root / "up.log"
@@ -119,4 +164,4 @@ class FolderHost:
 
     @property
     def commands(self) -> list[str]:
-        return (self.root / "commands").read_text().splitlines()
+        return self.commands_file.read_text().splitlines()
