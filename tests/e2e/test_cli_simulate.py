@@ -40,6 +40,12 @@ from generate_series(0, 4) as n
 cross join lateral (select windlass.now() - make_interval(hours => 1 + n) as at) as b;
 """
 
+MAIL = """
+insert into windlass.tasks (queue, status, created_at, started_at, finished_at)
+select 'mail', 'complete', b.at, b.at + interval '1 s', b.at + interval '31 s'
+from (select windlass.now() - make_interval(secs => 600 * n) as at from generate_series(1, 100) as n) as b
+"""
+
 
 @pytest.fixture
 async def windlass(tmp_path: Path, dsn: str) -> CommandLine:
@@ -85,6 +91,51 @@ def test_shadow_compares_running_settings_with_two_others(windlass: CommandLine)
     assert "400 tasks over" in shown.out
 
 
+async def test_several_fleets_are_simulated_in_their_own_worlds_and_added_up(windlass: CommandLine, dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
+    await connection.execute(MAIL)
+    await connection.close()
+    both = ("--fleet", "gpus", "--fleet", "mail", "--policy", "adaptive", "--policy", "keda")
+    found = windlass("simulate", *both, "--report", "both.html", "--json").json
+    assert list(found["fleets"]) == ["gpus", "mail"]
+    alone = {name: runs_of(windlass, "--fleet", name, *both[4:]) for name in found["fleets"]}
+    assert {name: fleet["runs"] for name, fleet in found["fleets"].items()} == alone
+    assert [total["policy"] for total in found["total"]] == ["adaptive", "keda"]
+    for total, *parts in zip(found["total"], alone["gpus"], alone["mail"], strict=True):
+        for name in ("machine_seconds_billed", "wait_total_s", "machines_started", "tasks", "optimal_seconds"):
+            assert total[name] == pytest.approx(sum(part[name] for part in parts), abs=0.01), name
+        # The total is that of 500 tasks.
+        assert min(part["wait_p95_s"] for part in parts) <= total["wait_p95_s"]
+        assert total["wait_p95_s"] <= max(part["wait_p95_s"] for part in parts)
+    # One fleet rents in EUR, the other costs nothing.
+    assert "currency" not in found["total"][0]
+    report = (windlass.folder / "both.html").read_text()
+    assert "gpus: adaptive" in report
+    assert "total: keda" in report
+    shown = windlass("simulate", *both).out
+    assert "mail: 100 tasks over" in shown
+    assert "total: adaptive" in shown
+
+
+def test_fleets_with_a_common_queue_are_not_added_up(windlass: CommandLine) -> None:
+    config = windlass.folder / "windlass.toml"
+    config.write_text(CONFIG.replace('queues = ["mail"]', 'queues = ["mail", "renders"]'))
+    found = windlass("simulate", "--fleet", "gpus", "--fleet", "mail")
+    assert found.code == 2
+    assert "fleets gpus and mail both serve queue renders" in found.err
+
+
+def test_trace_is_divided_among_fleets_by_its_queues(windlass: CommandLine) -> None:
+    rows = [f"{60 * number},30,{'renders' if number % 4 else 'mail'}" for number in range(40)]
+    (windlass.folder / "t.csv").write_text("\n".join(["arrival_s,duration_s,queue", *rows, ""]))
+    found = windlass("simulate", "--fleet", "gpus", "--fleet", "mail", "--trace", "t.csv", "--json").json
+    assert {name: fleet["runs"][0]["tasks"] for name, fleet in found["fleets"].items()} == {"gpus": 30, "mail": 10}
+    assert found["total"][0]["tasks"] == 40
+    (windlass.folder / "t.csv").write_text("arrival_s,duration_s\n0,1\n")
+    refused = windlass("simulate", "--fleet", "gpus", "--fleet", "mail", "--trace", "t.csv")
+    assert "the trace has no column queue" in refused.err
+
+
 def test_tune_searches_on_the_history_of_a_fleet(windlass: CommandLine) -> None:
     found = windlass("tune", "--fleet", "gpus", "--slo", "p95_wait=200s", "--write", "fleet.toml", "--json").json
     assert found["is_goal_held"]
@@ -98,6 +149,7 @@ def test_tune_searches_on_the_history_of_a_fleet(windlass: CommandLine) -> None:
         ((), "pass --fleet NAME"),
         (("--fleet", "nope"), "fleet 'nope' not found"),
         (("--fleet", "mail"), "fleet mail has no finished task since"),
+        (("--fleet", "gpus", "--fleet", "mail", "--generate", "poisson"), "a generated trace has no queues"),
         (("--fleet", "gpus", "--since", "soon"), "--since 'soon' is not a time"),
         (("--shadow", "--generate", "poisson"), "--shadow compares on a fleet's own history"),
         (("--generate", "poisson", "--trace", "t.csv"), "not both"),

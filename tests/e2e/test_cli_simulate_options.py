@@ -90,3 +90,10 @@ def test_tune_replaces_no_file(windlass: CommandLine, output: str, message: str)
     assert (found.code, found.out) == (2, ""), found
     assert message in found.err
     assert (windlass.folder / "windlass.toml").read_text() == before
+
+
+def test_tune_searches_with_random_boots(windlass: CommandLine) -> None:
+    options = ("tune", "--trace", "t.csv", "--slo", "p95_wait=500s", "--boot", "50", "--json")
+    fixed, varied = (windlass(*options, "--boot-sigma", sigma).json for sigma in (0, 1))
+    assert fixed == windlass(*options).json
+    assert varied["checked"]["wait_p95_s"] != fixed["checked"]["wait_p95_s"]

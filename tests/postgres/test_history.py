@@ -3,8 +3,13 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
 from support.queue_sql import RoleDsn, connected
 from support.stores import PostgresStores
+from windlass.model.fleet import FleetConfig
+from windlass.model.lease import Candidate
+from windlass.model.snapshot import QueueView
 from windlass.model.task import TaskStatus
 
 BEGIN = datetime(2025, 1, 1, tzinfo=UTC)
@@ -101,17 +106,23 @@ async def test_two_sessions_delete_at_the_same_time(
 
 async def test_machines_stay_in_the_history_after_their_workers(connection: Any, store: PostgresStores) -> None:
     await connection.execute("insert into windlass.fleets (name) values ('gpu'), ('other')")
-    await connection.execute("insert into windlass.slots (fleet, slot) select 'gpu', n from generate_series(0, 3) n")
+    await connection.execute("insert into windlass.slots (fleet, slot) select 'gpu', n from generate_series(0, 4) n")
     at = [BEGIN + timedelta(seconds=second) for second in (0, 90, 3600)]
     await connection.execute(WORKER, "served", 0, *at, None, "created")
     await connection.execute(WORKER, "crashed", 1, *at, at[2], "created")
     await connection.execute(WORKER, "refused", 2, at[1], None, at[1], at[1], "refused")
-    before = await store.machine_history("gpu", BEGIN, BEGIN + timedelta(days=1), 100)
+    await connection.execute(WORKER, "cancelled", 3, at[0] - timedelta(seconds=60), None, at[1], None, "created")
+    await connection.execute(
+        "update windlass.workers set code = 'START_CANCELLED', terminating_at = $1 where id = 'cancelled'", at[0]
+    )
+    before = await store.machine_history("gpu", BEGIN - timedelta(days=1), BEGIN + timedelta(days=1), 100)
     await connection.execute("delete from windlass.workers where id <> 'refused'")
-    after = await store.machine_history("gpu", BEGIN, BEGIN + timedelta(days=1), 100)
+    after = await store.machine_history("gpu", BEGIN - timedelta(days=1), BEGIN + timedelta(days=1), 100)
     key = lambda machine: (machine.requested_at, machine.is_crashed)  # noqa: E731
     assert sorted(before, key=key) == sorted(after, key=key)
-    served, crashed, refused = sorted(after, key=key)
+    cancelled, served, crashed, refused = sorted(after, key=key)
+    assert (cancelled.boot_s, cancelled.cancelled_s, cancelled.lived_s) == (None, 60.0, 150.0)
+    assert served.cancelled_s is None
     assert (served.boot_s, served.lived_s, served.is_crashed, served.is_refused) == (90.0, 3600.0, False, False)
     assert (served.price_micros_per_hour, served.currency, served.billing_unit_s) == (500_000, "EUR", 3600)
     assert crashed.is_crashed
@@ -185,3 +196,75 @@ async def test_workers_read_no_history(connection: Any, role_dsn: RoleDsn) -> No
                 assert "permission denied" in str(error)
             else:
                 raise AssertionError(statement)
+
+
+async def observed_queue(store: PostgresStores, *queues: str) -> QueueView:
+    fleet = FleetConfig(queues=queues)
+    seen = await store.observe(Candidate("ann", 60.0), "gpu", fleet)
+    assert seen is not None
+    return seen[1].queue
+
+
+async def test_quiet_fleet_knows_the_durations_and_boots_of_deleted_rows(
+    connection: Any, store: PostgresStores
+) -> None:
+    """Not as soon as 8 newer ones are known: the past is used for as long as it is all there is."""
+    await connection.execute("insert into windlass.fleets (name) values ('gpu')")
+    await connection.execute("insert into windlass.slots (fleet, slot) values ('gpu', 0)")
+    begin = datetime.now(UTC) - timedelta(days=20)
+    for number in range(3):
+        at = begin + timedelta(minutes=number)
+        await connection.execute(WORKER, f"w{number}", 0, at, at + timedelta(seconds=90 + number), at, None, "created")
+    await connection.execute("delete from windlass.workers")
+    await connection.execute(FINISHED, 3_000)
+    await connection.execute("delete from windlass.tasks")
+    assert (await observed_queue(store, "none")).durations_s == ()
+
+    queue = await observed_queue(store, "q")
+    # The newest 200 of queue q, 0 to 59 s each.
+    assert len(queue.durations_s) == 200
+    newest = [float(n % 60) for n in range(3_000, 0, -1) if n % 3][:200]
+    assert list(queue.durations_s) == sorted(newest)
+    assert queue.duration_mean_s == pytest.approx(sum(newest) / 200)
+    assert queue.boots_s == (90.0, 91.0, 92.0)
+
+    finished = (
+        "insert into windlass.tasks (queue, status, created_at, started_at, finished_at)"
+        " select 'q', 'complete', now(), now() - interval '500 s', now() from generate_series(1, $1)"
+    )
+    await connection.execute(finished, 7)
+    queue = await observed_queue(store, "q")
+    assert (len(queue.durations_s), queue.durations_s[-7:]) == (200, (500.0,) * 7)
+    await connection.execute(finished, 1)
+    queue = await observed_queue(store, "q")
+    assert queue.durations_s == (500.0,) * 8
+    assert queue.duration_mean_s == 500.0
+
+
+async def test_quiet_queue_of_a_busy_fleet_knows_its_deleted_durations(connection: Any, store: PostgresStores) -> None:
+    await connection.execute(FINISHED, 300)
+    await connection.execute("delete from windlass.tasks where queue = 'r'")
+    await connection.execute("insert into windlass.tasks (queue) values ('q'), ('r')")
+    each = {queue.name: queue for queue in (await observed_queue(store, "q", "r")).each}
+    assert {name: len(queue.durations_s) for name, queue in each.items()} == {"q": 100, "r": 100}
+    assert each["r"].duration_mean_s == pytest.approx(sum(n % 60 for n in range(3, 301, 3)) / 100)
+
+
+async def test_history_of_other_queues_costs_a_cycle_nothing(connection: Any) -> None:
+    """Rows of task_history are read by index, at most two of each queue."""
+    for number in range(40):
+        await connection.execute(FINISHED, 3_000)
+        await connection.execute("update windlass.tasks set queue = $1 where queue = 'r'", f"r{number}")
+        await connection.execute("delete from windlass.tasks")
+    await connection.execute("analyze windlass.task_history; set enable_seqscan = off")
+    reads = (
+        "select seq_scan, idx_tup_fetch from pg_stat_xact_user_tables"
+        " where schemaname = 'windlass' and relname = 'task_history'"
+    )
+    async with connection.transaction():
+        before = await connection.fetchrow(reads)
+        found = await connection.fetch("select * from windlass_internal.remembered_durations('{r7,q,none}', 200)")
+        after = await connection.fetchrow(reads)
+    assert len(found) == 200
+    assert after["seq_scan"] == before["seq_scan"]
+    assert 0 < after["idx_tup_fetch"] - before["idx_tup_fetch"] <= 4

@@ -53,7 +53,7 @@ def test_adopted_machine_is_prepared_at_once() -> None:
 
 
 def test_preparation_of_another_orchestrator_is_restarted() -> None:
-    planned = plan(seen(new(preparing_at=ago(3))), FLEET)
+    planned = plan(seen(new(progress_at=ago(3))), FLEET)
     assert len(of_kind(planned.actions, Prepare)) == 1
 
 
@@ -61,8 +61,8 @@ def test_preparation_of_another_orchestrator_is_restarted() -> None:
     "code",
     [
         "SSH_UNREACHABLE", "SSH_HOST_KEY_CHANGED", "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL",
-        "JOIN_DATA_MISSING", "PYTHON_MISSING", "VENV_FAILED", "WHEEL_UNAVAILABLE", "INSTALL_FAILED",
-        "REQUIREMENTS_FAILED", "DEPENDENCY_MISSING", "START_SCRIPT_FAILED",
+        "JOIN_DATA_MISSING", "JOIN_DATA_INVALID", "PYTHON_MISSING", "VENV_FAILED", "WHEEL_UNAVAILABLE",
+        "INSTALL_FAILED", "REQUIREMENTS_FAILED", "DEPENDENCY_MISSING", "START_SCRIPT_FAILED",
     ],
 )  # fmt: skip
 def test_failed_preparation_fails_worker_with_its_code(code: str) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,9 @@ from windlass.policy.billing import cost, is_worth_waiting, next_window
 from windlass.policy.budget import budgets
 from windlass.policy.plan import plan
 from windlass.policy.planning_context import LIST_SHRANK, build_context
+
+# Thousands of plans.
+pytestmark = pytest.mark.slow
 
 # Deterministic: a failure in CI can be reproduced locally.
 always = settings(

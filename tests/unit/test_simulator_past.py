@@ -1,6 +1,9 @@
 """A fleet's past as a trace and a world, and the alternatives that it is compared with."""
 
+import math
+import random
 from datetime import UTC, datetime, timedelta
+from statistics import NormalDist
 
 import pytest
 
@@ -28,6 +31,16 @@ def test_trace_begins_with_the_first_task() -> None:
     assert past.trace.queues == ("q", "r", "q")
 
 
+def test_history_that_is_read_later_gives_the_same_trace() -> None:
+    """Arrivals count from the beginning of the history, which moves with the clock."""
+    arrivals = [100.0 + 10.0 * number for number in range(50)]
+    first, later = (
+        fleet_past("gpu", HETZNER, TaskHistory(BEGIN, [at - moved_s for at in arrivals], [1.0] * 50, ["q"] * 50), [])
+        for moved_s in (0.0, 0.123457)
+    )
+    assert first.trace == later.trace
+
+
 def test_world_has_measured_boots_refusals_crashes_and_billing() -> None:
     machines = [
         machine(100.0, 3700.0, price_micros_per_hour=10_000, currency="EUR", billing_unit_s=3600),
@@ -50,6 +63,20 @@ def test_spread_of_boots_needs_several_boots() -> None:
     spread = fleet_past("gpu", HETZNER, TASKS, [machine(boot_s) for boot_s in boots]).world
     assert spread.boot_sigma == pytest.approx(0.566, abs=0.001)
     assert spread.boot_s == pytest.approx(116.67, abs=0.01)
+
+
+def test_cancelled_starts_count_as_boots_that_take_longer() -> None:
+    """Machines start in pairs, and the slower one of each pair is cancelled when the other is ready."""
+    boots = [math.exp(4.5 + 0.6 * NormalDist().inv_cdf((number + 0.5) / 40)) for number in range(40)]
+    complete = fleet_past("gpu", HETZNER, TASKS, [machine(boot_s) for boot_s in boots]).world
+    random.Random(1).shuffle(boots)  # noqa: S311
+    faster = [min(pair) for pair in zip(boots[::2], boots[1::2], strict=True)]
+    seen = [machine(boot_s) for boot_s in faster]
+    cancelled = [machine(None, boot_s + 11.0, cancelled_s=boot_s) for boot_s in faster]
+    ignored, counted = (fleet_past("gpu", HETZNER, TASKS, found).world for found in (seen, seen + cancelled))
+    assert ignored.boot_s < 0.8 * complete.boot_s
+    assert counted.boot_s == pytest.approx(complete.boot_s, rel=0.15)
+    assert abs(counted.boot_sigma - complete.boot_sigma) < abs(ignored.boot_sigma - complete.boot_sigma)
 
 
 @pytest.mark.parametrize(("config", "boot_s", "unit_s"), [(HETZNER, 60.0, 3600), (LOCAL, 1.0, 1)])

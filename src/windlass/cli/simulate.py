@@ -1,6 +1,7 @@
 """`windlass simulate`: what a policy would have cost, and how long tasks would have waited."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +10,10 @@ import typer
 
 from windlass.cli.fleet_history import Since, chosen_fleet, read_past
 from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
-from windlass.cli.output import print_json, print_table, progress
+from windlass.cli.output import progress
 from windlass.cli.simulation_options import (
     Billing,
+    BootSigma,
     BootTime,
     Interval,
     MaxWorkers,
@@ -23,17 +25,14 @@ from windlass.cli.simulation_options import (
     check_output,
     check_policy_option,
     check_settings,
-    write_output,
 )
+from windlass.cli.simulation_results import FleetSimulation, print_simulations, write_report
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
-from windlass.model.money import with_currency
 from windlass.simulator.engine import ClaimOrder, World
-from windlass.simulator.measures import RunResult
 from windlass.simulator.past import FleetPast, shadow_requests, simulated_settings
-from windlass.simulator.report import HEADINGS, html_report, table_rows
-from windlass.simulator.runs import WINDLASS_POLICIES, RunRequest, billed_by, peak_concurrency, run_policy
+from windlass.simulator.runs import WINDLASS_POLICIES, RunRequest, peak_concurrency, run_policy
 from windlass.simulator.trace import GeneratorSettings, Trace, generate, read_trace
 
 MAX_RUNS = 50
@@ -54,10 +53,7 @@ async def simulate(
     ] = None,
     slots: Slots = None,
     boot_s: BootTime = None,
-    boot_sigma: Annotated[
-        float | None,
-        typer.Option("--boot-sigma", help="Spread of boot times: sigma of a lognormal (0).", min=0.0, max=3.0),
-    ] = None,
+    boot_sigma: BootSigma = None,
     billing: Billing = None,
     interval_s: Interval = None,
     min_workers: Annotated[int | None, typer.Option("--min", help="Minimum number of machines (0).", min=0)] = None,
@@ -66,9 +62,14 @@ async def simulate(
         list[str] | None,
         typer.Option("--set", help="Change one setting of the fleet, for all runs.", metavar="NAME=VALUE"),
     ] = None,
-    fleet: Annotated[
-        str | None,
-        typer.Option("--fleet", help="This fleet's settings; without a trace also its own history.", metavar="NAME"),
+    fleets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fleet",
+            help="This fleet's settings; without a trace also its own history. Several without a common queue are added"
+            " up.",
+            metavar="NAME",
+        ),
     ] = None,
     since: Since = "7d",
     is_shadow: Annotated[
@@ -98,7 +99,7 @@ async def simulate(
     """Simulate a scaling policy on a trace of tasks: cost, waits and machines.
 
     Without --trace and --generate it reads the history of the fleet from the database: its tasks, boots, billing,
-    refusals and crashes. Options replace what it found.
+    refusals and crashes. Options replace what it found. Several fleets are simulated one by one and added up.
     """
     check_finite(
         {
@@ -115,14 +116,12 @@ async def simulate(
     check_policy_option(changes or ())
     if report is not None:
         check_output(report)
-    if trace is not None and generator is not None:
-        raise BadInput("pass a trace file with --trace, or make one with --generate, not both.")
-    unit_s = billing_unit_s(billing)
+    _check_combination(trace, generator, fleets or (), policies or (), is_shadow=is_shadow)
     measured: dict[str, Any] = {
         "slots": slots,
         "boot_s": boot_s,
         "boot_sigma": boot_sigma if boot_sigma is not None or boot_s is None else 0.0,
-        "billing_unit_s": unit_s,
+        "billing_unit_s": billing_unit_s(billing),
         "crashes_per_hour": crashes,
         "refused_share": refused,
         "seed": seed,
@@ -138,51 +137,81 @@ async def simulate(
         )
         if value is not None
     ]
-    past: FleetPast | None = None
-    if trace is None and generator is None:
-        loaded = load(config, data_dir).config
-        name, base = chosen_fleet(loaded, fleet)
-        past = await read_past(loaded, name, base, since, seed)
-        task_trace, world = past.trace, replace(past.world, **options)
-        base = simulated_settings(base, world)
-    else:
+    names = list(dict.fromkeys(fleets or ()))
+    has_past = trace is None and generator is None
+    made = GeneratorSettings(tasks=tasks, days=days, duration_s=duration_s, seed=seed)
+    whole = None if has_past else read_trace(trace) if trace is not None else generate(generator or "", made)
+    loaded = load(config, data_dir).config if has_past or names else None
+    if loaded is not None and len(names) > 1:
+        _check_queues({name: chosen_fleet(loaded, name)[1] for name in names}, whole)
+
+    async def simulation_of(name: str | None) -> FleetSimulation:
+        past: FleetPast | None = None
+        base, settings = FleetConfig(provider="local"), list(given)
+        if loaded is not None:
+            name, base = chosen_fleet(loaded, name)
+        if whole is None:
+            assert loaded is not None  # noqa: S101 - a history is that of a configured fleet
+            past = await read_past(loaded, name or "", base, since, seed)
+            task_trace, world = past.trace, replace(past.world, **options)
+            base = simulated_settings(base, world)
+        else:
+            task_trace, world = whole if name is None else _of_fleet(whole, name, base), World(**options)
+            most = max_workers or math.ceil(peak_concurrency(task_trace) / world.slots)
+            settings = [
+                f"concurrency={world.slots}",
+                f"poll_interval_s={interval_s or 10.0}",
+                f"min_workers={min_workers or 0}",
+                f"max_workers={max(most, min_workers or 0)}",
+                # A simulated boot may take longer than the default limit of this host's processes.
+                f"spawn_timeout_s={max(600.0, 20 * world.boot_s)}",
+            ]
+        settings += changes or ()
+        runs = list(policies or ([] if is_shadow else [base.policy if past is not None else "adaptive"]))
+        # The waits of all tasks are kept with the charts. A total needs them.
+        has_charts = report is not None or len(names) > 1
+        requests = [_request(run, base, settings, world, claims, is_full, has_charts) for run in runs]
+        own = [_own_changes(run) for run in runs]
         if is_shadow:
-            raise BadInput("--shadow compares on a fleet's own history: leave out --trace and --generate.")
-        made = GeneratorSettings(tasks=tasks, days=days, duration_s=duration_s, seed=seed)
-        task_trace = read_trace(trace) if trace is not None else generate(generator or "", made)
-        base = FleetConfig(provider="local")
-        if fleet is not None:
-            base = chosen_fleet(load(config, data_dir).config, fleet)[1]
-            task_trace = _of_fleet(task_trace, fleet, base)
-        world = World(**options)
-        most = max_workers or math.ceil(peak_concurrency(task_trace) / world.slots)
-        given = [
-            f"concurrency={world.slots}",
-            f"poll_interval_s={interval_s or 10.0}",
-            f"min_workers={min_workers or 0}",
-            f"max_workers={max(most, min_workers or 0)}",
-            # A simulated boot may take longer than the default limit of this host's processes.
-            f"spawn_timeout_s={max(600.0, 20 * world.boot_s)}",
-        ]
-    given += changes or ()
-    names = list(policies or ([] if is_shadow else [base.policy if past is not None else "adaptive"]))
-    if len(names) > MAX_RUNS:
-        raise BadInput(f"--policy is given {len(names)} times: at most {MAX_RUNS} runs are compared.")
-    requests = shadow_requests(with_changes(base, given), world, has_charts=report is not None) if is_shadow else []
-    requests += [_request(name, base, given, world, claims, is_full, report is not None) for name in names]
-    check_settings(requests, [*([()] * (len(requests) - len(names))), *map(_own_changes, names)], changes or ())
-    if is_shadow and (claims is not None or is_full):
-        requests = [replace(request, claim_order=claims, is_full=is_full) for request in requests]
-    results = _run_all(requests, task_trace, is_quiet=as_json)
+            shadows = shadow_requests(with_changes(base, settings), world, has_charts=has_charts)
+            requests = [replace(each, claim_order=claims, is_full=is_full) for each in shadows] + requests
+            own = [[] for _ in shadows] + own
+        check_settings(requests, own, changes or ())
+        return FleetSimulation(name or "", task_trace, past, requests)
+
+    simulations = [await simulation_of(name) for name in names or (None,)]
+    _run_all(simulations, is_quiet=as_json)
     if report is not None:
-        notes = [
-            f"{len(task_trace.arrivals)} tasks over {task_trace.span_s / 86400:.2f} days, {world.slots} slots per "
-            f"machine, boot {world.boot_s:g} s, billed by the {billed_by(world.billing_unit_s)}, "
-            f"cycles of {requests[0].config.poll_interval_s:g} s, seed {seed}.",
-            *(past.notes[1:] if past is not None else ()),
-        ]
-        write_output(report, html_report(f"Simulation of {task_trace.name}", notes, results))
-    _print_results(results, past, as_json=as_json)
+        write_report(report, simulations, seed)
+    print_simulations(simulations, as_json=as_json)
+
+
+def _check_combination(
+    trace: Path | None, generator: str | None, fleets: Sequence[str], policies: Sequence[str], *, is_shadow: bool
+) -> None:
+    if trace is not None and generator is not None:
+        raise BadInput("pass a trace file with --trace, or make one with --generate, not both.")
+    if is_shadow and (trace is not None or generator is not None):
+        raise BadInput("--shadow compares on a fleet's own history: leave out --trace and --generate.")
+    if generator is not None and len(set(fleets)) > 1:
+        raise BadInput("a generated trace has no queues that several fleets could serve: pass one --fleet.")
+    if len(policies) > MAX_RUNS:
+        raise BadInput(f"--policy is given {len(policies)} times: at most {MAX_RUNS} runs are compared.")
+
+
+def _check_queues(fleets: Mapping[str, FleetConfig], trace: Trace | None) -> None:
+    """BadInput if the tasks of several fleets cannot be told apart."""
+    if trace is not None and not trace.queues:
+        raise BadInput("the trace has no column queue that divides its tasks among fleets: pass one --fleet.")
+    owners: dict[str, str] = {}
+    for name, settings in fleets.items():
+        for queue in settings.queues:
+            if queue in owners:
+                raise BadInput(
+                    f"fleets {owners[queue]} and {name} both serve queue {queue}: who claims its tasks is not "
+                    "simulated. Simulate them one at a time, each with all tasks of its queues."
+                )
+            owners[queue] = name
 
 
 def _of_fleet(trace: Trace, fleet: str, settings: FleetConfig) -> Trace:
@@ -191,29 +220,6 @@ def _of_fleet(trace: Trace, fleet: str, settings: FleetConfig) -> Trace:
     if not found.arrivals:
         raise BadInput(f"the trace has no task in the queues of fleet {fleet}: {', '.join(settings.queues)}.")
     return found
-
-
-def _print_results(results: list[RunResult], past: FleetPast | None, *, as_json: bool) -> None:
-    if as_json:
-        plain = [result.to_plain() | _cost(past, result) for result in results]
-        print_json(plain[0] if len(plain) == 1 else {"runs": plain})
-        return
-    for note in past.notes if past is not None else ():
-        print(note)
-    rows, headings = table_rows(results), HEADINGS
-    if past is not None and past.currency is not None:
-        headings = (*headings, "cost")
-        rows = [
-            (*row, with_currency(past.cost_micros(result.machine_seconds_billed) or 0, past.currency))
-            for row, result in zip(rows, results, strict=True)
-        ]
-    print_table(rows, *headings, right=headings[1:])
-
-
-def _cost(past: FleetPast | None, result: RunResult) -> dict[str, Any]:
-    if past is None or past.currency is None:
-        return {}
-    return {"cost_micros": past.cost_micros(result.machine_seconds_billed), "currency": past.currency}
 
 
 def _request(
@@ -239,23 +245,25 @@ def _own_changes(name: str) -> list[str]:
     return own.split(",") if own else []
 
 
-def _run_all(requests: list[RunRequest], trace: Trace, *, is_quiet: bool) -> list[RunResult]:
-    """One run after another, with a progress bar in the trace's time."""
+def _run_all(simulations: Sequence[FleetSimulation], *, is_quiet: bool) -> None:
+    """One run after another, with a progress bar in the traces' time."""
     if is_quiet:
-        return [run_policy(request, trace) for request in requests]
-    results: list[RunResult] = []
-    span = max(1, int(trace.span_s))
-    with progress("simulating", span * len(requests)) as advance:
-        for request in requests:
-            done = 0
+        for each in simulations:
+            each.results = [run_policy(request, each.trace) for request in each.requests]
+        return
+    spans = [max(1, int(each.trace.span_s)) for each in simulations]
+    total = sum(span * len(each.requests) for span, each in zip(spans, simulations, strict=True))
+    with progress("simulating", total) as advance:
+        for span, each in zip(spans, simulations, strict=True):
+            for request in each.requests:
+                done = 0
 
-            def report(now: float) -> None:
-                nonlocal done
-                step = min(span, int(now)) - done
-                if step > span // 100:
-                    advance(step)
-                    done += step
+                def report(now: float, span: int = span) -> None:
+                    nonlocal done
+                    step = min(span, int(now)) - done
+                    if step > span // 100:
+                        advance(step)
+                        done += step
 
-            results.append(run_policy(request, trace, report))
-            advance(span - done)
-    return results
+                each.results.append(run_policy(request, each.trace, report))
+                advance(span - done)

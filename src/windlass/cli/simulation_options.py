@@ -23,6 +23,10 @@ TraceFile = Annotated[
 ]
 Slots = Annotated[int | None, typer.Option("--slots", help="Tasks that a machine runs at once (1).", min=1, max=10_000)]
 BootTime = Annotated[float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0)]
+BootSigma = Annotated[
+    float | None,
+    typer.Option("--boot-sigma", help="Spread of boot times: sigma of a lognormal (0).", min=0.0, max=3.0),
+]
 Interval = Annotated[float | None, typer.Option("--interval", help="Seconds between cycles (10).", min=0.05)]
 MaxWorkers = Annotated[
     int | None, typer.Option("--max", help="Maximum number of machines (default: as many as tasks need).", min=1)

@@ -13,6 +13,7 @@ from windlass.cli.options import AsJson, ConfigFile, DataDir, command, load
 from windlass.cli.output import print_json, print_table, progress
 from windlass.cli.simulation_options import (
     Billing,
+    BootSigma,
     BootTime,
     Interval,
     MaxWorkers,
@@ -49,6 +50,7 @@ async def tune(
     ] = None,
     slots: Slots = None,
     boot_s: BootTime = None,
+    boot_sigma: BootSigma = None,
     billing: Billing = None,
     interval_s: Interval = None,
     max_workers: MaxWorkers = None,
@@ -69,7 +71,7 @@ async def tune(
     Without --trace it searches on the fleet's own history. The rest of it, which the search has not seen, shows how the
     settings do. Exit code 1 if no settings hold the goal.
     """
-    check_finite({"--price-of-waiting": price, "--boot": boot_s, "--interval": interval_s})
+    check_finite({"--price-of-waiting": price, "--boot": boot_s, "--boot-sigma": boot_sigma, "--interval": interval_s})
     if output is not None:
         check_output(output, is_new=True)
     if (slo is None) == (price is None):
@@ -82,7 +84,7 @@ async def tune(
         "slots": slots,
         "boot_s": boot_s,
         "billing_unit_s": billing_unit_s(billing),
-        "boot_sigma": 0.0 if boot_s is not None else None,
+        "boot_sigma": boot_sigma if boot_sigma is not None or boot_s is None else 0.0,
     }
     options: dict[str, Any] = {name: value for name, value in measured.items() if value is not None}
     if trace is None:

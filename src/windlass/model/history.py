@@ -26,6 +26,8 @@ class MachineRecord:
     requested_at: datetime
     boot_s: float | None
     lived_s: float
+    # Its start was cancelled at this age: its boot would have taken longer.
+    cancelled_s: float | None = None
     is_refused: bool = False
     # It failed after it was ready.
     is_crashed: bool = False

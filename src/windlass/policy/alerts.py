@@ -19,17 +19,17 @@ PROVIDER_ERRORS_TO_ALERT = 3
 MAX_SEPARATE_ALERTS = 3
 
 
-def evaluate_alerts(inputs: AlertInputs, dead_letters_allowed: int, leader_grace_s: float) -> list[Alert]:
+def evaluate_alerts(inputs: AlertInputs, failed_tasks_allowed: int, leader_grace_s: float) -> list[Alert]:
     """All alerts that hold, in a stable order.
 
-    `dead_letters_allowed`: per queue and hour. `leader_grace_s`: time for a restart or for a standby to take over.
+    `failed_tasks_allowed`: per queue and hour. `leader_grace_s`: time for a restart or for a standby to take over.
     """
     found = [alert for fleet in inputs.fleets for alert in _fleet_alerts(fleet, inputs)]
-    found += _global_alerts(inputs, dead_letters_allowed, leader_grace_s)
+    found += _global_alerts(inputs, failed_tasks_allowed, leader_grace_s)
     return sorted(found, key=lambda alert: (alert.fleet or "", alert.key))
 
 
-def _global_alerts(inputs: AlertInputs, dead_letters_allowed: int, leader_grace_s: float) -> Iterator[Alert]:
+def _global_alerts(inputs: AlertInputs, failed_tasks_allowed: int, leader_grace_s: float) -> Iterator[Alert]:
     open_keys = {alert.key for alert in inputs.open if alert.fleet is None}
     is_leaderless = inputs.leaderless_s is not None and inputs.leaderless_s >= leader_grace_s
     needs_leader = any(not _is_shut_down(fleet.fleet, inputs) for fleet in inputs.fleets)
@@ -38,7 +38,7 @@ def _global_alerts(inputs: AlertInputs, dead_letters_allowed: int, leader_grace_
         yield _alert(None, "NO_LEADER", "", "no orchestrator is the leader: no worker is spawned, replaced or drained")
     failed: dict[str, str] = {}
     for queue, count in sorted(inputs.dead_letters.items()):
-        if count > dead_letters_allowed:
+        if count > failed_tasks_allowed:
             tasks = "1 task" if count == 1 else f"{count} tasks"
             failed[queue] = f"{tasks} in queue {queue} failed permanently in the last hour"
     yield from _group_alerts(None, "DEAD_LETTERS", failed, open_keys)

@@ -274,10 +274,10 @@ def _is_drain_irrelevant(worker: WorkerView, missing_since: dict[str, datetime])
 
 
 def _unproven_s(context: PlanningContext) -> dict[str, float]:
-    """By worker without a known machine: the part of its age that is not proven to have passed.
+    """Id of a worker without a known machine to the part of its age that may not have passed.
 
-    The database's clock may have been set forward since the last plan. Proven is what the leader's own clock measured
-    or, if another process made that plan, one cycle.
+    The database's clock may have been set forward since the last plan. The leader's own clock proves how much time has
+    passed since then. If another process made that plan, one cycle interval is taken as proven.
     """
     before, planned_at = context.snapshot.planner_state.machines.unproven_s, context.planner_state.cadence.planned_at
     if planned_at is None:

@@ -246,8 +246,11 @@ def _delete_at_unit_end(fleet: SimulatedFleet, limits: Limits, before_s: float) 
 
 
 @dataclass(slots=True)
-class SeedThreshold(Limits):
-    """Seed 000, every 30 s: more than 3 queued tasks per machine spawn ceil(queued / 3) - machines; idle ones stop."""
+class OriginalThreshold(Limits):
+    """`threshold` of an earlier system, every 30 s: idle machines stop.
+
+    More than 3 queued tasks per machine spawn ceil(queued / 3) - machines.
+    """
 
     interval_s: float = 30.0
     per_worker: float = 3.0
@@ -265,9 +268,10 @@ class SeedThreshold(Limits):
 
 
 @dataclass(slots=True)
-class SeedBuffered(Limits):
-    """Seed 003, every 30 s: one machine per task without one, times a multiplier; idle ones stop after 30 s.
+class OriginalBuffered(Limits):
+    """`buffered` of an earlier system, every 30 s: one machine per task without one, times a multiplier.
 
+    Idle machines stop after 30 s.
     Spawns at least 45 s apart (MIN_SCALING_INTERVAL_SEC), except for the first machine.
     """
 
@@ -287,8 +291,10 @@ class SeedBuffered(Limits):
 
 
 @dataclass(slots=True)
-class SeedClearTime(Limits):
-    """Seed 001 with its two defects fixed, every 10 s: booting machines count, and idle ones stop before the hour.
+class OriginalClearTime(Limits):
+    """`clear-time` of an earlier system, every 10 s, with two defects fixed.
+
+    Booting machines count, and idle machines stop before the hour.
 
     spawn  0 if free slots >= queued, or queued / (free / median duration) < 300 s
            ceil((queued - free) / slots), at most 10 per cycle, otherwise
@@ -356,9 +362,11 @@ BASELINES: dict[str, Baseline] = {
     "ray": Baseline("Ray autoscaler, idle 5 min", lambda _, limits: RayAutoscaler(**limits), ClaimOrder.RANDOM),
     "skyserve": Baseline("SkyServe, request rate", lambda _, limits: SkyServe(**limits), ClaimOrder.RANDOM),
     "hetzner-recycler": Baseline("Hetzner runner recycler", lambda _, limits: HetznerRecycler(**limits)),
-    "seed000": Baseline("seed 000, 3 tasks per machine", lambda _, limits: SeedThreshold(**limits)),
-    "seed001": Baseline("seed 001, clear in 5 min", lambda _, limits: SeedClearTime(**limits)),
-    "seed003": Baseline("seed 003, no idle buffer", lambda _, limits: SeedBuffered(**limits)),
+    "original-threshold": Baseline(
+        "the first threshold, 3 tasks per machine", lambda _, limits: OriginalThreshold(**limits)
+    ),
+    "original-clear-time": Baseline("the first clear-time, 5 min", lambda _, limits: OriginalClearTime(**limits)),
+    "original-buffered": Baseline("the first buffered, no buffer", lambda _, limits: OriginalBuffered(**limits)),
     "fixed-min": Baseline(
         "always the minimum, at least one", lambda _, limits: Fixed(count=max(1, limits["min_workers"]))
     ),

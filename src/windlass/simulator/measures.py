@@ -77,3 +77,35 @@ def measure(fleet: SimulatedFleet, policy: str, optimal_s: float) -> RunResult:
         samples=tuple(fleet.samples),
         waits_s=tuple(waits) if fleet.samples else (),
     )
+
+
+def total_result(label: str, parts: Sequence[RunResult]) -> RunResult:
+    """The same run of several fleets as one result. The peak is the sum of the peaks: they may be at different times.
+
+    The parts must have `waits_s`.
+    """
+    waits = sorted(wait_s for part in parts for wait_s in part.waits_s)
+    billed_s = sum(part.machine_seconds_billed for part in parts)
+    optimal_s = sum(part.optimal_seconds for part in parts)
+    total_s = sum(part.wait_total_s for part in parts)
+    used_s = sum(part.utilisation * part.machine_seconds_billed for part in parts)
+    return RunResult(
+        policy=label,
+        trace=", ".join(part.trace for part in parts),
+        machine_seconds_billed=billed_s,
+        wait_mean_s=total_s / len(waits) if waits else 0.0,
+        wait_p50_s=quantile(waits, 0.5),
+        wait_p95_s=quantile(waits, 0.95),
+        wait_p99_s=quantile(waits, 0.99),
+        wait_total_s=total_s,
+        machines_started=sum(part.machines_started for part in parts),
+        machines_peak=sum(part.machines_peak for part in parts),
+        utilisation=used_s / billed_s if billed_s else 0.0,
+        tasks=sum(part.tasks for part in parts),
+        optimal_seconds=optimal_s,
+        cost_ratio=billed_s / optimal_s if optimal_s else 0.0,
+        joint_ratio=(billed_s + total_s) / optimal_s if optimal_s else 0.0,
+        refused=sum(part.refused for part in parts),
+        crashed=sum(part.crashed for part in parts),
+        failed=sum(part.failed for part in parts),
+    )

@@ -7,13 +7,14 @@ show is assumed, and `notes` say so.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from itertools import pairwise
 
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
 from windlass.model.history import MachineRecord, TaskHistory
 from windlass.policy.scale.adaptive import UNKNOWN_BOOT_S, UNKNOWN_PROCESS_START_S
+from windlass.policy.scale.adaptive_boot import estimate_boots
 from windlass.simulator.engine import World
 from windlass.simulator.runs import RunRequest, billed_by
 from windlass.simulator.trace import Trace
@@ -54,16 +55,19 @@ def fleet_past(
     if not tasks.arrivals_s:
         raise BadInput(f"fleet {name} has no finished task since {tasks.since:%Y-%m-%d %H:%M} UTC.")
     first = tasks.arrivals_s[0]
-    trace = Trace(
-        name, tuple(at - first for at in tasks.arrivals_s), tuple(map(float, tasks.durations_s)), tuple(tasks.queues)
-    )
+    # Rounded: the same history, read later, has arrivals in the same cycles.
+    arrivals = tuple(round(at - first, 3) for at in tasks.arrivals_s)
+    trace = Trace(name, arrivals, tuple(map(float, tasks.durations_s)), tuple(tasks.queues))
     notes = [f"{len(trace.arrivals)} tasks over {trace.span_s / 86400:.2f} days, each with its last attempt."]
     if tasks.is_cut:
         notes.append("There were more tasks: the oldest are left out.")
     boots = [machine.boot_s for machine in machines if machine.boot_s is not None]
-    boot_s, sigma = _boots(config, boots)
+    cancelled = [machine.cancelled_s for machine in machines if machine.cancelled_s is not None]
+    boot_s, sigma = _boots(config, boots, cancelled)
     if boots:
         notes.append(f"Boots of {boot_s:.3g} s on average, measured on {len(boots)} machines.")
+        if cancelled:
+            notes.append(f"{len(cancelled)} starts that were cancelled count as boots that take longer.")
     else:
         notes.append(f"No boot was measured: {boot_s:g} s is assumed.")
     priced = next((machine for machine in machines if machine.price_micros_per_hour), None)
@@ -94,13 +98,24 @@ def fleet_past(
     )
 
 
-def _boots(config: FleetConfig, boots: Sequence[float]) -> tuple[float, float]:
-    """Mean, and sigma of their logarithms."""
+def _boots(config: FleetConfig, boots: Sequence[float], cancelled: Sequence[float]) -> tuple[float, float]:
+    """Mean, and sigma of their logarithms, by the same estimate as `adaptive`.
+
+    `cancelled`: ages of starts that were cancelled. They would have taken longer.
+    """
     if not boots:
         return UNKNOWN_PROCESS_START_S if config.is_of_this_host else UNKNOWN_BOOT_S, 0.0
-    logs = [math.log(max(boot_s, 0.01)) for boot_s in boots]
-    sigma = min(pstdev(logs), MAX_BOOT_SIGMA) if len(boots) >= MIN_BOOTS_FOR_SPREAD else 0.0
-    return fmean(boots), sigma
+    estimate = estimate_boots(sorted(boots), cancelled, 0.0)
+    if len(boots) < MIN_BOOTS_FOR_SPREAD or not estimate.steps:
+        return round(estimate.mean_s, 3), 0.0
+    # The share of boots that take longer falls at each step by the share of boots that take this long. What is left
+    # after the last step took at least that long.
+    shares = [before - after for before, after in pairwise([1.0, *(longer for _, longer in estimate.steps)])]
+    shares[-1] += estimate.steps[-1][1]
+    logs = [math.log(max(boot_s, 0.01)) for boot_s, _ in estimate.steps]
+    mean = math.fsum(share * value for share, value in zip(shares, logs, strict=True))
+    spread = math.fsum(share * (value - mean) ** 2 for share, value in zip(shares, logs, strict=True))
+    return round(estimate.mean_s, 3), min(math.sqrt(spread), MAX_BOOT_SIGMA)
 
 
 def _billing_unit_s(config: FleetConfig, machines: Sequence[MachineRecord]) -> int:

@@ -11,6 +11,7 @@ Without a free slot no queued task is assumed to clear, although running tasks e
 
 from math import ceil, inf
 
+from windlass.model.plural import plural
 from windlass.policy.scale.demand import Demand, ScalingDecision
 
 # Avoids a division by zero. With shorter tasks a queue clears at once.
@@ -19,7 +20,7 @@ _MIN_DURATION_S = 1e-3
 
 def clear_time(demand: Demand) -> ScalingDecision:
     fleet, queued, free = demand.fleet, demand.queue.queued, demand.free_slots
-    reason = f"{demand.queue.queued_text}, {free} free slot{'' if free == 1 else 's'}"
+    reason = f"{demand.queue.queued_text}, {plural(free, 'free slot')}"
     if free >= queued:
         spare = demand.unneeded
         return ScalingDecision(reason, target=demand.capacity, spare=spare, is_over_capacity=bool(spare))

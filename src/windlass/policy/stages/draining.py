@@ -101,7 +101,7 @@ def drain_workers(
         context.is_cut_short = len(drains) < len(first)
         idle_s = min((state.idle_s or 0.0 for state in spare if not state.is_booting), default=0.0)
         needed = len(staying) - len(proposal.spare)
-        workers = f"{len(staying)} worker{'' if len(staying) == 1 else 's'}"
+        workers = plural(len(staying), "worker")
         starting = sum(state.is_booting for state in spare)
         why = f"idle {idle_s:.0f} s, {workers}, {needed} needed"
         if starting == len(spare):

@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from windlass.model.action import Action, Drain, RecordEvent, Spawn
+from windlass.model.plural import plural
 from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus, WorkingVersion, changed_settings
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import TerminationWindow
@@ -140,8 +141,7 @@ def _start(context: PlanningContext, request: DeployRequest, target: str, cause:
     )
     context.remember(rollout=rollout)
     count = len(_old_workers(context, target))
-    workers = f"{count} worker{'' if count == 1 else 's'}"
-    return [RecordEvent("DEPLOY_STARTED", f"version {target}, {workers} to replace: {cause}")]
+    return [RecordEvent("DEPLOY_STARTED", f"version {target}, {plural(count, 'worker')} to replace: {cause}")]
 
 
 def _end(context: PlanningContext, rollout: Rollout, status: RolloutStatus, reason: str) -> list[Action]:
@@ -171,7 +171,7 @@ def _judge(context: PlanningContext, rollout: Rollout) -> list[Action]:
     context.remember(rollout=rollout)
     if not _old_workers(context, rollout.target) and not unproven and rollout.owed == 0:
         count = len(staying)
-        return _end(context, rollout, RolloutStatus.COMPLETE, f"{count} worker{'' if count == 1 else 's'} on it")
+        return _end(context, rollout, RolloutStatus.COMPLETE, f"{plural(count, 'worker')} on it")
     is_late = context.age_s(rollout.changed_at or rollout.started_at) > max(
         STALL_S, boot_limit(context.fleet, context.snapshot.boots).total_s, context.snapshot.traits.billing_unit_s
     )
@@ -343,7 +343,7 @@ def _wait_reason(rollout: Rollout, old: list[WorkerState], due: list[WorkerState
     if rollout.surged or rollout.replacing:
         waiting = len(rollout.surged) + len(rollout.replacing)
         if due or not old:
-            return f"{waiting} new worker{'' if waiting == 1 else 's'} must finish a task or pass the health probe"
+            return f"{plural(waiting, 'new worker')} must finish a task or pass the health probe"
     if not due:
         return "old workers stay until their billing periods end"
     return limit or "waiting for a free slot"

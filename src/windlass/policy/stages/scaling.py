@@ -11,6 +11,7 @@ period ends. If it is spare and idle then, it drains; otherwise it is considered
 from dataclasses import replace
 
 from windlass.model.action import Action, Requeue
+from windlass.model.plural import plural
 from windlass.model.worker import WorkerStatus
 from windlass.policy import billing
 from windlass.policy.billing import TerminationWindow
@@ -117,8 +118,7 @@ def _no_change_reason(
         return f"hold: {context.planner_state.hold.reason}"
     if context.snapshot.is_paused:
         # Paused workers do not count for the policy, so its numbers would say that there are none.
-        workers = f"{len(staying)} worker{'' if len(staying) == 1 else 's'}"
-        return f"paused: {demand.queue.queued_text}, {workers}"
+        return f"paused: {demand.queue.queued_text}, {plural(len(staying), 'worker')}"
     if len(staying) >= max_workers and (proposal.spawn > 0 or proposal.target > max_workers):
         return f"at max_workers ({max_workers}): {proposal.reason}"
     if proposal.spawn > 0:

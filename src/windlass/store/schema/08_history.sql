@@ -27,6 +27,8 @@ create table windlass.machine_history (
   requested_at timestamptz not null,
   -- Null: it was refused, or never became ready.
   boot_s real,
+  -- When its start was cancelled, because another machine was ready first: its boot would have taken longer.
+  cancelled_s real,
   lived_s real not null,
   is_refused boolean not null,
   -- It failed after it was ready.
@@ -101,9 +103,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
   insert into windlass.machine_history (
-    fleet, requested_at, boot_s, lived_s, is_refused, is_crashed, price_micros_per_hour, currency, billing_unit_s)
-  select g.fleet, g.requested_at, g.boot_s, g.lived_s, g.is_refused, g.is_crashed, g.price_micros_per_hour, g.currency,
-    g.billing_unit_s
+    fleet, requested_at, boot_s, cancelled_s, lived_s, is_refused, is_crashed, price_micros_per_hour, currency,
+    billing_unit_s)
+  select g.fleet, g.requested_at, g.boot_s, g.cancelled_s, g.lived_s, g.is_refused, g.is_crashed,
+    g.price_micros_per_hour, g.currency, g.billing_unit_s
   from gone w
   cross join lateral windlass_internal.machine_record(w) as g
   where w.slot is not null;
@@ -119,6 +122,8 @@ as $$
     null::bigint, p_worker.fleet, p_worker.created_at,
     case when p_worker.activated_at is not null
       then greatest(0, extract(epoch from p_worker.activated_at - p_worker.created_at))::real end,
+    case when p_worker.activated_at is null and p_worker.code = 'START_CANCELLED'
+      then greatest(0, extract(epoch from p_worker.terminating_at - p_worker.created_at))::real end,
     greatest(0, extract(epoch from coalesce(p_worker.terminated_at, windlass.now()) - p_worker.created_at))::real,
     coalesce(p_worker.creation = 'refused', false),
     p_worker.failed_at is not null and p_worker.activated_at is not null,
