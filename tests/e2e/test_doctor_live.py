@@ -1,6 +1,7 @@
 """`windlass doctor --live`: one machine of an emulated cloud is created, joins, runs a task and is deleted."""
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -46,10 +47,22 @@ def test_rehearsal_of_one_server_reports_each_step_and_the_cost(tmp_path: Path, 
             assert done.code == 0, done
             assert {step: found.get(step, ("missing",))[0] for step in STEPS} == dict.fromkeys(STEPS, "ok"), found
             assert "cx23 in nbg1" in found["create"][1]
-            assert "after" in found["join"][1] and "complete after" in found["task"][1]
+            assert found["task"][1].startswith("complete after ")
+            assert_durations_add_up([found[step][1] for step in ("boot", "reach", "join", "ready", "task", "delete")])
             assert found["cost"][1] == "EUR 0.00560 at EUR 0.00560 per hour"
             assert emulator.project.servers == {}, "the machine is gone"
             assert emulator.bill()["total_micros"] == 5_600
+
+
+def assert_durations_add_up(messages: list[str]) -> None:
+    """Each step says the time since the machine was requested, and its own part of that."""
+    elapsed_s = 0
+    for message in messages:
+        times = re.search(r"after (\d+) s, (\d+) s of them for this step", message)
+        assert times is not None, message
+        assert int(times[2]) == max(0, int(times[1]) - elapsed_s), messages
+        elapsed_s = max(elapsed_s, int(times[1]))
+    assert elapsed_s > 0
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

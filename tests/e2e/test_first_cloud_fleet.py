@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.postgres_servers import reachable_temp_dir
+from support.postgres_servers import reachable_temp_dir, wait_until
 from support.rehearsed_page import FolderHost, blocks
 from support.wheel_folder import write_wheels
 from windlass.config_loader import load_config
@@ -70,6 +70,7 @@ def new_host(root: Path, wheels: Path) -> Iterator[FolderHost]:
         else:
             (copy / name).parent.mkdir(exist_ok=True)
             shutil.copy(source, copy / name)
+    host.give_home()
     try:
         yield host
     finally:
@@ -138,6 +139,44 @@ def test_every_command_of_the_hetzner_part_runs(host: FolderHost, tmp_path: Path
             assert_result(host, output, "reports")
             assert emulator.project.servers == {}, "no server is billed any more"
             assert len(emulator.bill()["servers"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("credential", "files"),
+    [
+        ("WINDLASS:/etc/windlass", {"WINDLASS_DATABASE_URL": "url", "WINDLASS_more_KEY": "key"}),
+        ("DATABASE_URL:/etc/windlass/DATABASE_URL", {"DATABASE_URL": "url"}),
+        ("-RUNPOD_API_KEY:/etc/windlass/RUNPOD_API_KEY", None),
+        ("WINDLASS:/etc/nothing", None),
+    ],
+)
+def test_rehearsed_service_has_the_credentials_that_systemd_gives(
+    credential: str, files: dict[str, str] | None
+) -> None:
+    """No path is optional: the `-` of other directives is a part of the name here."""
+    with reachable_temp_dir() as folder:
+        host = FolderHost(folder / "host", {})
+        secrets = host.root / "etc" / "windlass"
+        (secrets / "more").mkdir(parents=True)
+        (secrets / "DATABASE_URL").write_text("url")
+        (secrets / "more" / "KEY").write_text("key")
+        (secrets / "linked").symlink_to("DATABASE_URL")
+        (host.root / "srv" / "program").write_text(
+            '#!/bin/sh\ncd "$CREDENTIALS_DIRECTORY" && for name in *; do echo "$name $(cat $name)"; done\n'
+        )
+        (host.root / "srv" / "program").chmod(0o755)
+        (host.root / "etc" / "systemd" / "system" / "windlass.service").write_text(
+            f"User=app\nWorkingDirectory=/srv\nUMask=0077\nLoadCredential={credential}\nExecStart=/srv/program\n"
+        )
+        start = "sudo systemctl enable --now windlass"
+        if files is None:
+            with pytest.raises(AssertionError, match="status=243: Failed to set up credentials"):
+                host.run(start)
+            return
+        host.run(start)
+        log = host.root / "up.log"
+        wait_until(lambda: len(log.read_text().splitlines()) == len(files), 30.0, "the program")
+        assert dict(line.split() for line in log.read_text().splitlines()) == files
 
 
 def test_page_has_only_commands_that_a_part_runs() -> None:

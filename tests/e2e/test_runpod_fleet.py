@@ -292,6 +292,33 @@ async def test_workers_start_over_ssh_and_pod_without_gpu_is_replaced(
     await end(site, processes[1])
 
 
+async def test_up_with_variables_alone_says_what_its_minimum_costs(
+    site: Site, processes: "list[subprocess.Popen[str]]"
+) -> None:
+    """The variables of the original orchestrators, and no file: it keeps two GPUs, as they did."""
+    site.windlass = site.windlass.with_env(
+        MAX_ACTIVE_GPUS="3", ORCHESTRATOR_POLL_SEC="1", WINDLASS_FLEETS__DEFAULT__PROVIDER="runpod",
+        WINDLASS_FLEETS__DEFAULT__RUNPOD__IMAGE="example/worker:1",
+        WINDLASS_FLEETS__DEFAULT__RUNPOD__CHOICES=f"{GPU}@SECURE", WINDLASS_FLEETS__DEFAULT__HANDLER="app:work",
+    )  # fmt: skip
+    processes.append(site.up())
+
+    async def has_two_pods() -> bool:
+        return len(site.emulator.account.pods) == 2
+
+    async def is_said() -> bool:
+        return "keep minimum workers" in site.log()
+
+    await until(is_said, "the cost of the minimum is said")
+    await until(has_two_pods, "the minimum is created")
+    (line,) = [line for line in site.log().splitlines() if "keep minimum workers" in line]
+    said = json.loads(line)
+    # Two pods for 24 hours, each at 0.86 USD and 50 GB of disk at 0.10 USD per GB and 30 days.
+    known = {"fleet": "default", "min_workers": 2, "machine": f"{GPU} in SECURE", "cost_per_day": "USD 41.61"}
+    assert said.items() >= known.items()
+    await end(site, processes[0])
+
+
 def findings(done: Completed) -> dict[str, tuple[str, str]]:
     return {found["check"]: (found["verdict"], found["what"]) for found in json.loads(done.out)}
 

@@ -33,7 +33,11 @@ def place(tmp_path: Path) -> Iterator[PodSite]:
         yield site
 
 
-async def test_healthy_pod_is_checked_and_its_worker_started(place: PodSite) -> None:
+# Runpod's own images of today and of 2024, whose start scripts write the environment to a file, each in its way, and
+# one without such a file.
+@pytest.mark.parametrize("image", ["runpod/pytorch:1", "runpod/pytorch:2.4.0-py3.11-cuda12.4.1", "example/worker:1"])
+async def test_healthy_pod_is_checked_and_its_worker_started(place: PodSite, image: str) -> None:
+    place.image, place.colour = image, 'red "or" $HOME `or` it\'s'
     async with place.provider(checks=("python3 -c 'import json'",)) as provider:
         machine = await spawn_worker(provider)
         met: list[str] = []
@@ -51,7 +55,7 @@ async def test_healthy_pod_is_checked_and_its_worker_started(place: PodSite) -> 
             "worker_id": "red-0-aa", "url": "http://127.0.0.1:1", "join_token": TOKEN,
         }  # fmt: skip
         said = (place.folder(machine.id) / "worker.log").read_text()
-        assert "colour red" in said
+        assert f"colour {place.colour}\n" in said
         assert "/workspace" in said
 
 
@@ -74,7 +78,7 @@ async def test_worker_starts_once_despite_concurrent_preparations(place: PodSite
     wait_until(lambda: (place.volume / "runs").read_text() == "started\n" * 2, TIMEOUT_S, "starting")
 
 
-@pytest.mark.parametrize("dies_after", range(5))
+@pytest.mark.parametrize("dies_after", range(6))
 async def test_next_orchestrator_finishes_an_interrupted_preparation(place: PodSite, dies_after: int) -> None:
     """By then the commands up to there have run, the last of them unheard."""
 
@@ -140,6 +144,19 @@ async def test_each_failed_check_has_its_own_code_and_output(
             await provider.prepare(machine, None, ignore_host_key)
     assert caught.value.code == code
     assert (caught.value.host_key is None) is (code == "SSH_UNREACHABLE")
+    assert not (place.volume / "runs").exists()
+
+
+async def test_join_file_that_lost_its_quotes_has_its_own_code(place: PodSite) -> None:
+    async with place.provider() as provider:
+        machine = await spawn_worker(provider)
+        place.folder(machine.id).mkdir(parents=True)
+        # An image of one's own wrote it, with a shell that read the quotes.
+        (place.folder(machine.id) / "join.json").write_text(f"{{worker_id: red-0-aa, join_token: {TOKEN}}}")
+        with pytest.raises(NotPrepared, match="the join file is JSON: .* is not JSON with a worker_id") as caught:
+            await provider.prepare(machine, None, ignore_host_key)
+    assert caught.value.code == "JOIN_DATA_INVALID"
+    assert TOKEN not in f"{caught.value}{caught.value.output}"
     assert not (place.volume / "runs").exists()
 
 

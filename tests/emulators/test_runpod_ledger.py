@@ -18,7 +18,8 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 
 def micros(account: AccountUnderTest, pod_id: str) -> int:
     account.emulator.settle()
-    return account.emulator.ledger.micros_of(pod_id, account.clock.now)
+    bill = account.emulator.ledger.to_json(account.clock.now)
+    return next(line["micros"] for line in bill["pods"] + bill["network_volumes"] if line["id"] == pod_id)
 
 
 @pytest.mark.parametrize(

@@ -320,8 +320,37 @@ def test_ssh_session_sees_the_emulated_hardware(host: RealPodHost, keys: Keys) -
     )
     # As in a real pod, a login does not have the container's environment.
     assert shell.run("echo ${COLOUR-none}; . /etc/rp_environment; echo $COLOUR").out == "none\nred\n"
+    assert shell.run("tr '\\0' '\\n' < /proc/1/environ | grep COLOUR").out == "COLOUR=red\n"
     assert shell.run("echo ${DATABASE_URL-none}; cat", stdin="hello").out == "none\nhello"
     assert shell.run("exit 7").status == 7
+
+
+@pytest.mark.parametrize(
+    ("image", "lines"),
+    [
+        ("runpod/base:1", ['COLOUR="dark "red""', f'WINDLASS_JOIN="{json.dumps(JOIN)}"', 'LINES="one"']),
+        ("runpod/pytorch:2.8.0", []),
+    ],
+)
+def test_environment_file_is_written_as_by_runpods_images(host: RealPodHost, image: str, lines: list[str]) -> None:
+    """No value is escaped, and none has more than its first line. Older images write only Runpod's own variables."""
+    env = {
+        "COLOUR": 'dark "red"',
+        "WINDLASS_JOIN": json.dumps(JOIN),
+        "PUBLIC_KEY": "k",
+        "LINES": "one\ntwo",
+        "lower": "x",
+    }
+    host.start(replace(PLAIN, image=image, env=env))
+    root = host.folder / "pod1" / "root"
+    written = (root / "etc" / "rp_environment").read_text().splitlines()
+    assert [line for line in written if line.split()[1].partition("=")[0] in env] == [
+        f"export {line}" for line in lines
+    ]
+    assert 'export RUNPOD_POD_ID="pod1"' in written
+    initial = dict(each.split("=", 1) for each in (root / "proc" / "1" / "environ").read_text().split("\0")[:-1])
+    assert {name: initial[name] for name in env} == env
+    assert not (root / "etc" / "windlass").exists(), "such an image starts no worker"
 
 
 @needs_sshd

@@ -116,6 +116,39 @@ async def test_control_plane_with_ipv6_or_servers_with_ipv4_are_accepted(monkeyp
     await check_control_plane_url(config_of(paid, {"url": "https://plane.example.com"}), range_of_network)
 
 
+@pytest.mark.parametrize("fleet", [POD, SERVER, DEFAULT_SERVER], ids=["runpod", "own network", "hetzner"])
+@pytest.mark.parametrize(
+    ("addresses", "is_refused"),
+    [
+        (("127.0.0.1", "::1"), True),
+        (("0.0.0.0",), True),  # noqa: S104
+        (("127.0.0.1", "203.0.114.9", "2a01:4f8::1"), False),
+        (("10.0.0.5",), False),
+        (("100.100.1.1",), False),
+        # The control plane's own name, in Debian's hosts file.
+        (("127.0.1.1",), False),
+        ((), False),
+    ],
+)
+async def test_name_of_this_host_alone_is_refused(
+    fleet: FleetConfig, addresses: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with a private address is accepted: machines may join a VPN."""
+    resolve_to(monkeypatch, *addresses)
+    config = config_of(fleet, {"url": "https://plane.example.com"})
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"plane\.example\.com, which resolves to .*, which only this host"):
+            await check_control_plane_url(config, range_of_network)
+        return
+    await check_control_plane_url(config, range_of_network)
+
+
+async def test_emulated_vendor_may_use_a_name_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, "127.0.0.1")
+    api = {"url": "https://plane.example.com"}
+    await check_control_plane_url(config_of(POD, api, runpod_endpoint=f"{EMULATOR}/v2"), range_of_network)
+
+
 def test_loopback_urls_are_recognised() -> None:
     assert is_loopback_url("http://127.0.0.1:9/v1") and is_loopback_url("http://localhost/v1")
     assert not is_loopback_url("https://api.hetzner.cloud/v1") and not is_loopback_url("https://10.0.0.2/v2")

@@ -1,7 +1,11 @@
 """Parts of the Runpod provider without an API: error kinds, stock, tags, pod checks and the launch script."""
 
+import asyncio
 import json
+import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +23,7 @@ from windlass.providers.runpod.catalog import read_offers, read_price
 from windlass.providers.runpod.errors import response_error, transport_error
 from windlass.providers.runpod.installation import INSTALL_FOLDER, INSTALL_SCRIPT, PodInstallation, failure_of
 from windlass.providers.runpod.provisioning import (
+    CHECK_JOIN_FILE,
     WRITE_JOIN_FILE,
     Preparer,
     dependency_checks,
@@ -28,8 +33,15 @@ from windlass.providers.runpod.provisioning import (
     missing_disk,
     missing_gpus,
 )
-from windlass.providers.runpod.ssh import CommandResult, Endpoint
+from windlass.providers.runpod.ssh import CommandResult, Endpoint, Unreachable
 from windlass.providers.vendor_error import MAX_MESSAGE, ErrorKind
+from windlass_emulators.runpod.images import (
+    BARE_IMAGE,
+    OLD_RUNPOD_IMAGE,
+    WINDLASS_IMAGE,
+    ImageContents,
+    environment_file,
+)
 
 TIMEOUT_S = 20.0
 NO_CAPACITY = (
@@ -178,11 +190,13 @@ def test_free_disk_is_read_from_df(free_kb: str, problem: str | None) -> None:
 
 def test_only_configured_checks_run() -> None:
     plain = RunpodSettings(ssh={"min_free_disk_gb": 0})  # type: ignore[arg-type]
-    assert [check.code for check in machine_checks(plain)] == ["GPU_NOT_DETECTED", "JOIN_DATA_MISSING"]
+    assert [check.code for check in machine_checks(plain)] == [
+        "GPU_NOT_DETECTED", "JOIN_DATA_MISSING", "JOIN_DATA_INVALID",
+    ]  # fmt: skip
     assert list(dependency_checks(plain)) == []
     whole = RunpodSettings(network_volume_id="v", ssh={"checks": ("true", "false")})  # type: ignore[arg-type]
     assert [check.code for check in machine_checks(whole)] == [
-        "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "JOIN_DATA_MISSING",
+        "STORAGE_NOT_MOUNTED", "GPU_NOT_DETECTED", "DISK_FULL", "JOIN_DATA_MISSING", "JOIN_DATA_INVALID",
     ]  # fmt: skip
     assert [check.code for check in dependency_checks(whole)] == ["DEPENDENCY_MISSING", "DEPENDENCY_MISSING"]
 
@@ -256,6 +270,31 @@ async def test_pod_output_is_reported_without_secrets() -> None:
     assert str(failed).endswith(MASKED_LINES[-1])
 
 
+async def test_reason_of_an_unreachable_pod_is_its_last_failed_log_in() -> None:
+    """The time runs out while the second connection is opened."""
+    attempts = 0
+
+    @asynccontextmanager
+    async def open_shell(_endpoint: Endpoint, _host_key: str | None) -> AsyncIterator[Any]:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise Unreachable("Permission denied")
+        await asyncio.Event().wait()
+        yield
+
+    async def find_endpoint() -> Endpoint:
+        return Endpoint("10.0.0.1", 22, "root")
+
+    async def on_host_key(_host_key: str) -> None:
+        return
+
+    settings = RunpodSettings(ssh={"timeout_s": 1})  # type: ignore[arg-type]
+    with pytest.raises(NotPrepared, match=r"not done within 1 s \(Permission denied\)"):
+        await Preparer(settings, open_shell, retry_s=0.01).prepare("pod p", find_endpoint, None, on_host_key)
+    assert attempts == 2
+
+
 INDEXES = ("--extra-index-url https://ci:pass%2Bword@pypi.example.org/simple", "--index-url=https://tokentoken@x.org/s")
 
 
@@ -294,11 +333,11 @@ class Disk:
         self.folder = folder
         (folder / "etc").mkdir()
 
-    def run(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, shell: str = "sh") -> subprocess.CompletedProcess[str]:
         text = command.replace("/etc/", f"{self.folder}/etc/").replace("/proc/1/", f"{self.folder}/proc-1-")
-        whole = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **env}
+        env = {"PATH": "/usr/bin:/bin", "HOME": str(self.folder)}
         return subprocess.run(
-            ["sh", "-c", text], env=whole, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            [*shell.split(), "-c", text], env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
 
     def path(self, name: str) -> Path:
@@ -313,20 +352,92 @@ def disk(tmp_path: Path) -> Disk:
 JOIN = json.dumps({"worker_id": "w", "url": "http://u", "join_token": "it's secret"})
 
 
-def test_join_file_is_written_from_the_environment_file(disk: Disk) -> None:
-    quoted = JOIN.replace("'", "'\\''")
-    disk.path("rp_environment").write_text(f"export WINDLASS_JOIN='{quoted}'\n")
-    assert disk.run(WRITE_JOIN_FILE).returncode == 0
-    join = disk.path("windlass/join.json")
-    assert json.loads(join.read_text()) == json.loads(JOIN)
-    assert join.stat().st_mode & 0o777 == 0o600
+# Values that a shell would change, or run.
+AWKWARD = {
+    "QUOTES": """a "b" it's""",
+    "DOLLARS": "$HOME $(touch made) `touch made` \\",
+    "LINES": " two\n\nlines\n",
+    "lower": "x=y=z",
+    "COLOUR": "dark red",
+}
+
+
+def with_first_process(disk: Disk, **env: str) -> None:
+    text = "".join(f"{name}={value}\0" for name, value in {"PATH": "/usr/bin:/bin", **env}.items())
+    (disk.folder / "proc-1-environ").write_text(text)
+
+
+def with_environment_file(disk: Disk, image: ImageContents, **env: str) -> None:
+    disk.path("rp_environment").write_text(environment_file(image, env) or "")
 
 
 def test_join_file_is_written_from_the_first_process(disk: Disk) -> None:
-    disk.path("rp_environment").write_text("this is 'no shell\n")
-    (disk.folder / "proc-1-environ").write_bytes(f"A=1\0WINDLASS_JOIN={JOIN}\0B=2\0".encode())
+    with_environment_file(disk, BARE_IMAGE, WINDLASS_JOIN="that of the first process counts")
+    with_first_process(disk, A="1", WINDLASS_JOIN=JOIN, B="2")
     assert disk.run(WRITE_JOIN_FILE).returncode == 0
-    assert json.loads(disk.path("windlass/join.json").read_text()) == json.loads(JOIN)
+    join = disk.path("windlass/join.json")
+    assert join.read_text() == JOIN
+    assert join.stat().st_mode & 0o777 == 0o600
+
+
+def test_join_file_is_written_from_the_file_of_runpods_images(disk: Disk) -> None:
+    """An SSH user other than root may not read the environment of the first process."""
+    with_environment_file(disk, BARE_IMAGE, WINDLASS_JOIN=JOIN)
+    assert f'export WINDLASS_JOIN="{JOIN}"' in disk.path("rp_environment").read_text(), "nothing is escaped"
+    assert disk.run(WRITE_JOIN_FILE).returncode == 0
+    assert disk.path("windlass/join.json").read_text() == JOIN
+    assert disk.run(CHECK_JOIN_FILE).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        (JOIN, True),
+        (json.dumps({**json.loads(JOIN), "ca_pem": "-----BEGIN\nx\n"}, indent=2), True),
+        ('{"url": "http://u","worker_id":"w"}', True),
+        (JOIN.replace('"', ""), False),
+        ("", False),
+        (JOIN[:-1], False),
+        ("[]", False),
+    ],
+)
+def test_join_text_that_is_no_json_is_refused_without_the_token(disk: Disk, text: str, is_valid: bool) -> None:
+    disk.path("windlass").mkdir()
+    disk.path("windlass/join.json").write_text(text)
+    done = disk.run(CHECK_JOIN_FILE)
+    assert done.returncode == (0 if is_valid else 1)
+    assert "is not JSON" in done.stdout or is_valid
+    assert "secret" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("shell", ["dash", "bash", "busybox sh"])
+@pytest.mark.parametrize("image", [WINDLASS_IMAGE, BARE_IMAGE, OLD_RUNPOD_IMAGE])
+def test_program_has_the_environment_of_the_container(disk: Disk, image: ImageContents, shell: str) -> None:
+    if shutil.which(shell.split(maxsplit=1)[0]) is None:
+        pytest.skip(f"no {shell.split(maxsplit=1)[0]} here")
+    env = {**AWKWARD, "WINDLASS_JOIN": JOIN, "UID": "7", "not-a-name": "x", "RUNPOD_POD_ID": "p"}
+    with_first_process(disk, **env)
+    with_environment_file(disk, image, **env)
+    program = "import json, os; json.dump(dict(os.environ), open('seen.new', 'w')); os.rename('seen.new', 'seen')"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}"
+    assert launch(disk, command, shell=shell).returncode == 0
+    seen = disk.folder / "seen"
+    wait_until(seen.exists, TIMEOUT_S, "the start")
+    found = json.loads(seen.read_text())
+    assert {name: found.get(name) for name in AWKWARD} == AWKWARD
+    assert found["RUNPOD_POD_ID"] == "p"
+    assert not {"WINDLASS_JOIN", "not-a-name"} & found.keys()
+    assert not [name for name in found if name.startswith("windlass_")]
+    assert not list(disk.folder.rglob("made")), "no value is run"
+
+
+def test_environment_without_the_first_process_is_that_of_the_file(disk: Disk) -> None:
+    with_environment_file(disk, BARE_IMAGE, **AWKWARD)
+    command = 'printf "%s|" "$QUOTES" "$DOLLARS" "$LINES" "${lower-none}" "$COLOUR" > said.new; mv said.new said'
+    assert launch(disk, command).returncode == 0
+    said = disk.folder / "said"
+    wait_until(said.exists, TIMEOUT_S, "the start")
+    assert said.read_text() == f"{AWKWARD['QUOTES']}|{AWKWARD['DOLLARS']}| two|none|dark red|"
 
 
 def test_existing_join_file_is_kept(disk: Disk) -> None:
@@ -343,14 +454,15 @@ def test_missing_join_data_is_reported(disk: Disk) -> None:
     assert "WINDLASS_JOIN is not in the container's environment" in done.stdout
 
 
-def launch(disk: Disk, command: str, watch_s: float = 2.0) -> subprocess.CompletedProcess[str]:
+def launch(disk: Disk, command: str, watch_s: float = 2.0, shell: str = "sh") -> subprocess.CompletedProcess[str]:
     disk.path("windlass").mkdir(exist_ok=True)
     settings = RunpodSettings(ssh={"start_command": command, "start_watch_s": watch_s})  # type: ignore[arg-type]
-    return disk.run(launch_script(settings))
+    # The program is started by `sh` of the image.
+    return disk.run(launch_script(settings).replace("nohup sh ", f"nohup {shell} "), shell)
 
 
 def test_program_starts_once_with_environment_but_without_token(disk: Disk) -> None:
-    disk.path("rp_environment").write_text("export COLOUR='dark red' WINDLASS_JOIN=secret\n")
+    with_first_process(disk, COLOUR="dark red", WINDLASS_JOIN="secret")
     command = 'echo "$COLOUR, ${WINDLASS_JOIN-none}, $PWD" >> said # it\'s done'
     assert launch(disk, command).returncode == 0
     assert launch(disk, command).returncode == 0

@@ -20,9 +20,11 @@ from windlass.providers.diagnostic import Diagnostic
 from windlass.providers.vendor_error import VendorError
 from windlass.wiring.providers import hetzner_account, machine_url
 
-# Reading a network must not delay the start while the vendor is away.
+# Reading a network must not delay the start while the vendor does not answer.
 NETWORK_TIMEOUT_S = 10.0
 RESOLVE_TIMEOUT_S = 5.0
+# Debian's hosts file gives this address to the host's own name.
+OWN_NAME_ADDRESS = "127.0.1.1"
 CLOUDS = {"hetzner": "Hetzner's servers", "runpod": "Runpod's pods"}
 IPV4_ADVICE = "Set hetzner.is_ipv4_on = true, give the control plane an IPv6 address, or set network_id."
 ADVICE = "Set api.url to an https URL that they can reach, see docs/providers.md."
@@ -47,19 +49,24 @@ async def check_control_plane_url(config: Config, read_range: ReadRange | None =
         if is_loopback_url(_endpoint(fleet, config)):
             continue
         network = await _network_of(fleet, config, url, read_range or read_hetzner_range)
-        problem = problem_of_reach(url, network) or await _problem_of_families(url, network)
+        problem = problem_of_reach(url, network) or await _problem_of_name(url, network)
         if problem is not None:
             advice = IPV4_ADVICE if "public IPv4" in problem else ADVICE
             raise ConfigError(f"{CLOUDS[fleet.provider]} of fleet {name} call {url}, which {problem}. {advice}")
 
 
-async def _problem_of_families(url: str, network: MachineNetwork) -> str | None:
-    """A name whose public addresses are all of a family that the machines do not have. Private ones are not judged:
-    machines may join a VPN."""
-    if _is_address(url) or (network.has_ipv4 and network.has_ipv6) or network.has_own_network:
+async def _problem_of_name(url: str, network: MachineNetwork) -> str | None:
+    """A name whose addresses are all of this host, or all public and of a family that the machines do not have. Private
+    ones are not judged: machines may join a VPN."""
+    if _is_address(url):
         return None
     addresses = await _resolve(urlsplit(url).hostname or "")
-    if not addresses or not all(ip_address(address).is_global for address in addresses):
+    # Only the hosts file of this host says so, and other hosts get another answer.
+    if not addresses or OWN_NAME_ADDRESS in addresses:
+        return None
+    if all(ip_address(address).is_loopback or ip_address(address).is_unspecified for address in addresses):
+        return f"resolves to {addresses[0]}, which only this host can reach"
+    if not all(ip_address(address).is_global for address in addresses):
         return None
     problems = [problem_of_reach(_url_of(address), network) for address in addresses]
     return problems[0] if all(problems) else None

@@ -95,6 +95,8 @@ class _Watch:
     def __init__(self, started_at: datetime) -> None:
         self._started_at = started_at
         self._reported: set[str] = set()
+        # By worker: the seconds from its creation to the end of its last reported step.
+        self._elapsed_s: dict[str, int] = {}
         self.has_failed = False
         self.last = "no machine was requested"
 
@@ -105,26 +107,26 @@ class _Watch:
         if not workers:
             return found
         worker = workers[-1]
-        if worker.machine_id is not None and self._is_new("create"):
+        if worker.machine_id is not None and self._mark_reported("create"):
             where = f" ({worker.instance_type} in {worker.place})" if worker.instance_type is not None else ""
             found.append(Diagnostic("create", f"machine {worker.machine_id}{where} exists"))
         moments = [getattr(worker, field) for _, field, _ in PHASES]
         for number, (check, _, proof) in enumerate(PHASES):
             # A phase that no cycle saw ended before the next one began.
             moment = next((later for later in moments[number:] if later is not None), None)
-            if moment is not None and self._is_new(check):
-                found.append(Diagnostic(check, f"{proof} {_after(worker, moment)}"))
+            if moment is not None and self._mark_reported(check):
+                found.append(Diagnostic(check, f"{proof} {self._after(worker, moment)}"))
         if worker.boot_step is not None:
             self.last = f"its last step: {worker.boot_step}"
-        if task is not None and task.finished_at is not None and self._is_new("task"):
+        if task is not None and task.finished_at is not None and self._mark_reported("task"):
             if task.status is TaskStatus.COMPLETE:
-                found.append(Diagnostic("task", f"complete {_after(worker, task.finished_at)}: {task.result}"))
+                found.append(Diagnostic("task", f"complete {self._after(worker, task.finished_at)}: {task.result}"))
             else:
                 self.has_failed = True
                 found.append(Diagnostic("task", f"failed: {task.error}", is_error=True))
         if worker.status in (WorkerStatus.ERROR, WorkerStatus.TERMINATED) and "task" not in self._reported:
             self.has_failed = True
-            if self._is_new("failure"):
+            if self._mark_reported("failure"):
                 found.append(Diagnostic("worker", f"{worker.code}: {worker.reason}; {self.last}", is_error=True))
         return found
 
@@ -137,7 +139,7 @@ class _Watch:
                 advice = "run `windlass up`, which deletes it, or delete it in the provider's console"
                 found.append(Diagnostic("delete", f"machine {worker.machine_id} still exists", advice, is_error=True))
             else:
-                found.append(Diagnostic("delete", f"the machine is gone {_after(worker, worker.terminated_at)}"))
+                found.append(Diagnostic("delete", f"the machine is gone {self._after(worker, worker.terminated_at)}"))
             if worker.bill is not None:
                 meter = read_meter(worker.bill, now)
                 price = with_currency(meter.micros_per_hour, meter.currency)
@@ -147,14 +149,18 @@ class _Watch:
                 found.append(Diagnostic("cost", "the machine has no price"))
         return found
 
-    def _is_new(self, check: str) -> bool:
+    def _after(self, worker: Worker, moment: datetime) -> str:
+        """Whole seconds since the worker was created, and since the end of its steps before. A cycle may see that the
+        machine runs later than that it reached the control plane."""
+        total_s, before_s = round((moment - worker.created_at).total_seconds()), self._elapsed_s.get(worker.id, 0)
+        self._elapsed_s[worker.id] = max(total_s, before_s)
+        return f"after {total_s} s, {max(0, total_s - before_s)} s of them for this step"
+
+    def _mark_reported(self, check: str) -> bool:
+        """False if the check was reported before."""
         is_new = check not in self._reported
         self._reported.add(check)
         return is_new
-
-
-def _after(worker: Worker, moment: datetime) -> str:
-    return f"after {(moment - worker.created_at).total_seconds():.0f} s"
 
 
 @asynccontextmanager

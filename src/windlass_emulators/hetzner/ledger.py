@@ -59,10 +59,6 @@ class HetznerBill:
             "total_gross_micros": sum(line["gross_micros"] for line in servers + primary_ips),
         }
 
-    def micros_of_server(self, server_id: int, now: datetime) -> int:
-        """Net, including the server's Primary IPs."""
-        return int(self._server(self._lines["server", server_id], now)["micros"])
-
     def _server(self, line: HetznerBillLine, now: datetime) -> Json:
         own = self._line(line, now)
         ips = [self._line(each, now) for each in self._lines.values() if each.made_with == line.id]

@@ -30,12 +30,19 @@ class ImageContents:
     has_windlass: bool = False
     # With join data in the environment and no `args`, it runs a worker.
     starts_worker: bool = False
+    # Which variables its start script writes to /etc/rp_environment. None: it writes no such file.
+    written_variables: re.Pattern[str] | None = None
 
 
+# The start script of Runpod's images, since October 2025 and before August 2025.
+_UPPER_CASE = re.compile(r"(?!PUBLIC_KEY)[A-Z_][A-Z0-9_]*=")
+_OF_RUNPOD = re.compile(r"RUNPOD_|PATH=|_=")
 WINDLASS_IMAGE = ImageContents(has_windlass=True, starts_worker=True)
-BARE_IMAGE = ImageContents()
+BARE_IMAGE = ImageContents(written_variables=_UPPER_CASE)
+OLD_RUNPOD_IMAGE = ImageContents(written_variables=_OF_RUNPOD)
 # By the start of the name. The first that fits counts.
 PUBLIC_IMAGES: Mapping[str, ImageContents] = {
+    "runpod/pytorch:2.": OLD_RUNPOD_IMAGE,
     "runpod/": BARE_IMAGE,
     "python:": ImageContents(has_ssh=False),
     "pytorch/pytorch": ImageContents(has_ssh=False),
@@ -54,6 +61,17 @@ def contents_of(image: str, own: Mapping[str, ImageContents]) -> ImageContents:
         if image.startswith(start):
             return contents
     return WINDLASS_IMAGE
+
+
+def environment_file(image: ImageContents, environment: Mapping[str, str]) -> str | None:
+    """What the start script writes to /etc/rp_environment, if anything: the lines of `printenv` that begin with a
+    variable that it writes, in double quotes without escaping. A value keeps only its first line."""
+    pattern = image.written_variables
+    if pattern is None:
+        return None
+    printed = "".join(f"{name}={value}\n" for name, value in environment.items()).split("\n")
+    pairs = [line.partition("=") for line in printed if pattern.match(line)]
+    return "".join(f'export {name}="{value}"\n' for name, _, value in pairs)
 
 
 def link_programs(folder: Path) -> None:

@@ -87,9 +87,6 @@ class RunpodBill:
     def lines(self, *kinds: str) -> Sequence[RunpodBillLine]:
         return [line for line in self._lines.values() if line.kind in kinds]
 
-    def micros_of(self, id_: str, now: datetime) -> int:
-        return self._lines[id_].micros(now)
-
     def to_json(self, now: datetime) -> Json:
         pods = list(self._shown(now, POD))
         volumes = list(self._shown(now, VOLUME))

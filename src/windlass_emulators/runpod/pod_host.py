@@ -31,6 +31,7 @@ from windlass_emulators.runpod.containers import LOOPBACK, SSH_PORT, Container
 from windlass_emulators.runpod.images import (
     ImageContents,
     contents_of,
+    environment_file,
     hidden_packages,
     link_programs,
     python_of_image,
@@ -45,7 +46,7 @@ KEYGEN_TIMEOUT_S = 20.0
 # Disk space used by a fresh container, and GPU memory used by the driver.
 SYSTEM_GB, DRIVER_MB = 2.0, 4
 _JOIN_PARTS = {"worker_id": "WINDLASS_WORKER_ID", "url": "WINDLASS_URL", "join_token": "WINDLASS_JOIN_TOKEN"}
-# An image's start script writes these to the join file and removes them from the environment.
+# The start script of an image with a worker writes these to the join file and removes them from the environment.
 _JOIN_VARIABLES = ("WINDLASS_JOIN", *_JOIN_PARTS.values())
 # Folders that are not in the pod's Python path (hardware/sitecustomize.py).
 HIDDEN_PACKAGES = "EMULATED_HIDDEN_PACKAGES"
@@ -178,12 +179,16 @@ class RealPodHost(Processes):
             environment["PATH"] = f"{root / 'usr/local/bin'}{os.pathsep}{programs}"
             environment["PYTHONPATH"] = without_windlass(environment["PYTHONPATH"])
             environment[HIDDEN_PACKAGES] = os.pathsep.join(hidden_packages())
-        described = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in environment.items())
-        write_file(root, File("/etc/rp_environment", described.encode(), 0o600))
-        join = join_document(container.env)
-        if join is not None:
-            write_file(root, File(JOIN_FILE, join.encode(), 0o600))
+        initial = "".join(f"{name}={value}\0" for name, value in environment.items())
+        write_file(root, File("/proc/1/environ", initial.encode(), 0o400))
+        written = environment_file(image, environment)
+        if written is not None:
+            write_file(root, File("/etc/rp_environment", written.encode(), 0o644))
         command = program_of(container, image)
+        join = join_document(container.env)
+        if join is not None and command is not None and not container.args.strip():
+            write_file(root, File(JOIN_FILE, join.encode(), 0o600))
+            environment = {name: value for name, value in environment.items() if name not in _JOIN_VARIABLES}
         if container.faults.program_fails is not None:
             command = ["/bin/sh", "-c", 'echo "$1"; exit 1', "program", container.faults.program_fails]
         return {
@@ -287,7 +292,7 @@ def _environment(machine: EmulatedMachine, container: Container) -> dict[str, st
         "RUNPOD_VOLUME_ID": next((each.volume_id for each in container.mounts if each.volume_id), ""),
         "CUDA_VERSION": container.cuda_version,
     }
-    own = {name: map_path(machine.root, value) for name, value in container.env.items() if name not in _JOIN_VARIABLES}
+    own = {name: map_path(machine.root, value) for name, value in container.env.items()}
     hardware = {
         "EMULATED_HARDWARE": str(machine.folder / "hardware.json"),
         "PATH": f"{machine.root / 'usr/local/bin'}{os.pathsep}{bare.get('PATH', os.defpath)}",

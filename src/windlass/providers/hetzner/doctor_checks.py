@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from windlass.model.errors import Throttled
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
+from windlass.model.plural import plural
 from windlass.providers.diagnostic import UNCONFIGURED_FLEETS_ADVICE, Diagnostic
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.account import PAGE_SIZE, HetznerAccount
@@ -57,11 +58,11 @@ def check_boot_time(fleet: str, config: FleetConfig) -> Diagnostic | None:
     """A warning if spawn_timeout_s may be too short for the first boot."""
     if not config.bootstrap.images or config.spawn_timeout_s is None or config.spawn_timeout_s >= SLOW_BOOT_S:
         return None
-    count = len(config.bootstrap.images)
+    images = plural(len(config.bootstrap.images), "image")
     return Diagnostic(
         "boot time",
-        f"a new server of fleet {fleet} has {config.spawn_timeout_s:g} s to install Docker, pull {count} "
-        f"image{'' if count == 1 else 's'} and start its worker; after that it is replaced",
+        f"a new server of fleet {fleet} has {config.spawn_timeout_s:g} s to install Docker, pull "
+        f"{images} and start its worker; after that it is replaced",
         f"remove spawn_timeout_s, set it to {SLOW_BOOT_S:g} or more, or use a server image that contains them",
     )
 

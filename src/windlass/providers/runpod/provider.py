@@ -307,27 +307,27 @@ class RunpodProvider:
                     raise
                 last_error = f" ({error})"
             await asyncio.sleep(interval_s)
-            if await self._is_gone(machine, requested_at, is_accepted=accepted_at is not None):
+            if await self._confirm_gone(machine, requested_at, is_accepted=accepted_at is not None):
                 self._pods.changes.record(machine.id, None)
                 self._missing_since.pop(machine.id, None)
                 return accepted_at
         raise Unavailable(f"{doing}: the pod still exists, or its end is not confirmed yet{last_error}")
 
-    async def _is_gone(self, machine: Machine, requested_at: float, *, is_accepted: bool) -> bool:
+    async def _confirm_gone(self, machine: Machine, requested_at: float, *, is_accepted: bool) -> bool:
         if await self._account.get_pod(machine.id) is not None:
             self._missing_since.pop(machine.id, None)
             return False
-        if is_accepted and self._is_visible(machine):
+        if is_accepted and self._record_missing(machine):
             return True
         # A new pod may not be found by its id although it exists, even after its deletion was accepted.
         listing = await self._account.list_pods(requested_at)
         if any(str(pod["id"]) == machine.id for pod in listing.pods):
             return False
         # Neither found nor listed. Without an accepted deletion, a new pod may be hidden from both.
-        return is_accepted or self._is_visible(machine)
+        return is_accepted or self._record_missing(machine)
 
-    def _is_visible(self, machine: Machine) -> bool:
-        """Whether the pod is old enough to be found by its id if it exists."""
+    def _record_missing(self, machine: Machine) -> bool:
+        """Record that the pod was not found. True if it is old enough to be found if it exists."""
         since = machine.created_at or self._missing_since.setdefault(machine.id, self._now())
         return self._now() - since >= timedelta(seconds=self._hidden_s)
 
@@ -341,7 +341,7 @@ class RunpodProvider:
         async def find_endpoint() -> Endpoint | None:
             listing = await self._pods.recent()
             pod = next((pod for pod in listing.pods if str(pod["id"]) == machine.id), None)
-            if pod is None and self._is_visible(machine):
+            if pod is None and self._record_missing(machine):
                 # A list may be old. A pod that is neither listed nor found by its id is gone.
                 pod = await self._account.get_pod(machine.id)
                 if pod is None:

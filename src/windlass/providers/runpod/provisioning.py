@@ -1,9 +1,9 @@
 """Turns a running pod into a worker: check the pod over SSH, then start its worker once.
 
 Each step that can fail has its own code: SSH_UNREACHABLE, SSH_HOST_KEY_CHANGED, STORAGE_NOT_MOUNTED, GPU_NOT_DETECTED,
-DISK_FULL, JOIN_DATA_MISSING, those of the installation (installation.py), DEPENDENCY_MISSING, START_SCRIPT_FAILED;
-MACHINE_GONE ends the attempt at once. While the API does not report the pod's address, the last known one is tried. A
-failure there proves nothing, so it never fails the pod.
+DISK_FULL, JOIN_DATA_MISSING, JOIN_DATA_INVALID, those of the installation (installation.py), DEPENDENCY_MISSING,
+START_SCRIPT_FAILED; MACHINE_GONE ends the attempt at once. While the API does not report the pod's address, the last
+known one is tried. A failure there proves nothing, so it never fails the pod.
 
 The worker is started once, however often this runs: creating a directory on the pod's disk is atomic, and the shell
 that creates it starts the worker. A broken connection or a crash of the orchestrator does not interrupt that. If the
@@ -39,8 +39,11 @@ LOG = f"{FOLDER}/worker.log"
 # within LOG_CHECK_S.
 MAX_LOG_BYTES = 4 * 1024 * 1024
 LOG_CHECK_S = 5.0
-# The file in which Runpod's images keep the container's environment. A login shell does not have that environment.
-ENVIRONMENT = "/etc/rp_environment"
+# A login shell does not have the container's environment. The first process has it, each variable ended by NUL.
+FIRST_PROCESS = "/proc/1/environ"
+# The start script of Runpod's images writes it to this file: `export NAME="value"`, in which nothing is escaped. Older
+# images write only Runpod's own variables, newer ones no variable in lower case and of each value only the first line.
+ENVIRONMENT_FILE = "/etc/rp_environment"
 WATCH_INTERVAL_S = 0.2
 # Exit status of the launch if the worker failed. Its log and its own status are in the output.
 LAUNCH_FAILED = 75
@@ -114,7 +117,8 @@ class Preparer:
         try:
             # Each time, since the port may change.
             endpoint = attempt.last_known = await find_endpoint()
-            attempt.last = "no public SSH port yet"
+            if endpoint is None:
+                attempt.last = "no public SSH port yet"
         except (VendorError, Throttled) as error:
             is_address_uncertain = attempt.had_api_error = True
             endpoint, attempt.last = attempt.last_known, str(error)
@@ -243,6 +247,7 @@ def machine_checks(settings: RunpodSettings) -> Iterator[Check]:
         condition = f"{ssh.min_free_disk_gb:g} GB of disk are free"
         yield Check("DISK_FULL", condition, "df -P -k /", lambda output: missing_disk(output, ssh.min_free_disk_gb))
     yield Check("JOIN_DATA_MISSING", "the join file can be written", WRITE_JOIN_FILE)
+    yield Check("JOIN_DATA_INVALID", "the join file is JSON", CHECK_JOIN_FILE)
 
 
 def dependency_checks(settings: RunpodSettings) -> Iterator[Check]:
@@ -268,7 +273,29 @@ def missing_disk(output: str, wanted_gb: float) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------ starting
 
-_LOAD_ENVIRONMENT = f"if [ -r {ENVIRONMENT} ] && sh -n {ENVIRONMENT} 2>/dev/null; then . {ENVIRONMENT}; fi"
+# Nothing of the file is run, since a value may contain any character: a shell would drop the quotes of WINDLASS_JOIN
+# and run what is in backquotes. Where both have a variable, the first process counts; only its own user may read it.
+# Line breaks in values are carried as the character 1. Variables of this shell, some of them read-only, are kept.
+_LOAD_ENVIRONMENT = f"""\
+windlass_break=$(printf '\\001')
+windlass_entries=$(
+sed -n 's/^export \\([A-Za-z_][A-Za-z0-9_]*\\)="\\(.*\\)"$/\\1=\\2/p' {ENVIRONMENT_FILE} 2>/dev/null
+cat {FIRST_PROCESS} 2>/dev/null | tr '\\000\\n' '\\n\\001'
+)
+while IFS= read -r windlass_entry; do
+case $windlass_entry in *=*) ;; *) continue ;; esac
+case ${{windlass_entry%%=*}} in
+''|[0-9]*|*[!A-Za-z0-9_]*|_|PWD|OLDPWD|SHLVL|IFS|UID|EUID|PPID|BASHOPTS|SHELLOPTS) continue ;;
+esac
+case $windlass_entry in *"$windlass_break"*)
+windlass_entry=$(printf '%s.' "$windlass_entry" | tr '\\001' '\\n')
+windlass_entry=${{windlass_entry%.}}
+esac
+export "$windlass_entry"
+done <<ENTRIES
+$windlass_entries
+ENTRIES
+unset windlass_entries windlass_entry windlass_break"""
 # The installed environment comes first in PATH. An image that brings Windlass has none.
 _USE_ENVIRONMENT = (
     f"if [ -x {ENVIRONMENT_FOLDER}/bin/windlass ]; then PATH={ENVIRONMENT_FOLDER}/bin:$PATH; export PATH; fi"
@@ -279,9 +306,13 @@ umask 077
 mkdir -p {FOLDER} || exit 1
 [ -s {JOIN_FILE} ] && exit 0
 {_LOAD_ENVIRONMENT}
-[ -n "$WINDLASS_JOIN" ] || WINDLASS_JOIN=$(tr '\\0' '\\n' < /proc/1/environ | sed -n 's/^WINDLASS_JOIN=//p')
 [ -n "$WINDLASS_JOIN" ] || {{ echo "WINDLASS_JOIN is not in the container's environment"; exit 1; }}
 printf %s "$WINDLASS_JOIN" > {JOIN_FILE}.new && mv {JOIN_FILE}.new {JOIN_FILE}"""
+# A join file that lost its quotes would only be noticed by the worker. The text is not printed, since it has the token.
+CHECK_JOIN_FILE = f"""\
+tr '\\n' ' ' < {JOIN_FILE} | grep -Eq '^ *\\{{.*"worker_id" *: *".*\\}} *$' && exit 0
+echo "{JOIN_FILE} is not JSON with a worker_id: the image altered WINDLASS_JOIN"
+exit 1"""
 
 
 def launch_script(settings: RunpodSettings) -> str:

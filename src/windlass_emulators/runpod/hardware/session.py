@@ -1,8 +1,8 @@
 """Runs the command of an SSH session in an emulated pod. sshd forces every session through this program.
 
 In the text of the command, paths of the pod (its mounts, its home, paths that exist under its root) are replaced by the
-folders on this host. A script on standard input is not changed. The environment is that of a fresh login; as in a real
-pod, the container's own environment is in `/etc/rp_environment`.
+folders on this host. A script on standard input is not changed. The environment is that of a fresh login. That of the
+container is in `/proc/1/environ`, and, altered, in the `/etc/rp_environment` of images that write it.
 """
 
 import json
