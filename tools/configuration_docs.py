@@ -64,7 +64,9 @@ Settings are read from these sources; later sources override earlier ones.
   Without a fleet they create the fleet `{DEFAULT_FLEET}`.
   With several fleets they configure `{DEFAULT_FLEET}`, or have no effect if there is no fleet of that name.
 - `windlass up` logs all settings with their sources at start, without secrets.
-  It warns about each setting that has no effect, and so does `windlass doctor`.
+  Lines for a person at a terminal have their number per source only; `windlass config show` lists all.
+- `windlass up` and `windlass doctor` warn about each setting that has no effect.
+  They also warn about each variable of the column "also" whose setting another source overrides.
 - The unit of a setting is the end of its key: `_s` is seconds.
   The only exception is the variable `FAILURE_WINDOW_MINUTES`.
 - A relative `data_dir` in a file given with `--config` is relative to that file.
@@ -87,7 +89,8 @@ HF_TOKEN = "cmd:vault kv get -field=token secret/hugging-face"
 - `cmd:` also works for the variables in `env` of a fleet.
 - A file may end with a line break, which is removed.
 - Kubernetes: mount the secret as a file and set `DATABASE_URL_FILE`, or set the variable from the secret.
-- systemd: `LoadCredential=database_url:/etc/windlass/database_url`.
+- systemd: `LoadCredential=WINDLASS:/etc/windlass` for each file of that folder, or
+  `LoadCredential=DATABASE_URL:/etc/windlass/DATABASE_URL` for one; what is named must exist.
 
 ## Names of the original orchestrators
 
@@ -106,6 +109,7 @@ Their environment variables still work.
 - `GPU_IDLE_TIMEOUT_SEC` is the heartbeat timeout.
   One of the original documents used it for idle workers instead; here that is `GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC`.
 - If two variables set the same setting, for example `RGRID_MAX_WORKERS` and `MAX_ACTIVE_GPUS`, the last name applies.
+- `windlass up` and `windlass doctor` name each of these variables that has no effect or is overridden.
 
 ## Limits
 

@@ -1,8 +1,9 @@
 """Takes screenshots of every page of the dashboard: `python tools/page_screenshots.py FOLDER [PAGE ...]`.
 
 Starts `windlass up` with a local fleet in a temporary folder, adds the rows of page_screenshots.sql (two rented fleets
-in two currencies, a hold, failures, a week of history), and opens each page in Chromium: light, dark, on a phone, and
-without a login. For people to look at: nothing is compared.
+in two currencies, a hold, failures, a week of history, Ray nodes, workers started by hand), and opens each page in
+Chromium: light, dark, on a phone, without a login, and with a login link that was used. For people to look at: nothing
+is compared.
 """
 
 import asyncio
@@ -40,7 +41,11 @@ PAGES = {
     "fleet": "/fleets/crunch?range=24h",
     "fleet-hold": "/fleets/gpus",
     "fleet-local": "/fleets/renders",
+    "fleet-ray": "/fleets/science",
+    "fleet-by-hand": "/fleets/default",
     "workers": "/workers",
+    "workers-ray": "/workers?fleet=science",
+    "workers-by-hand": "/workers?fleet=default",
     "workers-terminated": "/workers?terminated=yes",
     "tasks": "/tasks",
     "tasks-failed": "/tasks?status=failed",
@@ -57,6 +62,14 @@ PAGES = {
     "not-found": "/tasks/99999999",
     "invalid": "/tasks?status=bogus",
     "runbooks": "/runbooks",
+}
+# Pages of the first row of a list.
+FIRST_ROWS = {
+    "worker": "/workers",
+    "worker-ray": "/workers?fleet=science",
+    "worker-by-hand": "/workers?fleet=default",
+    "task": "/tasks?status=failed",
+    "cycle": "/cycles?fleet=renders",
 }
 APP = """
 import random, time
@@ -90,7 +103,7 @@ MAX_CHECKS = 300
 
 def main() -> None:
     target = Path(sys.argv[1])
-    wanted = sys.argv[2:] or [*PAGES, "worker", "task", "cycle", "confirm", "anonymous"]
+    wanted = sys.argv[2:] or [*PAGES, *FIRST_ROWS, "confirm", "anonymous", "login-expired"]
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="windlass-pages-") as name:
         folder = Path(name)
@@ -186,11 +199,7 @@ def take_all(link: str, target: Path, wanted: list[str]) -> None:
                     page.goto(path)
                     page.locator("#calculating").wait_for(state="detached", timeout=TIMEOUT_S * 1000)
                     shoot(page, target / f"{name}-{look}.png")
-            for name, listed in (
-                ("worker", "/workers"),
-                ("task", "/tasks?status=failed"),
-                ("cycle", "/cycles?fleet=renders"),
-            ):
+            for name, listed in FIRST_ROWS.items():
                 if name in wanted:
                     page.goto(listed)
                     page.locator("tbody th a[href^='/']").first.click()
@@ -211,6 +220,12 @@ def take_all(link: str, target: Path, wanted: list[str]) -> None:
                 page.get_by_text("read only").click()
                 page.wait_for_timeout(400)
                 page.screenshot(path=target / f"anonymous-{look}.png")
+                context.close()
+            if "login-expired" in wanted:
+                context = browser.new_context(**options)
+                page = context.new_page()
+                page.goto(link)  # used above
+                shoot(page, target / f"login-expired-{look}.png")
                 context.close()
         browser.close()
 

@@ -1,5 +1,5 @@
 -- Data for tools/page_screenshots.py: two rented fleets as database rows, in two currencies, with a hold, failures and
--- a week of history. The local fleet `renders` is real.
+-- a week of history; a fleet of Ray nodes; and workers that were started by hand. The local fleet `renders` is real.
 
 insert into windlass.fleets (name, provider, queues, min_workers, max_workers, created_at, planner_state)
 values
@@ -47,6 +47,43 @@ select 'gpus-3-' || left(md5('t' || s), 6), 'gpus', 3, 'terminated', '{upscale}'
   now() - s * interval '15 minutes', case when s < 5 then now() - s * interval '15 minutes' end
 from generate_series(1, 9) as s;
 
+-- Ray nodes in each state, and their dispatcher.
+insert into windlass.fleets (name, provider, queues, min_workers, max_workers, created_at, planner_state)
+values (
+  'science', 'ray-local', '{fits}', 1, 4, now() - interval '3 days',
+  jsonb_build_object('cadence', jsonb_build_object('planned_at', now(), 'next_plan_in_s', 3600)));
+insert into windlass.slots (fleet, slot) select 'science', generate_series(0, 2);
+insert into windlass.workers (
+  id, fleet, slot, status, kind, queues, concurrency, created_at, activated_at, last_heartbeat, lease_s, host, pid,
+  machine_id, node
+)
+select 'science-' || s || '-' || left(md5('r' || s), 6), 'science', s, case s when 2 then 'spawning' else 'active' end,
+  'node', '{fits}', 4, now() - interval '40 minutes', case s when 2 then null else now() - interval '39 minutes' end,
+  now(), 86400, 'ray-host-' || s, 4100 + s, 'process-' || 4100 + s,
+  n.node || jsonb_build_object('at', now(), 'since', now() - interval '39 minutes')
+from (
+  values
+    (0, '{"state": "alive", "node_id": "5f3a", "total": {"CPU": 8, "GPU": 1, "memory": 34359738368, "scratch": 2},
+      "used": {"CPU": 6, "GPU": 0.5, "memory": 12884901888}}'::jsonb),
+    (1, '{"state": "dead", "node_id": "9c1e", "note": "its raylet was killed: out of memory"}'),
+    (2, '{"state": "absent"}')
+) as n (s, node);
+insert into windlass.workers (
+  id, fleet, status, kind, queues, concurrency, created_at, activated_at, last_heartbeat, lease_s, host, pid, metadata
+)
+values (
+  'science-dispatcher', 'science', 'active', 'dispatcher', '{fits}', 64, now() - interval '40 minutes',
+  now() - interval '40 minutes', now(), 86400, 'ray-host-0', 4000, '{"ray_dashboard": "http://127.0.0.1:8265"}');
+
+-- Workers of `windlass worker`, in the fleet that the first of them created.
+insert into windlass.fleets (name) values ('default');
+insert into windlass.workers (
+  id, fleet, status, queues, created_at, activated_at, last_heartbeat, lease_s, host, pid, version
+)
+select 'laptop-' || pid || '-7c21d4', 'default', 'active', '{mails}', now() - interval '26 minutes',
+  now() - interval '26 minutes', now(), 86400, 'laptop', pid, '1.0.0'
+from (values (811), (812)) as p (pid);
+
 -- Tasks: complete, running, queued, failed, cancelled, scheduled, retrying, and some in a queue that nothing serves.
 insert into windlass.tasks (queue, status, attempts, payload, created_at, started_at, finished_at, worker_id, result)
 select
@@ -66,6 +103,12 @@ select
   now() - interval '5 minutes', now() - interval '70 s', w.id, gen_random_uuid(), 0.1 * (1 + w.slot),
   'frame ' || 120 * (1 + w.slot) || ' of 1200'
 from windlass.workers w where w.fleet in ('crunch', 'gpus') and w.status = 'active';
+insert into windlass.tasks (
+  queue, status, attempts, payload, created_at, started_at, worker_id, claim_token, progress, progress_note
+)
+select 'fits', 'running', 1, jsonb_build_object('fold', n, 'model', 'gradient-boosting'), now() - interval '3 minutes',
+  now() - interval '50 s', 'science-0-' || left(md5('r0'), 6), gen_random_uuid(), 0.2 * n, 'fold ' || n || ' of 5'
+from generate_series(1, 3) as n;
 insert into windlass.tasks (queue, payload, created_at, priority)
 select
   'upscale', jsonb_build_object('image', 'frames/' || n || '.png', 'scale', 4, 'model', 'realesrgan-x4plus'),
@@ -126,6 +169,15 @@ select
   n % 5 in (0, 1, 3)
 from generate_series(60, 1, -1) as n
 cross join lateral (select now() - n * interval '11 minutes' as at) as c;
+insert into windlass.cycles (fleet, term, started_at, finished_at, snapshot, plan, decision, is_change)
+select
+  d.fleet, 3, now(), now(), (select r.snapshot from windlass.cycles r where r.fleet = 'renders' order by r.id limit 1),
+  '[]', d.decision, true
+from (
+  values
+    ('gpus', 'hold: failure rate 4 of 5 in 10 min; would spawn 3: 130 queued, 3 busy'),
+    ('science', 'no change: 0 queued, 1 busy, 1 idle, 1 starting, idle timeout 60 s')
+) as d (fleet, decision);
 insert into windlass.samples (
   fleet, at, queued, running, spawning, active, terminating, error, completed_per_minute, wait_p95_s,
   burn_micros_per_hour, currency

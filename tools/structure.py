@@ -1,6 +1,7 @@
 """Checks the shape of the tree: unique class names, bounded files, short test names, no module named by a metaphor.
 
-The event of a log call is a constant "verb object" in lower case, so that a reader can search for it.
+The event of a log call is a constant "verb object" in lower case, so that a reader can search for it. A predicate
+changes nothing. Modules do not import each other in circles.
 
 A reader who searches for a class finds one definition, and a file fits into one sitting. Vendored files do not count.
 """
@@ -9,6 +10,8 @@ import ast
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 MAX_SOURCE_LINES = 450
@@ -40,6 +43,11 @@ LOG_VERB = re.compile(
     r"send|settle|shut|skip|start|stop|submit|take|update|wait|wake|write)(?:d|ed|ped)?|found|lost"
 )
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+# Methods of containers, and of our own objects, that change them.
+MUTATING_METHODS = {
+    *("add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert", "pop", "popitem"),
+    *("popleft", "put", "put_nowait", "record", "remove", "reverse", "setdefault", "sort", "subtract", "update"),
+}
 # "%s": the logger of a library has no fields.
 LOG_EVENT = re.compile(r"[a-z]+( [a-z0-9]+)+(: %s)?")
 
@@ -70,8 +78,62 @@ def log_event_findings(tree: ast.AST, path: Path) -> list[str]:
     return found
 
 
-def findings() -> list[str]:
+def predicate_findings(tree: ast.AST, path: Path) -> list[str]:
+    """Functions named `is_` or `has_` that change something other than their own variables."""
     found = []
+    for function in ast.walk(tree):
+        is_function = isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not is_function or not function.name.lstrip("_").startswith(("is_", "has_")):
+            continue
+        nodes = list(ast.walk(function))
+        own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        for node in nodes:
+            changed: ast.expr | None = None
+            if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                changed = node
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                changed = node.func.value if node.func.attr in MUTATING_METHODS else None
+            if changed is not None and not (isinstance(root := _root(changed), ast.Name) and root.id in own):
+                found.append(f"{path}:{node.lineno}: predicate {function.name} changes {ast.unparse(changed)}")
+            if isinstance(node, ast.Global | ast.Nonlocal):
+                found.append(f"{path}:{node.lineno}: predicate {function.name} changes {', '.join(node.names)}")
+    return found
+
+
+def _root(expression: ast.expr) -> ast.expr:
+    """`a` of `a.b[c].d`."""
+    while isinstance(expression, ast.Attribute | ast.Subscript):
+        expression = expression.value
+    return expression
+
+
+def import_cycle(modules: Mapping[str, ast.AST]) -> list[str]:
+    """The names of modules that import each other in a circle, the first again at the end; empty if there is none.
+
+    Imports within functions, and those for types only, count too.
+    """
+
+    def imported(tree: ast.AST) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = (f"{node.module}.{alias.name}" for alias in node.names)
+                yield from (name if name in modules else node.module for name in names)
+
+    graph = {
+        name: {each for each in imported(tree) if each in modules and each != name} for name, tree in modules.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def source_findings() -> list[str]:
+    found = []
+    modules: dict[str, ast.AST] = {}
     classes: dict[str, list[str]] = defaultdict(list)
     for path in sorted(Path("src").rglob("*.py")):
         text = path.read_text()
@@ -80,14 +142,23 @@ def findings() -> list[str]:
         if BARE_VERBS.match(path.stem) and path.stem not in NAMED_BY_A_VERB and path.parent.name != "cli":
             found.append(f"{path}: name the module by a noun, not by a verb")
         tree = ast.parse(text)
-        found += log_event_findings(tree, path)
+        found += log_event_findings(tree, path) + predicate_findings(tree, path)
+        modules[".".join(path.relative_to("src").with_suffix("").parts).removesuffix(".__init__")] = tree
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(str(path))
-    for path in sorted(each for suffix in ("py", "sql", "js") for each in Path("src").rglob(f"*.{suffix}")):
+    if cycle := import_cycle(modules):
+        found.append(f"modules import each other: {' -> '.join(cycle)}")
+    suffixes = ("py", "sql", "js", "css", "html", "j2", "sh")
+    for path in sorted(each for suffix in suffixes for each in Path("src").rglob(f"*.{suffix}")):
         if path.name not in VENDORED and (count := path.read_text().count("\n")) > MAX_SOURCE_LINES:
             found.append(f"{path}: {count} lines, at most {MAX_SOURCE_LINES}")
     found += [f"class {name} is defined in {', '.join(paths)}" for name, paths in classes.items() if len(paths) > 1]
+    return found
+
+
+def test_findings() -> list[str]:
+    found = []
     test_modules: dict[str, list[str]] = defaultdict(list)
     for path in sorted(Path("tests").rglob("*.py")):
         text = path.read_text()
@@ -107,6 +178,6 @@ def findings() -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = findings()
+    problems = source_findings() + test_findings()
     print("\n".join(problems) or "structure: no findings")
     sys.exit(1 if problems else 0)

@@ -19,6 +19,7 @@ _CODE_CELL = re.compile(rf"{_CODE.pattern}(?:, {_CODE.pattern})*")
 # How explanations show a code: "failed 5 s ago (CODE): reason", "failed in attempt 1 of 3 (CODE: reason)".
 _SHOWN_CODE = re.compile(r"\(([A-Z]+(?:_[A-Z]+)*)[:)]")
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]+\)")
+_LINK_IN_PAGE = re.compile(r"\]\(#([^)]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class Runbook:
     section: str
     # Heading of a column to its text, without the code: "meaning", "what to do".
     columns: Mapping[str, str]
+    # Anchors of the sections that the row links to, for procedures().
+    see: tuple[str, ...]
+
+
+def heading_anchor(heading: str) -> str:
+    """The id of a heading, as the documentation site forms it."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
 def runbook_page() -> str:
@@ -53,7 +61,20 @@ def runbooks() -> Mapping[str, tuple[Runbook, ...]]:
         elif headings and _CODE_CELL.fullmatch(first):
             columns = dict(zip(headings, (_LINK.sub(r"\1", cell) for cell in cells), strict=True))
             for code in _CODE.findall(first):
-                found[code] = (*found.get(code, ()), Runbook(code, section, columns))
+                see = tuple(_LINK_IN_PAGE.findall(line))
+                found[code] = (*found.get(code, ()), Runbook(code, section, columns, see))
+    return found
+
+
+@cache
+def procedures() -> Mapping[str, str]:
+    """The parts of the sections by their anchors: "section: heading", then the text without links."""
+    found: dict[str, str] = {}
+    for section in _LINK.sub(r"\1", runbook_page()).split("\n## ")[1:]:
+        introduction, *parts = section.split("\n### ")
+        for part in parts:
+            title = introduction.partition("\n")[0]
+            found[heading_anchor(part.partition("\n")[0])] = f"{title}: {part.strip()}"
     return found
 
 

@@ -391,7 +391,7 @@ def test_task_buttons_retry_and_cancel(site: BrowserSite, new_page: NewPage) -> 
 
     site.wait_for_task(failed, TaskStatus.FAILED)
     page.goto("/tasks?status=failed&queue=renders")
-    confirm(page, "Retry all of renders", "Retry all")
+    confirm(page, "Retry all failed", "Retry all")
     retried = site.query(lambda store: store.events(task_id=failed))
     assert [event.code for event in retried].count("TASK_RETRIED") == 2
 

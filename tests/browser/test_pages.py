@@ -116,6 +116,27 @@ def test_fleet_page_shows_budget_settings_slots_and_decisions(site: BrowserSite,
     expect(page.get_by_role("link", name="Only changes")).to_be_visible()
 
 
+def test_worker_started_by_hand_is_shown_beside_the_fleets(site: BrowserSite, new_page: NewPage) -> None:
+    with site.worker_by_hand("by-hand") as worker_id:
+        page = live(new_page("/"))
+        card = page.locator("#fleet-default")
+        expect(card).to_contain_text("1 worker started by hand")
+        expect(card.get_by_role("button")).to_have_count(0)
+        card.get_by_role("link", name="its workers").click()
+        row = page.locator(f"#worker-{worker_id}")
+        expect(row).to_contain_text("started by hand")
+        row.get_by_role("link", name=worker_id).click()
+        expect(page.locator(".head")).to_contain_text("started by hand")
+        expect(page.get_by_role("button", name="Restart")).to_have_count(0)
+        page.get_by_role("button", name="Drain").click()
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("Nothing replaces it.")
+        dialog.get_by_role("button", name="Drain").click()
+        expect(page.locator(".head .chip")).to_have_text("terminated")
+        page.goto("/fleets/idle")
+        expect(live(page).get_by_role("button", name="Deploy")).to_be_visible()
+
+
 def test_anonymous_page_says_how_to_become_operator(new_page: NewPage) -> None:
     page = live(new_page("/queues", is_operator=False))
     page.get_by_text("read only").click()

@@ -34,6 +34,22 @@ async def test_claims_go_first_in_first_out_within_priority(store: AnyStore) -> 
     assert [(await claim_one(store)).task_id for _ in range(5)] == [*high, *low, least]
 
 
+async def test_extreme_priorities_and_attempts_overflow_nothing(store: AnyStore) -> None:
+    await register(store, "w1")
+    least = await add(store, priority=-(2**31), max_attempts=2**31 - 1)
+    middle = await add(store)
+    most = await add(store, priority=2**31 - 1, max_attempts=2**31 - 1)
+    claims = await store.claim("w1", ("q",), 3)
+    assert [claim.task_id for claim in claims] == [most, middle, least]
+    first, _, last = claims
+    assert await fail(store, first) is TaskStatus.ERROR
+    assert await store.release("w1", last.task_id, last.token, "not today", 0.0)
+    assert await store.retry_task(most)
+    assert [(await claim_one(store)).task_id for _ in range(2)] == [most, least]
+    await store.deregister("w1", "done")
+    assert await status_of(store, most) is TaskStatus.QUEUED
+
+
 async def test_batch_of_claims_is_ordered_by_priority(store: AnyStore) -> None:
     await register(store, "w1")
     ids = [await add(store, priority=priority) for priority in (0, 3, 1, 3)]

@@ -101,6 +101,22 @@ async def test_placed_task_belongs_to_node_from_placement(world: World) -> None:
     assert (await world.store.worker("n1")).first_claimed_at == world.clock()
 
 
+async def test_node_that_starts_a_task_is_active(world: World) -> None:
+    first, second = await world.claim(2)
+    unknown = Placement(first.task_id, uuid4(), "n2")
+    placed = Placement(second.task_id, second.token, "n1")
+    assert (await world.store.worker("n1")).status is WorkerStatus.SPAWNING
+    await world.store.place([unknown, placed])
+    node = await world.store.worker("n1")
+    assert (node.status, node.activated_at) == (WorkerStatus.ACTIVE, world.clock())
+    # A placement that was refused proves nothing.
+    assert (await world.store.worker("n2")).status is WorkerStatus.SPAWNING
+    world.clock.advance(3)
+    await world.place(first, "n1")
+    events = [event for event in await world.store.events(worker_id="n1") if event.code == "WORKER_ACTIVATED"]
+    assert [event.reason for event in events] == ["started its first task"]
+
+
 async def test_repeated_placement_changes_nothing(world: World) -> None:
     (claim,) = await world.claim()
     await world.place(claim, "n1")

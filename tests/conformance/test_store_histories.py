@@ -36,7 +36,7 @@ from windlass.model.task import Claim, Finished, NewTask, Task, TaskStatus
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 
 MORE = int(os.environ.get("WINDLASS_HISTORIES", "0"))
-HISTORIES = MORE or 60
+HISTORIES = MORE or 40
 # Over HTTP a history takes twice as long, and only worker calls can differ.
 HISTORIES_OVER_HTTP = MORE or 20
 STEPS = 50
@@ -451,6 +451,7 @@ async def connect(dsn: str) -> Any:
     return await asyncpg.connect(dsn)
 
 
+@pytest.mark.slow
 # After a failure Hypothesis takes up to five minutes to shrink the history.
 @pytest.mark.timeout(0 if MORE else 600)
 def test_both_stores_agree_on_random_histories(histories: type[Histories]) -> None:

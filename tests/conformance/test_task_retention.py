@@ -6,6 +6,7 @@ import pytest
 
 from support.queue_actions import add, claimed, complete, finished_task, late_results, register, status_of
 from support.stores import AnyStore
+from windlass.model.actor import acting_as
 from windlass.model.task import Finished, NewTask, TaskStatus
 
 
@@ -31,6 +32,30 @@ async def test_purge_keeps_other_queues_and_statuses(store: AnyStore) -> None:
     assert [task.id for task in await store.tasks()] == [queued, failed_q, complete_r]
     assert await store.purge(None, [TaskStatus.FAILED, TaskStatus.COMPLETE], 0) == 2
     assert await store.purge(None, [], 0) == 0
+
+
+async def test_purge_is_one_event_with_what_it_deleted(store: AnyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The database deletes in rounds.
+    monkeypatch.setattr("windlass.store.tasks.PURGE_BATCH", 2)
+    await register(store, "w1")
+    for _ in range(5):
+        await finished_task(store, "q")
+    await finished_task(store, "r", is_failure=True)
+    with acting_as("user:ann@here"):
+        assert await store.purge("q", [TaskStatus.COMPLETE], 0) == 5
+        assert await store.purge("q", [TaskStatus.COMPLETE], 0) == 0
+    with acting_as("user:bob@here"):
+        assert await store.purge(None, [TaskStatus.COMPLETE, TaskStatus.FAILED], 0) == 1
+    events = [event for event in await store.events() if event.code == "TASKS_PURGED"]
+    assert [(event.actor, event.reason) for event in events] == [
+        ("user:ann@here", "5 complete tasks of queue q deleted"),
+        ("user:bob@here", "1 complete and failed tasks of all queues deleted"),
+    ]
+    details = [event.detail or {} for event in events]
+    assert [(detail["count"], detail["queue"], detail["statuses"]) for detail in details] == [
+        (5, "q", ["complete"]),
+        (1, None, ["complete", "failed"]),
+    ]
 
 
 async def test_sweep_applies_retention_of_each_kind(store: AnyStore, clock: Any) -> None:

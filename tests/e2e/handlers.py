@@ -91,7 +91,9 @@ async def inline(task: RunningTask) -> Any:
     """payload: {"how": ...}"""
     how = task.payload["how"]
     if how == "block":
-        time.sleep(2)  # noqa: ASYNC251
+        Path(task.payload["running"]).touch()  # noqa: ASYNC240
+        while not Path(task.payload["go"]).exists():  # noqa: ASYNC240
+            time.sleep(0.05)  # noqa: ASYNC251
     elif how == "sleep":
         await asyncio.sleep(600)
     elif how == "refuse to be cancelled":

@@ -1,23 +1,18 @@
 """Checks the document with cloud-init, systemd and the shell. A check is skipped if its program is missing."""
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from support.file_checkers import cloud_init_schema, ran
 from windlass.model.bootstrap import BootstrapSettings
 from windlass.model.machine import MachineRequest
 from windlass.worker.bootstrap import render_user_data
 
-TIMEOUT_S = 60.0
-# Where tools/system-packages.sh unpacks it, without installing it.
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-CLOUD_INIT = CACHE / "windlass-tests" / "cloud-init" / "usr" / "lib" / "python3" / "dist-packages"
 SYSTEM_UNITS = Path("/usr/lib/systemd/system"), Path("/lib/systemd/system")
 
 FLEETS = [
@@ -39,28 +34,6 @@ FLEETS = [
 
 def rendered(settings: BootstrapSettings) -> str:
     return render_user_data(settings, MachineRequest("renders-0-00c0ffee00", "renders", 0, "token"), "https://c:8443")
-
-
-def ran(*command: object, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **(env or {})},
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-
-
-def cloud_init_schema(file: Path) -> "subprocess.CompletedProcess[str]":
-    if shutil.which("cloud-init"):
-        return ran("cloud-init", "schema", "--config-file", file)
-    if not CLOUD_INIT.is_dir():
-        pytest.skip("no cloud-init here: `sh tools/system-packages.sh` unpacks one on Debian, as root")
-    env = {"PYTHONPATH": str(CLOUD_INIT), "PYTHONWARNINGS": "ignore"}
-    if ran(sys.executable, "-c", "import cloudinit.cmd.main", env=env).returncode != 0:
-        pytest.skip(f"the cloud-init in {CLOUD_INIT} does not run under Python {sys.version.split()[0]}")
-    return ran(sys.executable, "-m", "cloudinit.cmd.main", "schema", "--config-file", file, env=env)
 
 
 @pytest.mark.parametrize("settings", FLEETS)

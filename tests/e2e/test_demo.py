@@ -12,7 +12,7 @@ import pytest
 from support.command_line import CommandLine
 from support.postgres_servers import wait_until
 
-CLEANUP_TIMEOUT_S = 30.0
+CLEANUP_TIMEOUT_S = 60.0
 
 
 @pytest.fixture

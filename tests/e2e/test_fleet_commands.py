@@ -53,7 +53,7 @@ async def test_spawn_and_terminate_commands_with_and_without_force(host: FleetHo
         "1 of 9 workers requested in fleet default: max_workers is 3, and no more slots are free\n"
     )
     await host.store.request_workers("default", -1)
-    assert host.windlass("resume", "--all").out == "fleet default resumed, with 2 workers\n"
+    assert host.windlass("resume", "--all").out == "all fleets resumed, with 2 workers\n"
     assert host.windlass("pause", "default").out == "fleet default paused, with 2 workers\n"
     assert host.windlass("resume", "default", "--json").json == {
         "changed": 2,

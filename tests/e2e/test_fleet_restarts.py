@@ -188,7 +188,8 @@ async def test_health_shows_missing_components_while_the_fleet_is_held(
     ]  # fmt: skip
     why = found["worker:work:1"][2]
     assert why is not None
-    assert why.startswith("hold: failure rate 2 of 2 in 5 min, last MACHINE_GONE (")
+    # On a slow machine, some time after the first hold.
+    assert re.match(r"hold: (failure rate 2 of 2 in 5 min|workers keep failing), last MACHINE_GONE \(", why), why
     await host.stop(up)
     async with host.store.database.connection("reading health") as connection:
         rows = await connection.fetch("select component, status from windlass.health")

@@ -260,6 +260,17 @@ def _project(**answers: Any) -> dict[str, str]:
     return project_files(ProjectAnswers(queue="default", min_workers=0, max_workers=2, **answers), "0.1.0")
 
 
+def test_variables_of_another_program_do_not_refuse_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".env").write_text("MAX_ACTIVE_GPUS=7\n")
+    monkeypatch.chdir(tmp_path)
+    # The second one has no effect, because the first selects another policy.
+    monkeypatch.setenv("SCALE_UP_MULTIPLIER", "3")
+    monkeypatch.setenv("TASKS_PER_GPU_THRESHOLD", "3")
+    assert "max_workers = 2" in _project(provider="local")["windlass.toml"]
+
+
 def test_compose_file_has_the_files_and_the_key(tmp_path: Path) -> None:
     texts = _project(provider="hetzner", budget_per_day="5", image="ubuntu-24.04", url=URL, deploy="docker")
     (tmp_path / "compose.yaml").write_text(texts["compose.yaml"])
@@ -273,6 +284,14 @@ def test_compose_file_has_the_files_and_the_key(tmp_path: Path) -> None:
     assert "build" not in service
     local = yaml.safe_load(_project(provider="local", deploy="docker")["compose.yaml"])
     assert local["services"]["windlass"]["secrets"] == ["database_url"]
+
+
+def test_kubernetes_files_name_the_key_of_the_provider() -> None:
+    texts = _project(provider="hetzner", budget_per_day="5", image="ubuntu-24.04", url=URL, deploy="kubernetes")
+    for name in ("up.yaml", "cycle.yaml"):
+        assert "value: /run/secrets/windlass/HETZNER_API_TOKEN\n" in texts[name]
+    assert "--from-literal=HETZNER_API_TOKEN=" in texts["kustomization.yaml"]
+    assert [name for name, text in texts.items() if "RUNPOD" in text] == []
 
 
 def test_kubernetes_files_are_valid_and_complete(tmp_path: Path) -> None:

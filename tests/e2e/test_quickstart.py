@@ -36,37 +36,38 @@ def test_quickstart_runs_word_by_word(reader: PageReader) -> None:
 
 
 def test_readme_runs_word_by_word(reader: PageReader) -> None:
-    """All but `make`, which has tests of its own. The placeholders for a path and a database are filled in."""
-    project, outputs = reader.home / "my-project", []
-    psql = '"$(windlass db programs)/psql" "$(windlass db url)" -At'
-    for language, text in blocks_of("README.md"):
-        if text.startswith("make "):
+    """All but `make`, which has tests of its own. Only the placeholders for a path and a database are filled in."""
+    project, shown = reader.home / "my-project", dict[str, str]()
+    blocks = blocks_of("README.md")
+    for number, (language, text) in enumerate(blocks):
+        if text.startswith("make ") or language == "sql":
             continue
-        if text.startswith("windlass up "):
-            reader.start_up(text)
-        elif language == "python" and text.startswith("# app.py"):
-            (project / "app.py").write_text(text)
-        elif language == "python":
-            (project / "produce.py").write_text(text)
-            outputs.append(reader.run("python produce.py"))
-        elif language == "sql":
-            (project / "enqueue.sql").write_text(text)
-            outputs.append(reader.run(f"{psql} -f enqueue.sql"))
-        else:
-            command = text.replace("/path/to/windlass", str(reader.repository))
-            if "user:password@host" in command:
-                # A database of one's own, on the server that runs.
-                reader.run(f"{psql} -c 'create database mine'")
-                url = reader.run("windlass db url").strip().replace("/windlass?", "/mine?")
-                command = command.replace("postgresql://user:password@host:5432/database", f"'{url}'")
-            # Ctrl-C, after it has shown something.
-            watch = "windlass status --watch"
-            command = command.replace(watch, f"timeout --signal INT 5 {watch} || [ $? = 124 ]")
-            outputs.append(reader.run(command, keeps=("export ", "mkdir ", ". ")))
-    _, first, second, third, migrated = outputs
-    assert "Task 1 " in first
-    assert '{"url": "https://example.com/lighthouse.mp4"}' in first
-    assert second == "{'url': 'https://example.com/lighthouse.mp4'}\n"
-    assert third == "3\n"
-    assert "applied" in migrated
+        if language == "python":
+            (project / text.splitlines()[0].removeprefix("# ")).write_text(text)
+            continue
+        # SQL is typed into the program that the block before it opens.
+        following_language, following = blocks[number + 1] if number + 1 < len(blocks) else ("", "")
+        for line in text.splitlines():
+            command = line.partition("  #")[0].strip()
+            if command.startswith("windlass up "):
+                reader.start_up(line)
+            elif "--watch" in command:
+                reader.watch(line, until="last hour: 1 complete")
+            else:
+                typed = following if following_language == "sql" else ""
+                shown[command] = reader.run(_filled_in(reader, line), keeps=("export ", "mkdir ", ". "), typed=typed)
+    assert "Task 1 " in shown["windlass explain 1"]
+    assert '{"url": "https://example.com/lighthouse.mp4"}' in shown["windlass tasks show 1"]
+    assert shown["python produce.py"] == "{'url': 'https://example.com/lighthouse.mp4'}\n"
+    assert "enqueue \n---------\n       3\n" in shown['"$(windlass db programs)/psql" "$(windlass db url)"']
+    assert "applied" in shown["windlass db migrate"]
     assert reader.stop_up() in (0, 130)
+
+
+def _filled_in(reader: PageReader, line: str) -> str:
+    """The line with a clone and a database of this reader."""
+    if "user:password@host" not in line:
+        return line.replace("/path/to/windlass", str(reader.repository))
+    reader.run('"$(windlass db programs)/createdb" --maintenance-db="$(windlass db url)" mine')
+    url = reader.run("windlass db url").strip().replace("/windlass?", "/mine?")
+    return line.replace("postgresql://user:password@host:5432/database", f"'{url}'")

@@ -1,5 +1,6 @@
 """The files of a release: what they contain, and that the wheel works where a person installs it."""
 
+import email
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from support.wheel_folder import write_wheels
 from windlass import __version__
 
 ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
 BASE_PYTHON = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
 TIMEOUT_S = 240.0
 # A build, and an installation of about fifty packages.
@@ -84,6 +86,20 @@ def test_wheel_has_the_licences_of_vendored_scripts(wheel: Path) -> None:
     assert licences == {"LICENSE", "idiomorph.LICENSE.txt", "uplot.LICENSE.txt"}
 
 
+def test_description_on_an_index_needs_no_other_file(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        described = email.message_from_bytes(archive.read(name))
+    assert described["Description-Content-Type"] == "text/markdown"
+    text = described.get_payload()
+    assert isinstance(text, str)
+    for command in ("pip install windlass", "pipx install windlass", "uv tool install windlass"):
+        assert f"    {command}\n" in text
+    assert re.findall(r"\]\((?!https://)[^)]*\)", text) == [], "an index follows no relative link"
+    extras = set(re.findall(r"`windlass\[(\w+)\]`", text))
+    assert extras and extras <= set(described.get_all("Provides-Extra", []))
+
+
 def test_source_archive_has_what_the_wheel_is_built_from(release: Path) -> None:
     with tarfile.open(release / f"windlass-{__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -135,23 +151,27 @@ def test_tag_of_another_version_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- installed
 
 
-def like_pipx(wheel: Path, packages: Path, home: Path) -> Path:
-    """An environment of its own for the program, with pip."""
+def with_pip(wheel: Path, packages: Path, home: Path) -> Path:
+    """Into the environment of a project."""
     run(BASE_PYTHON, "-m", "venv", home / "venv")
     pip = [home / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     run(*pip, "--no-compile", "--no-index", "--find-links", packages, wheel, env=clean_environment())
     return home / "venv" / "bin" / "windlass"
 
 
-def like_uv_tool(wheel: Path, packages: Path, home: Path) -> Path:
-    """`uv tool install`, with a uv that pip finds as it is configured on this host."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home / "uv"), "uv"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if found.returncode != 0:
-        pytest.skip(f"uv cannot be installed with pip here: {found.stderr.strip().splitlines()[-1:]}")
+def with_pipx(wheel: Path, packages: Path, home: Path) -> Path:
+    """With uv, which pipx uses where it is installed. Otherwise it first updates its own pip from an index."""
+    environment = clean_environment() | {"PIPX_HOME": str(home / "pipx"), "PIPX_BIN_DIR": str(home / "bin")}
+    environment |= {"UV_CACHE_DIR": str(home / "cache"), "UV_OFFLINE": "1", "UV_NO_CONFIG": "1"}
+    pipx = [BIN / "pipx", "install", "--quiet", "--backend", "uv", "--python", BASE_PYTHON]
+    run(*pipx, f"--pip-args=--no-index --find-links {packages}", wheel, env=environment)
+    return home / "bin" / "windlass"
+
+
+def with_uv_tool(wheel: Path, packages: Path, home: Path) -> Path:
     folders = {"UV_TOOL_DIR": "tools", "UV_TOOL_BIN_DIR": "bin", "UV_CACHE_DIR": "cache"}
     environment = clean_environment() | {name: str(home / folder) for name, folder in folders.items()}
-    uv = [home / "uv" / "bin" / "uv", "tool", "install", "--quiet", "--offline", "--no-config"]
+    uv = [BIN / "uv", "tool", "install", "--quiet", "--offline", "--no-config"]
     run(*uv, "--python", BASE_PYTHON, "--no-index", "--find-links", packages, wheel, env=environment)
     return home / "bin" / "windlass"
 
@@ -161,7 +181,7 @@ def clean_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in kept if name in os.environ}
 
 
-@pytest.mark.parametrize("install", [like_pipx, like_uv_tool])
+@pytest.mark.parametrize("install", [with_pip, with_pipx, with_uv_tool])
 def test_installed_wheel_runs_a_task(
     install: Callable[[Path, Path, Path], Path], wheel: Path, packages: Path, tmp_path: Path, dsn: str
 ) -> None:

@@ -28,7 +28,7 @@ min_workers = 1
 has_gpu = false
 max_workers = 4
 poll_interval_s = 0.3
-spawn_timeout_s = 5
+spawn_timeout_s = 10
 heartbeat_timeout_s = 3600
 [fleets.far.runpod]
 image = "{image}"

@@ -380,6 +380,24 @@ async def test_servers_without_control_process_request_cycles_elsewhere(host: Pr
     await host.stop(up)
 
 
+async def test_serve_program_goes_on_after_another_was_killed(host: ProcessHost) -> None:
+    up = host.start("up", "--no-serve", "--port", host.port)
+    killed = host.start("serve", "--port", host.port)
+    await host.until_processes(ProcessKind.SERVER, 1)
+    await host.until_controlled()
+    await host.until_metric('windlass_processes{kind="server"} 1.0')
+    host.port = _free_port()
+    serve = host.start("serve", "--port", host.port)
+    await host.until_metric('windlass_processes{kind="server"} 2.0')
+    host.start_worker()
+    await host.until_complete()
+    killed.kill()
+    await host.until_complete()
+    await host.until_metric('windlass_processes{kind="server"} 1.0')
+    await host.stop(serve)
+    await host.stop(up)
+
+
 async def test_counters_and_rate_limits_add_up_over_two_servers(host: ProcessHost) -> None:
     host.configure(processes=2, api="rate_limit = 20")
     up = host.start("up", "--port", host.port)
@@ -424,7 +442,7 @@ def test_start_failure_of_control_process_is_one_sentence(tmp_path: Path, dsn: s
     script = (
         "import windlass.wiring.processes as p\n"
         "from windlass.model.errors import ConfigError\n"
-        "async def fail(link, order, *, options): raise ConfigError('the cluster is away. Start it.')\n"
+        "async def fail(link, order, **given): raise ConfigError('the cluster does not answer. Start it.')\n"
         "p.run_control = fail\n"
         "from windlass.cli.app import main\n"
         "main()\n"
@@ -439,4 +457,4 @@ def test_start_failure_of_control_process_is_one_sentence(tmp_path: Path, dsn: s
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1] == "windlass: the cluster is away. Start it."
+    assert done.stderr.splitlines()[-1] == "windlass: the cluster does not answer. Start it."

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from support.command_line import CommandLine
+from support.marked_processes import live_processes
 from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, until
 from windlass.model.task import TaskStatus, new_task
@@ -40,7 +41,7 @@ def work(task):
 """
 TOML = """
 [control]
-lease_s = 2
+lease_s = 10
 
 [fleets.far]
 queues = ["work"]
@@ -100,14 +101,7 @@ class ControlPlaneHost:
         return "\n".join(path.read_text() for path in self.machines.glob("*/log"))
 
     def live_processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if self._mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return live_processes(self._mark)
 
     async def enqueue(self, payload: Any = None) -> int:
         return await self.store.enqueue(new_task(QUEUE, payload))
@@ -302,7 +296,7 @@ def test_token_is_printed_once_and_never_listed(tmp_path: Path, dsn: str) -> Non
     assert "producer" in listed
     assert token not in listed
     assert windlass("tokens", "create", "ci", "--role", "viewer").code == 2
-    assert windlass("tokens", "revoke", "ci").out == "revoked ci\n"
+    assert windlass("tokens", "revoke", "ci").out == "token ci revoked\n"
     assert "revoked" in windlass("tokens", "list").out
 
 

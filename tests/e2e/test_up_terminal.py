@@ -2,23 +2,28 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from support.local_fleet import FleetHost, open_fleet_host
 from support.worker_harness import until
+from windlass.cli.options import os_actor
+
+LOGIN_LINK = re.compile(r"http://\S+/login\?key=wll_[\w-]+(?=\s)")
 
 
 class Terminal:
     """A session with `windlass up`, as a window of a terminal program has it."""
 
-    def __init__(self, host: FleetHost, *arguments: str, is_started_with_nohup: bool = False) -> None:
+    def __init__(self, host: FleetHost, *arguments: str, is_started_with_nohup: bool = False, **env: str) -> None:
         self.shown = ""
         self.pid, self._master = pty.fork()
         if self.pid == 0:
@@ -26,7 +31,7 @@ class Terminal:
             if is_started_with_nohup:
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
             program = [sys.executable, "-m", "windlass", "up", *arguments]
-            os.execve(program[0], program, host.windlass.environment())  # noqa: S606
+            os.execve(program[0], program, host.windlass.with_env(**env).environment())  # noqa: S606
 
     def has(self, text: str) -> bool:
         while select.select([self._master], [], [], 0)[0]:
@@ -65,6 +70,45 @@ async def test_up_at_a_terminal_shows_decisions_and_what_to_do_next(host: FleetH
     assert '{"' not in terminal.shown.replace("""'{"prompt": "lighthouse"}'""", ""), "no JSON"
     os.kill(terminal.pid, signal.SIGINT)
     await terminal.until_shown("stopped")
+    await terminal.until_ended()
+
+
+async def test_login_link_at_the_terminal_opens_one_session(host: FleetHost) -> None:
+    terminal = Terminal(host, "--port", "0")
+    await terminal.until_shown("dashboard: http://127.0.0.1:")
+    await until(lambda: terminal.has("\n") and LOGIN_LINK.search(terminal.shown), f"a login link\n{terminal.shown}")
+    (link,) = LOGIN_LINK.findall(terminal.shown)
+    async with httpx.AsyncClient(base_url=link.partition("/login")[0], timeout=30) as browser:
+        assert (await browser.get("/api/v1/workers")).status_code == 401
+        assert (await browser.get(link)).status_code == 200
+        assert (await browser.get("/api/v1/workers")).status_code == 200
+    async with httpx.AsyncClient(timeout=30) as other:
+        assert (await other.get(link)).status_code == 410
+    events = (await host.store.audit_page()).rows
+    assert [(event.code, event.actor) for event in events] == [
+        ("SESSION_OPENED", "session:dashboard"),
+        ("LINK_CREATED", os_actor()),
+    ]
+    os.kill(terminal.pid, signal.SIGINT)
+    await terminal.until_ended()
+
+
+async def test_login_link_that_is_switched_off_is_neither_made_nor_printed(host: FleetHost) -> None:
+    terminal = Terminal(host, "--port", "0", WINDLASS_API__LOGIN_LINK="false")
+    await terminal.until_shown("`windlass tokens link` prints a login link")
+    assert await host.store.sessions() == []
+    os.kill(terminal.pid, signal.SIGINT)
+    await terminal.until_shown("stopped")
+    assert "dashboard: http://127.0.0.1:" in terminal.shown
+    assert "wll_" not in terminal.shown
+    await terminal.until_ended()
+
+
+async def test_up_warns_while_reading_needs_no_login(host: FleetHost) -> None:
+    terminal = Terminal(host, "--port", "0", WINDLASS_API__OPEN_READING="true")
+    await terminal.until_shown("answer reads without login")
+    await terminal.until_shown("dashboard: http://127.0.0.1:")
+    os.kill(terminal.pid, signal.SIGINT)
     await terminal.until_ended()
 
 
@@ -118,8 +162,9 @@ async def test_second_up_names_the_first(host: FleetHost) -> None:
         f"windlass: cannot listen on 127.0.0.1 port {port}: `windlass up` with pid {first.pid} listens there. "
         "Stop it, or choose another --port."
     )
-    second = host.up()
+    second = host.up("--port", "0")
     await until(lambda: "standby: pid " in host.log(), f"the leader's pid\n{host.log()}")
+    assert f" (dashboard: http://127.0.0.1:{port}) leads" in host.log()
     leader = int(host.log().partition("standby: pid ")[2].split()[0])
     assert leader == first.pid or psutil.Process(leader).ppid() == first.pid
     await until(lambda: "once this process leads, " in host.log(), f"what a standby would serve\n{host.log()}")

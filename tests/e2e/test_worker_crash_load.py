@@ -24,7 +24,7 @@ SEED = int(os.environ.get("STORM_SEED", "20250711"))
 WORKERS = 4
 # Worker kills and restarts of the server, spread evenly over the tasks that complete.
 FAULTS = 12 if TASKS <= 1000 else 60
-LIMIT_S = 100 if TASKS <= 1000 else 900
+LIMIT_S = 400 if TASKS <= 1000 else 900
 LEASE = {"heartbeat_s": 0.5, "lease_s": 3.0}
 
 # One row for each time that a task becomes complete, on whatever path.

@@ -1,5 +1,6 @@
 """Output of rented workers: kept by attempt after the machine is gone, bounded, masked; boots that failed."""
 
+import asyncio
 import json
 import re
 import signal
@@ -36,6 +37,8 @@ def work(task):
         print(("x" * 1023 + "\\n") * 64, end="")
     if task.attempt <= task.payload.get("failures", 0):
         raise RuntimeError("no disk")
+    while "until" in task.payload and not os.path.exists(task.payload["until"]):
+        time.sleep(0.05)
     print(f"end {task.payload['name']}")
 """
 TOML = """
@@ -155,7 +158,7 @@ async def site(tmp_path: Path, dsn: str, vendor: str, request: pytest.FixtureReq
             secret=SECRET,
             # A GPU runs one task at a time.
             concurrency=2 if vendor == "hetzner" else 1,
-            spawn_timeout_s=6 if never_joins else 60,
+            spawn_timeout_s=12 if never_joins else 60,
         )
         toml += section + (NEVER_JOINS if never_joins else "")
         site = LogSite(tmp_path, dsn, env, toml)
@@ -213,6 +216,38 @@ async def test_output_of_each_attempt_outlives_the_machine(site: LogSite) -> Non
     everything = whole_log + "".join(whole) + json.dumps(diagnostics)
     assert SECRET not in everything
     assert "private prompt" not in everything
+
+
+@pytest.mark.parametrize("vendor", ["runpod"], indirect=True)
+async def test_live_tail_follows_the_stored_output_of_a_running_worker(site: LogSite) -> None:
+    released, shown = site.folder / "released", site.folder / "tail.log"
+    task_id = await site.enqueue(name="live", until=str(released))
+    await site.until_status(task_id, TaskStatus.RUNNING)
+    task = await site.store.task(task_id)
+    assert task is not None
+    with shown.open("w") as stream:
+        tail = site.windlass.start("workers", "logs", task.worker_id, "--follow", stdout=stream, stderr=stream)
+
+    async def until_shown(text: str) -> None:
+        async def is_shown() -> bool:
+            return text in shown.read_text()
+
+        await until(is_shown, f"the line {text!r}\n{site.log()[-4000:]}")
+
+    try:
+        await until_shown("begin live in attempt 1")
+        # What is printed from now on cannot be among the lines that the command found at its start.
+        await site.until_status(task_id, TaskStatus.RUNNING)
+        released.touch()
+        await until_shown("end live")
+        await site.until_gone()
+        assert await asyncio.to_thread(tail.wait, 60) == 0, "it ends with the worker"
+    finally:
+        tail.kill()
+        tail.wait()
+    lines = shown.read_text().splitlines()
+    assert [lines.count(line) for line in ("begin live in attempt 1", "end live")] == [1, 1]
+    assert SECRET not in shown.read_text()
 
 
 @pytest.mark.parametrize("vendor", ["hetzner"], indirect=True)

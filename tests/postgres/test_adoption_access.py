@@ -1,15 +1,26 @@
 """Adopted tables: rights, row security, names that need quoting, checks, removal."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import asyncpg
 import pytest
 
-from support.adopted_tables import GPU_TASKS, RENDERS, RENDERS_CONFIG, AdoptedTable, adopted_renders
+from support.adopted_tables import (
+    ALICE,
+    BOB,
+    GPU_TASKS,
+    RENDERS,
+    RENDERS_CONFIG,
+    SUPABASE_CONFIG,
+    AdoptedTable,
+    adopted_renders,
+    create_role,
+    create_supabase_table,
+    dsn_of,
+    signed_in,
+)
 from support.catalog import catalog
 from support.queue_sql import RoleDsn, connected
 from windlass.model.adoption import AdoptedColumns, AdoptedStates, AdoptionConfig, AdoptionFinding
@@ -20,64 +31,14 @@ from windlass.store.adoption_script import apply_script
 from windlass.store.export_sql import ROLES
 from windlass.store.migration import migrate
 
-# A table of a Supabase project: users see and insert their own rows.
-SUPABASE_TABLE = """
-create table public.jobs (
-  id uuid primary key default gen_random_uuid(),
-  user_id uuid not null,
-  status text not null default 'queued'
-    check (status in ('queued', 'processing', 'succeeded', 'failed', 'canceled')),
-  input jsonb not null,
-  output jsonb,
-  error text,
-  created_at timestamptz not null default now()
-);
-alter table public.jobs enable row level security;
-grant select, insert, update, delete on public.jobs to authenticated;
-create policy own on public.jobs to authenticated
-  using (user_id::text = current_setting('request.jwt.claims', true)::jsonb ->> 'sub')
-  with check (user_id::text = current_setting('request.jwt.claims', true)::jsonb ->> 'sub');
-"""
-SUPABASE_CONFIG = AdoptionConfig(
-    payload="input",
-    columns=AdoptedColumns(status="status", result="output", error="error", owner="user_id"),
-    states=AdoptedStates(
-        queued="queued", running="processing", complete="succeeded", failed="failed", cancelled="canceled"
-    ),
-)
-ALICE, BOB = "00000000-0000-4000-8000-00000000000a", "00000000-0000-4000-8000-00000000000b"
-
-
-def dsn_of(dsn: str, user: str) -> str:
-    return dsn.replace(f"{urlsplit(dsn).username}@", f"{user}@")
-
-
-async def create_role(sql: Any, name: str, options: str) -> None:
-    """Roles belong to the server, and may be there from an earlier test."""
-    if not await sql.fetchval("select exists (select from pg_roles where rolname = $1)", name):
-        await sql.execute(f"create role {name} {options}")
-
 
 @pytest.fixture
 async def supabase(each_dsn: str, role_dsn: RoleDsn, connection: Any) -> str:
-    await create_role(connection, "authenticated", "nologin noinherit")
-    await create_role(connection, "postgrest", "login noinherit in role authenticated")
-    await connection.execute("grant authenticated to postgrest")
-    await connection.execute(ROLES)
-    await connection.execute(SUPABASE_TABLE)
+    await create_supabase_table(connection)
     assert not [finding for finding in await check_table(each_dsn, "jobs", SUPABASE_CONFIG) if finding.is_error]
     await adoption.apply(each_dsn, "jobs", SUPABASE_CONFIG)
     await connection.execute("select windlass.register_worker('w', 'default', '{jobs}')")
     return each_dsn
-
-
-@asynccontextmanager
-async def signed_in(dsn: str, user: str) -> AsyncIterator[Any]:
-    """A request of PostgREST."""
-    async with connected(dsn_of(dsn, "postgrest")) as sql, sql.transaction():
-        await sql.execute("set local role authenticated")
-        await sql.execute("select set_config('request.jwt.claims', $1, true)", json.dumps({"sub": user}))
-        yield sql
 
 
 async def test_end_user_under_row_security_needs_no_right_on_windlass(supabase: str, connection: Any) -> None:

@@ -7,14 +7,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.adopted_tables import GPU_TASKS, adopted_renders
+from support.adopted_tables import (
+    ALICE,
+    BOB,
+    GPU_TASKS,
+    SUPABASE_CONFIG,
+    adopted_renders,
+    create_supabase_table,
+    signed_in,
+)
+from support.adopted_worker import BATCH
 from support.command_line import CommandLine
 from support.queue_sql import connected, connections
 from windlass.model.adoption import AdoptionConfig
@@ -24,19 +34,88 @@ WORKER = Path(__file__).parents[1] / "support" / "adopted_worker.py"
 # Generous: on a quiet machine all of it takes less than half a minute.
 LIMIT_S = 300.0
 EXISTING, NEW = 60_000, 40_000
-# Every time that a row becomes complete, by any writer.
-COMPLETIONS = """
+WRITERS = 4
+SUPABASE_TOML = """
+[adopt.jobs]
+payload = "input"
+[adopt.jobs.columns]
+status = "status"
+result = "output"
+error = "error"
+owner = "user_id"
+[adopt.jobs.states]
+queued = "queued"
+running = "processing"
+complete = "succeeded"
+failed = "failed"
+cancelled = "canceled"
+"""
+# Every run of a handler, and every time that a row becomes complete, by any writer.
+RECORDS = """
+create table public.runs (task_id bigint not null, worker_id text not null);
 create table public.completions (id uuid not null);
-create function public.record_completion() returns trigger language plpgsql
+create function public.record_completion() returns trigger language plpgsql security definer
 as 'begin insert into public.completions values (new.id); return null; end';
-create trigger record_completion after update on public.tasks
-  for each row when (new.status = 'Complete' and old.status <> 'Complete') execute function public.record_completion()
+create trigger record_completion after update on public.{table}
+  for each row when (new.status = '{complete}' and old.status <> '{complete}')
+  execute function public.record_completion()
+"""
+KILLED = ["first", "second"]
+# A worker may run a task again that a killed one had claimed, and no other.
+RUN_TWICE = """
+select r.task_id, array_agg(r.worker_id) as workers, (
+    select array_agg(e.code || coalesce(' ' || e.reason, '') order by e.id) from windlass.events e
+    where e.task_id = r.task_id
+  ) as events
+from public.runs as r
+group by r.task_id
+having count(*) filter (where r.worker_id = any ($1)) > 1 or count(*) filter (where r.worker_id <> all ($1)) > 1
+limit 10
 """
 
 
+@dataclass(frozen=True)
+class LoadedTable:
+    name: str
+    config: AdoptionConfig
+    toml: str
+    complete: str
+    create: Callable[[Any], Awaitable[None]]
+    # Inserts the given number of rows. Users of the last do so in the way of the app.
+    insert: str
+    users: tuple[str, ...]
+
+
+async def create_gpu_tasks(sql: Any) -> None:
+    await sql.execute(GPU_TASKS)
+
+
+TABLES = [
+    LoadedTable(
+        "tasks",
+        AdoptionConfig(),
+        "[adopt.tasks]\n",
+        "Complete",
+        create_gpu_tasks,
+        "insert into public.tasks (params) select jsonb_build_object('n', n) from generate_series(1, $1::integer) n",
+        (),
+    ),
+    LoadedTable(
+        "jobs",
+        SUPABASE_CONFIG,
+        SUPABASE_TOML,
+        "succeeded",
+        create_supabase_table,
+        "insert into public.jobs (user_id, input)"
+        " select $2, jsonb_build_object('n', n) from generate_series(1, $1::integer) n",
+        (ALICE, BOB),
+    ),
+]
+
+
 @contextmanager
-def workers(dsn: str, *names: str) -> Iterator[dict[str, "subprocess.Popen[bytes]"]]:
-    started = {name: subprocess.Popen([sys.executable, str(WORKER), dsn, name, "tasks"]) for name in names}
+def workers(dsn: str, queue: str, *names: str) -> Iterator[dict[str, "subprocess.Popen[bytes]"]]:
+    started = {name: subprocess.Popen([sys.executable, str(WORKER), dsn, name, queue]) for name in names}
     try:
         yield started
     finally:
@@ -53,52 +132,64 @@ async def wait_for(sql: Any, query: str, description: str) -> None:
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-async def test_100_000_rows_are_completed_once_despite_crashes(dsn: str, tmp_path: Path) -> None:
-    (tmp_path / "windlass.toml").write_text("[adopt.tasks]\n")
+@pytest.mark.parametrize("table", TABLES, ids=["GPU orchestrator", "Supabase with row security"])
+async def test_100_000_rows_are_run_and_completed_once_despite_crashes(
+    dsn: str, tmp_path: Path, table: LoadedTable
+) -> None:
+    (tmp_path / "windlass.toml").write_text(table.toml)
     windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn})
-    async with connected(dsn) as sql, connections(dsn, 4) as writers:
-        await sql.execute(GPU_TASKS)
-        insert = (
-            "insert into public.tasks (params) select jsonb_build_object('n', n) from generate_series(1, $1::integer) n"
-        )
-        await sql.execute(insert, EXISTING)
-        await sql.execute(COMPLETIONS)
-        assert windlass("db", "adopt", "tasks", "--apply").code == 0
+    async with connected(dsn) as sql:
+        await table.create(sql)
+        for user in table.users or (None,):
+            await sql.execute(table.insert, EXISTING // (len(table.users) or 1), *([user] if user else []))
+        await sql.execute(RECORDS.format(table=table.name, complete=table.complete))
+        assert windlass("db", "adopt", table.name, "--apply").code == 0
 
-        async def write(connection: Any) -> None:
-            for _ in range(NEW // 4 // 100):
-                await connection.execute(insert, 100)
+        async def write(number: int) -> None:
+            for _ in range(NEW // WRITERS // 100):
+                if table.users:
+                    user = table.users[number % len(table.users)]
+                    async with signed_in(dsn, user) as app:
+                        await app.execute(table.insert, 100, user)
+                else:
+                    await writers[number].execute(table.insert, 100)
 
-        with workers(dsn, "first", "second") as first:
-            writing = asyncio.gather(*map(write, writers))
-            killed = windlass.start("db", "adopt", "tasks", "--backfill", stdout=subprocess.DEVNULL)
-            await wait_for(sql, "select backfilled >= 5000 from windlass.adoptions", "the backfill begins")
-            killed.kill()
-            assert killed.wait() == -signal.SIGKILL
-            assert await sql.fetchval("select backfilled_at is null from windlass.adoptions"), "it had finished before"
-            os.kill(first["first"].pid, signal.SIGKILL)
-            # Two at once continue where it ended.
-            backfills = [windlass.start("db", "adopt", "tasks", "--backfill", stdout=subprocess.PIPE) for _ in range(2)]
-            outputs = [await asyncio.to_thread(process.communicate) for process in backfills]
-            assert [process.returncode for process in backfills] == [0, 0], outputs
-            os.kill(first["second"].pid, signal.SIGKILL)
-            await writing
-        with workers(dsn, "third", "fourth"):
-            done = "select count(*) = 100000 from public.tasks where status = 'Complete'"
-            await wait_for(sql, done, "all rows are complete")
+        async with connections(dsn, WRITERS) as writers:
+            with workers(dsn, table.name, *KILLED, "third", "fourth") as started:
+                writing = asyncio.gather(*map(write, range(WRITERS)))
+                backfill = ("db", "adopt", table.name, "--backfill")
+                killed = windlass.start(*backfill, stdout=subprocess.DEVNULL)
+                await wait_for(sql, "select backfilled >= 5000 from windlass.adoptions", "the backfill begins")
+                killed.kill()
+                assert killed.wait() == -signal.SIGKILL
+                assert await sql.fetchval("select backfilled_at is null from windlass.adoptions"), "it had finished"
+                for name in KILLED:
+                    os.kill(started[name].pid, signal.SIGKILL)
+                # Two at once continue where it ended.
+                backfills = [windlass.start(*backfill, stdout=subprocess.PIPE) for _ in range(2)]
+                outputs = [await asyncio.to_thread(process.communicate) for process in backfills]
+                assert [process.returncode for process in backfills] == [0, 0], outputs
+                await writing
+                done = f"select count(*) = 100000 from public.{table.name} where status = '{table.complete}'"  # noqa: S608
+                await wait_for(sql, done, "all rows are complete")
 
         assert await sql.fetchval("select backfilled from windlass.adoptions") >= EXISTING
         assert await sql.fetchval("select count(*) = count(distinct id) and count(*) = 100000 from public.completions")
+        assert await sql.fetchval("select count(distinct task_id) from public.runs") == 100_000
+        assert [dict(row) for row in await sql.fetch(RUN_TWICE, KILLED)] == []
         tasks = await sql.fetchrow(
             "select count(*) as count, count(*) filter (where status = 'complete') as complete,"
-            " max(attempts) as attempts from windlass.tasks"
+            " max(attempts) as attempts, count(*) filter (where attempts > 1) as repeated from windlass.tasks"
         )
-        assert (tasks["count"], tasks["complete"]) == (100_000, 100_000)
-        assert tasks["attempts"] <= 3
-        assert await sql.fetchval("select count(*) from windlass.tasks where attempts > 1") > 0, "no worker had claims"
+        assert (tasks["count"], tasks["complete"], tasks["attempts"]) == (100_000, 100_000, 2)
+        assert 0 < tasks["repeated"] <= len(KILLED) * BATCH, "what the killed workers had claimed"
         assert await sql.fetchval("select count(*) from windlass.deferred_rows") == 0
-        (compared,) = await adoption.compare(dsn, {"tasks": AdoptionConfig()})
+        (compared,) = await adoption.compare(dsn, {table.name: table.config})
         assert (compared.differences, compared.is_backfilled, compared.is_outdated) == ({}, True, False)
+        for user in table.users:
+            async with signed_in(dsn, user) as app:
+                seen = f"select count(*) from public.{table.name}"  # noqa: S608
+                assert await app.fetchval(seen) == 100_000 / len(table.users)
 
 
 @pytest.mark.timeout(2 * LIMIT_S)

@@ -127,11 +127,12 @@ async def run_block(commands: str, folder: Path, programs: Path, *, user: str | 
 
 
 @asynccontextmanager
-async def worker(dsn: str, folder: Path, **variables: str) -> AsyncIterator[None]:
+async def running(command: str, dsn: str, folder: Path, **variables: str) -> AsyncIterator[None]:
+    """`windlass worker`, or another program with a handler."""
     (folder / "app.py").write_text(HANDLER)
-    with (folder / "worker.log").open("ab") as log:
+    with (folder / f"{command.split(maxsplit=1)[0]}.log").open("ab") as log:
         process = subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-m", "windlass", "worker", "--queue", "q", "--handler", "app:work"],
+            [sys.executable, "-m", "windlass", *command.split(), "--handler", "app:work"],
             cwd=folder, env={**os.environ, "DATABASE_URL": dsn, **variables}, stdout=log, stderr=log,
         )  # fmt: skip
     try:
@@ -139,9 +140,15 @@ async def worker(dsn: str, folder: Path, **variables: str) -> AsyncIterator[None
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(60)
         finally:
             process.kill()
+
+
+@asynccontextmanager
+async def worker(dsn: str, folder: Path, **variables: str) -> AsyncIterator[None]:
+    async with running("worker --queue q", dsn, folder, **variables):
+        yield
 
 
 async def counts(dsn: str) -> dict[str, int]:
@@ -256,7 +263,7 @@ async def test_embedded_database_moves_to_a_server(
         await until(are_complete, "the moved tasks", TIMEOUT_S)
 
 
-async def test_workers_follow_a_failover_with_tasks_under_way(
+async def test_workers_and_control_plane_follow_a_failover_with_tasks_under_way(
     server: SystemPostgres, programs: Path, tmp_path: Path
 ) -> None:
     dsn = await create_database(server, "app")
@@ -278,7 +285,8 @@ async def test_workers_follow_a_failover_with_tasks_under_way(
             primary_dir = re.search(r"host=([^&]+)", dsn)
             assert primary_dir is not None
             both = f"postgresql://postgres@/app?host={primary_dir[1]},{folder}&port={PORT},{PORT}&target_session_attrs=read-write"
-            async with worker(both, tmp_path):
+            data = str(tmp_path / "data")
+            async with worker(both, tmp_path), running("up --queue r --max 1", both, tmp_path, WINDLASS_DATA_DIR=data):
                 async with PostgresStores(dsn) as store:
                     slow = await store.enqueue(new_task("q", {"go": str(tmp_path / "go")}))
                     for _ in range(10):
@@ -290,18 +298,25 @@ async def test_workers_follow_a_failover_with_tasks_under_way(
 
                     await until(is_running, "a running task", TIMEOUT_S)
 
+                    # `up` leads, and has nothing to do so far.
+                    cycles = "select exists (select from windlass.cycles where fleet = 'default')"
+
                     async def is_replicated() -> bool:
-                        return sum((await counts(variables["STANDBY_URL"])).values()) == 11
+                        has_cycles = await fetch_value(variables["STANDBY_URL"], cycles)
+                        return has_cycles and sum((await counts(variables["STANDBY_URL"])).values()) == 11
 
                     await until(is_replicated, "replication", TIMEOUT_S)
                 server.stop(signal.SIGQUIT)
                 await run_block(promote, folder, programs, user=user, **variables)
                 (tmp_path / "go").touch()
+                # Only a worker that `up` spawns now serves this queue.
+                await execute(variables["STANDBY_URL"], "select windlass.enqueue('r')")
 
                 async def are_complete() -> bool:
-                    return await counts(variables["STANDBY_URL"]) == {"complete": 11}
+                    return await counts(variables["STANDBY_URL"]) == {"complete": 12}
 
-                await until(are_complete, f"all tasks\n{(tmp_path / 'worker.log').read_text()[-3000:]}", TIMEOUT_S)
+                logs = "\n".join((tmp_path / name).read_text()[-3000:] for name in ("worker.log", "up.log"))
+                await until(are_complete, f"all tasks\n{logs}", TIMEOUT_S)
             attempts = "select attempts from windlass.tasks where id = $1"
             assert await fetch_value(variables["STANDBY_URL"], attempts, slow) == 1, (
                 "the running task finished on the worker that had it"

@@ -46,12 +46,12 @@ class Orchestrators:
 
 @pytest.fixture
 def orchestrators(dsn: str) -> Iterator[Orchestrators]:
-    crew = Orchestrators(dsn)
+    found = Orchestrators(dsn)
     try:
-        yield crew
+        yield found
     finally:
-        for name in list(crew.running):
-            crew.kill(name)
+        for name in list(found.running):
+            found.kill(name)
 
 
 async def until(what: str, condition: Callable[[], Awaitable[Any]]) -> Any:
@@ -62,7 +62,7 @@ async def until(what: str, condition: Callable[[], Awaitable[Any]]) -> Any:
     raise AssertionError(what)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_killed_leaders_never_exceed_max_workers(dsn: str, orchestrators: Orchestrators) -> None:
     connection = await asyncpg.connect(dsn)
     try:

@@ -238,6 +238,23 @@ async def test_overview_omits_former_fleets(store: Store, sql: Any) -> None:
     assert [standing.fleet.name for standing in seen.fleets] == ["configured", "staffed"]
 
 
+async def test_fleet_of_workers_started_by_hand_is_told_from_one_without_cycles(store: Store, sql: Any) -> None:
+    await store.register(Registration("hand", ("a",)))
+    await add_fleet(sql, "planned")
+    dispatcher = await add_worker(sql, 1, "planned", kind="dispatcher")
+    await sql.execute("update windlass.workers set slot = null where id = $1", dispatcher)
+    await store.register(Registration("other-hand", ("a",), fleet="planned"))
+    await add_worker(sql, 0, "planned")
+
+    async def shown(configured: set[str]) -> dict[str, tuple[int, bool]]:
+        seen = await store.overview(frozenset(configured))
+        return {each.fleet.name: (each.by_hand, each.is_by_hand) for each in seen.fleets}
+
+    assert await shown({"planned"}) == {"default": (1, True), "planned": (1, False)}
+    # `up` has it in its configuration: its first cycle is about to run.
+    assert await shown({"default"}) == {"default": (1, False), "planned": (1, False)}
+
+
 async def test_history_has_at_most_requested_points(store: Store, sql: Any, clock: Any) -> None:
     await add_fleet(sql)
     for count in range(60):

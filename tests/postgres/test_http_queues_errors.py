@@ -114,9 +114,18 @@ async def test_fleet_page_shows_masked_settings_and_decisions(api: ApiFixture) -
     async with connected(api.dsn, "placing machines") as connection:
         await connection.execute(
             "update windlass.workers set machine_id = id, place = 'EU-RO-1',"
-            " code = case when slot = 0 then 'MACHINE_GONE' end where slot is not null"
+            " code = case when slot = 0 then 'MACHINE_GONE' end, activated_at = null,"
+            " running_at = created_at + (10 + 20 * slot) * interval '1 second',"
+            " first_claimed_at = case when slot = 0 then created_at + interval '95 seconds' end"
+            " where slot is not null"
         )
     places = (await browser.get("/fleets/gpus")).text.partition("<h2>Places</h2>")[2].partition("</table>")[0]
+    boots = (await browser.get("/fleets/gpus")).text.partition("<h2>Boot times</h2>")[2].partition("</table>")[0]
+    rows = re.findall(r"<tr><td><abbr [^>]*>([^<]+)</abbr></td>(.*?)</tr>", boots)
+    assert {label: re.findall(r">([^<>]+)</td>", cells) for label, cells in rows} == {
+        "Running": ["2", "20 s", "29 s", "30 s"],
+        "First claim": ["1", "1.6 min", "1.6 min", "1.6 min"],
+    }
     assert re.search(r"<td>EU-RO-1</td>.*<td class=\"number\">1</td><td class=\"number\">\d+ %</td>", places), places
     assert "app:work" in page
     assert re.search(r"<strong>spawn \d</strong>", page)

@@ -144,7 +144,7 @@ async def test_fleet_is_paused_resumed_restarted_and_spawned(api: ApiFixture) ->
 
 
 async def test_fleet_is_deployed_and_the_deploy_aborted(api: ApiFixture) -> None:
-    api.control.version = "111111111111"
+    api.control.versions.fingerprint = "111111111111"
     await api.spawn_active_workers()
     operator, viewer = await api.client_as(Role.OPERATOR), await api.client_as(Role.VIEWER)
     path = f"{API}/fleets/gpus/deploy"
@@ -155,10 +155,10 @@ async def test_fleet_is_deployed_and_the_deploy_aborted(api: ApiFixture) -> None
     assert problem_of(await viewer.post(f"{path}/abort")) == (403, "FORBIDDEN")
     for body in ({"surge": 1, "max_unavailable": 1}, {"surge": 4}, {"surge": -1}, {"surge": 10_001}):
         assert problem_of(await operator.post(path, json=body)) == (400, "BAD_INPUT"), body
-    assert (await operator.post(f"{path}/abort")).json()["message"] == "fleet gpus has no deploy to abort"
+    assert (await operator.post(f"{path}/abort")).json()["message"] == "fleet gpus has no rollout to abort"
     assert problem_of(await viewer.get(f"{API}/fleets/unknown/deploy")) == (404, "NOT_FOUND")
 
-    api.control.version = "222222222222"
+    api.control.versions.fingerprint = "222222222222"
     asked = (await operator.post(path, json={"surge": 1, "is_immediate": True})).json()
     assert asked["message"] == f"deploy {asked['request_id']} of fleet gpus requested for 2 workers"
     await api.run_cycle()
@@ -166,27 +166,27 @@ async def test_fleet_is_deployed_and_the_deploy_aborted(api: ApiFixture) -> None
     assert (report["fingerprint"], report["changed"], report["workers"]) == ("222222222222", 2, 3)
     rollout = report["rollout"]
     assert (rollout["id"], rollout["status"], rollout["surge"]) == (asked["request_id"], "running", 1)
-    assert (await operator.post(f"{path}/abort")).json()["message"] == "deploy of fleet gpus is aborted"
+    assert (await operator.post(f"{path}/abort")).json()["message"] == "rollout of fleet gpus is aborted"
     await api.run_cycle()
     assert (await viewer.get(path)).json()["rollout"]["status"] == "aborted"
 
 
 async def test_dashboard_buttons_deploy_a_fleet_and_abort_the_deploy(api: ApiFixture) -> None:
-    api.control.version = "111111111111"
+    api.control.versions.fingerprint = "111111111111"
     await api.spawn_active_workers()
     browser = await api.browser()
     form = {"csrf": csrf_token(browser.cookies[COOKIE]), "is_confirmed": "yes", "back": "/fleets/gpus"}
     deploy, abort = 'action="/fleets/gpus/deploy"', 'action="/fleets/gpus/deploy/abort"'
     page = (await browser.get("/fleets/gpus")).text
     assert (deploy in page, abort in page) == (True, False)
-    api.control.version = "222222222222"
+    api.control.versions.fingerprint = "222222222222"
     assert (await browser.post("/fleets/gpus/deploy", data=form)).headers["location"] == "/fleets/gpus"
     await api.run_cycle()
     page = (await browser.get("/fleets/gpus")).text
     assert (deploy in page, abort in page) == (False, True)
     assert "2 of 3 on the old version, deploying 222222222222" in page
     await browser.post("/fleets/gpus/deploy/abort", data=form)
-    assert "Deploy of fleet gpus is aborted." in (await browser.get("/fleets/gpus")).text
+    assert "Rollout of fleet gpus is aborted." in (await browser.get("/fleets/gpus")).text
     await api.run_cycle()
     page = (await browser.get("/fleets/gpus")).text
     assert (deploy in page, abort in page) == (True, False)

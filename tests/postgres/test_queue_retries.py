@@ -8,7 +8,7 @@ import pytest
 from support.error_texts import HEADLINES
 from support.queue_sql import connected, register, task_reads
 from support.stores import PostgresStores
-from windlass import operations
+from windlass import queue_operations
 from windlass.model.task import NewTask
 from windlass.policy.backoff import retry_delay_s
 
@@ -44,7 +44,7 @@ async def test_retry_failed_skips_other_queues_only_once(connection: Any, each_d
 async def test_locked_dead_letters_are_retried_after_unlock(
     store: PostgresStores, connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "RETRY_BATCH", 1)
+    monkeypatch.setattr(queue_operations, "RETRY_BATCH", 1)
     await register(store, "w1")
     ids = [await store.enqueue(NewTask("q", max_attempts=1)) for _ in range(3)]
     for claim in await store.claim("w1", ("q",), 3):
@@ -63,7 +63,7 @@ async def test_locked_dead_letters_are_retried_after_unlock(
         return batch
 
     monkeypatch.setattr(store, "retry_failed", unlock_after_empty_batch)
-    assert list((await operations.retry_failed_tasks(store, "q")).task_ids) == ids
+    assert list((await queue_operations.retry_failed_tasks(store, "q")).task_ids) == ids
     assert batches[:4] == [[ids[1]], [ids[2]], [], [ids[0]]]
 
 

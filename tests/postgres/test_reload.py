@@ -76,7 +76,7 @@ async def running(config: Config) -> AsyncIterator[RunningUp]:
         assert config.database_url is not None
         await prepare_schema(config.database_url.get_secret_value())
         options = ControlOptions(it.load, lambda _: it.has_begun.set(), keeps_workers=False, version="0")
-        task = asyncio.create_task(run_control(it.link, StartOrder(config), options=options))
+        task = asyncio.create_task(run_control(it.link, StartOrder(config), options=options, dashboards={}))
         try:
             async with asyncio.timeout(LIMIT_S):
                 await it.has_begun.wait()

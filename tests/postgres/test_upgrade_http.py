@@ -5,19 +5,39 @@ a change that breaks deployed workers. A fixed request differs from a real one o
 """
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
+import pytest
 from fastapi import FastAPI, Response
 
+from support import next_release
 from support.api_fixture import ApiFixture
 from support.asgi_server import serve_asgi
+from support.command_line import CommandLine
+from support.queue_sql import connected
+from support.worker_harness import until
 from windlass.model.task import Claim, Finished, new_task
 from windlass.model.worker import HeldClaim, Registration, WorkerStatus
 from windlass.worker.http_transport import HttpTransport, WorkerCredentials
 
+LIMIT_S = 90.0
+HANDLER = """
+import time
+from pathlib import Path
+
+def work(task):
+    while task.payload and not Path(task.payload["go"]).exists():
+        time.sleep(0.01)
+    return task.attempt
+"""
 TOKEN = UUID("5a4e46ac-94c5-4cd4-a7d8-1b0c9e1f2d3a")
 # The bodies that a worker of contract 1 sends, by path.
 REGISTER = (
@@ -122,3 +142,66 @@ def control_plane_with(replies: dict[str, bytes]) -> FastAPI:
         return Response(replies[call], media_type="application/json")
 
     return app
+
+
+@pytest.mark.slow
+async def test_worker_of_the_next_release_works_for_this_control_plane(dsn: str, tmp_path: Path) -> None:
+    """Both are processes. The control plane is killed and started again while a task runs."""
+    (tmp_path / "app.py").write_text(HANDLER)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    windlass = CommandLine(tmp_path, {"DATABASE_URL": dsn, "WINDLASS_DATA_DIR": str(tmp_path / "data")})
+    token = windlass("tokens", "create", "next", "--role", "worker", "--queue", "r", "--json").json["token"]
+    url = f"http://127.0.0.1:{port}"
+    with (tmp_path / "log").open("w") as log:
+
+        def start_up() -> "subprocess.Popen[str]":
+            return windlass.start(
+                "up", "--queue", "other", "--handler", "app:work", "--port", str(port), stdout=log, stderr=log
+            )
+
+        async def count(status: str) -> int:
+            async with connected(dsn) as sql:
+                return int(await sql.fetchval("select count(*) from windlass.tasks where status = $1", status))
+
+        async def wait_for(status: str, number: int) -> None:
+            async def is_reached() -> bool:
+                return await count(status) == number
+
+            await until(is_reached, f"{number} tasks {status}\n{(tmp_path / 'log').read_text()[-3000:]}", LIMIT_S)
+
+        async def is_ready() -> bool:
+            async with httpx.AsyncClient() as client:
+                try:
+                    return (await client.get(f"{url}/readyz")).is_success
+                except httpx.TransportError:
+                    return False
+
+        up = start_up()
+        await until(is_ready, "the control plane answers", LIMIT_S)
+        worker = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, next_release.__file__, "worker", "--url", url,
+             "--queue", "r", "--handler", "app:work"],
+            cwd=tmp_path, env=CommandLine(tmp_path, {"WINDLASS_TOKEN": token}).environment(), stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            async with connected(dsn) as sql:
+                await sql.execute("select windlass.enqueue('r') from generate_series(1, 10)")
+                await wait_for("complete", 10)
+                slow = json.dumps({"go": str(tmp_path / "go")})
+                await sql.execute("select windlass.enqueue('r', $1::jsonb)", slow)
+                await wait_for("running", 1)
+                up.kill()
+                up.wait()
+                await sql.execute("select windlass.enqueue('r') from generate_series(1, 10)")
+                (tmp_path / "go").touch()
+                up = start_up()
+                await wait_for("complete", 21)
+                assert await sql.fetchval("select max(attempts) from windlass.tasks") == 1
+                workers = await sql.fetchval("select count(distinct worker_id) from windlass.tasks")
+                assert workers == 1, "the worker went on"
+        finally:
+            for process in (worker, up):
+                process.send_signal(signal.SIGTERM)
+            for process in (worker, up):
+                process.wait(LIMIT_S)

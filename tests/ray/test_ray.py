@@ -27,7 +27,8 @@ from windlass.ray.dispatcher_lease import LEASE_S, RENEWAL_INTERVAL_S
 from windlass.ray.head import HeadAddress
 from windlass.ray.versions import our_versions
 
-pytestmark = pytest.mark.xdist_group("ray")
+# Several starts of nodes, one after another, on a busy machine.
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480)]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,6 @@ async def test_tasks_of_a_killed_node_are_retried_on_another(ray: RayFixture, tm
     assert ray.log("n1").strip().rpartition("\n")[2].startswith("windlass: the Ray node exited unexpectedly")
 
 
-@pytest.mark.timeout(240)
 async def test_tasks_of_a_suspended_node_run_elsewhere_and_count_once(ray: RayFixture, tmp_path: Path) -> None:
     await ray.spawn_nodes("n1", "n2")
     ray.start_dispatcher()

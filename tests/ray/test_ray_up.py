@@ -27,8 +27,8 @@ from windlass_emulators.hetzner import HetznerEmulator, HetznerEmulatorSettings
 from windlass_emulators.http_server import serving
 from windlass_emulators.process_host import ProcessHost
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(180)]
-RUN_TIMEOUT_S = 100.0
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(480)]
+RUN_TIMEOUT_S = 180.0
 LOCAL = """
 [fleets.many]
 provider = "ray-local"

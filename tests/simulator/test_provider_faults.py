@@ -52,7 +52,7 @@ def test_slot_of_ambiguous_create_without_machine_is_freed() -> None:
 @pytest.mark.parametrize("step_s", [120.0, 3600.0])
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["same leader", "new leader"])
 def test_clock_set_forward_during_a_creation_keeps_its_slot(step_s: float, is_restarted: bool) -> None:
-    """Else a second machine takes the slot, and the first one appears beside it."""
+    """Otherwise a second machine takes the slot, and then the first one appears too."""
     simulation = fault_free_simulation(max_workers=1, min_workers=1, ttl_s=5.0)
 
     def step() -> None:

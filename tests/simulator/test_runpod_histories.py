@@ -15,7 +15,7 @@ from support.simulator.cloud import FaultRates
 from support.simulator.scenario import Scenario
 from support.simulator.worlds import check_seed
 
-SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 20
+SEEDS = int(os.environ.get("WINDLASS_SEEDS", "0")) or 10
 FIRST = int(os.environ.get("WINDLASS_FIRST_SEED", "0"))
 # Small enough that two workers finish at about the same time.
 CHUNK = 5

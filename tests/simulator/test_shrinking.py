@@ -14,6 +14,7 @@ from support.simulator import simulation
 from support.simulator.invariants import InvariantViolation
 from support.simulator.shrinking import Injection, Shrinker, run_once
 from support.simulator.simulation import Simulation
+from support.simulator.trace import Trace
 from support.simulator.worlds import WORLDS, check_seed, make_simulation, replay_command
 
 TESTS = Path(__file__).parents[1]
@@ -68,6 +69,10 @@ def test_printed_command_replays_the_same_trace() -> None:
     injection = Injection(keys, until_s=200.0)
     shortened = make_simulation("storm", 4, injection)
     shortened.run()
+    # A history of a vendor, whose policy is drawn: the line that a violation prints names the same run.
+    vendor = make_simulation("hetzner", 2261)
+    vendor.trace = Trace()
+    assert vendor.failure_report("x").endswith(f"\nreplay: {replay_command('hetzner', 2261)}\n")
     command = replay_command("storm", 4, injection).removeprefix("PYTHONPATH=tests python ")
     process = subprocess.run(
         [sys.executable, *shlex.split(command)],

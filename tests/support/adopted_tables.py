@@ -1,12 +1,15 @@
 """Tables of other programs, and what the tests of their adoption do with them."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from support.queue_sql import connected
 from windlass.model.adoption import AdoptedColumns, AdoptedStates, AdoptionConfig
 from windlass.store import adoption
+from windlass.store.export_sql import ROLES
 
 # The table of the first GPU orchestrators.
 GPU_TASKS = """
@@ -82,6 +85,34 @@ RENDERS_CONFIG = AdoptionConfig(
     ),
 )
 
+# A table of a Supabase project: users see and insert their own rows.
+SUPABASE_TABLE = """
+create table public.jobs (
+  id uuid primary key default gen_random_uuid(),
+  user_id uuid not null,
+  status text not null default 'queued'
+    check (status in ('queued', 'processing', 'succeeded', 'failed', 'canceled')),
+  input jsonb not null,
+  output jsonb,
+  error text,
+  created_at timestamptz not null default now()
+);
+alter table public.jobs enable row level security;
+grant select, insert, update, delete on public.jobs to authenticated;
+create policy own on public.jobs to authenticated
+  using (user_id::text = current_setting('request.jwt.claims', true)::jsonb ->> 'sub')
+  with check (user_id::text = current_setting('request.jwt.claims', true)::jsonb ->> 'sub');
+"""
+SUPABASE_CONFIG = AdoptionConfig(
+    payload="input",
+    columns=AdoptedColumns(status="status", result="output", error="error", owner="user_id"),
+    states=AdoptedStates(
+        queued="queued", running="processing", complete="succeeded", failed="failed", cancelled="canceled"
+    ),
+)
+# Its users.
+ALICE, BOB = "00000000-0000-4000-8000-00000000000a", "00000000-0000-4000-8000-00000000000b"
+
 
 class AdoptedTable:
     """The table `renders`, adopted, with one worker `w`."""
@@ -156,3 +187,31 @@ async def adopted_renders(dsn: str, table: str = RENDERS) -> AsyncIterator[Adopt
         await adoption.apply(dsn, "renders", RENDERS_CONFIG)
         await sql.execute("select windlass.register_worker('w', 'default', '{renders}')")
         yield AdoptedTable(dsn, sql)
+
+
+def dsn_of(dsn: str, user: str) -> str:
+    return dsn.replace(f"{urlsplit(dsn).username}@", f"{user}@")
+
+
+async def create_role(sql: Any, name: str, options: str) -> None:
+    """Roles belong to the server, and may be there from an earlier test."""
+    if not await sql.fetchval("select exists (select from pg_roles where rolname = $1)", name):
+        await sql.execute(f"create role {name} {options}")
+
+
+async def create_supabase_table(sql: Any) -> None:
+    """The table, and the roles that PostgREST uses."""
+    await create_role(sql, "authenticated", "nologin noinherit")
+    await create_role(sql, "postgrest", "login noinherit in role authenticated")
+    await sql.execute("grant authenticated to postgrest")
+    await sql.execute(ROLES)
+    await sql.execute(SUPABASE_TABLE)
+
+
+@asynccontextmanager
+async def signed_in(dsn: str, user: str) -> AsyncIterator[Any]:
+    """A request of PostgREST."""
+    async with connected(dsn_of(dsn, "postgrest")) as sql, sql.transaction():
+        await sql.execute("set local role authenticated")
+        await sql.execute("select set_config('request.jwt.claims', $1, true)", json.dumps({"sub": user}))
+        yield sql

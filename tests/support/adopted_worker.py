@@ -1,6 +1,7 @@
 """A worker without a handler, as a process that a test can kill: `python adopted_worker.py DSN WORKER_ID QUEUE`.
 
-It completes what it claims, in batches, and recovers the tasks of killed workers, until it is terminated.
+It completes what it claims, in batches, and recovers the tasks of killed workers, until it is terminated. Each run of
+the handler, which does nothing, is a row in public.runs.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ from typing import Any
 import asyncpg
 
 BATCH = 200
-LEASE_S = 1.0
-HEARTBEAT_S = 0.3
+# A worker that lives and is late by as much, on a busy machine, would lose its claims.
+LEASE_S = 10.0
+HEARTBEAT_S = 1.0
 REGISTER = "select windlass.register_worker($1, 'default', array[$2], p_concurrency => $3, p_lease_s => $4)"
+RUN = "insert into public.runs (task_id, worker_id) select task_id, $2 from unnest($1::bigint[]) as task_id"
 FINISH_AND_CLAIM = "select task_id, token from windlass.finish_and_claim($1, $2, $3, $4, array[$5], $6)"
 
 
@@ -35,7 +38,9 @@ async def main(dsn: str, worker_id: str, queue: str) -> None:
         results = ['{"url": "s3://out"}'] * len(claims)
         claims = await sql.fetch(FINISH_AND_CLAIM, worker_id, ids, tokens, results, queue, BATCH)
         claims = [claim for claim in claims if claim["token"] not in tokens]
-        if not claims:
+        if claims:
+            await sql.execute(RUN, [claim["task_id"] for claim in claims], worker_id)
+        else:
             await asyncio.sleep(0.05)
 
 

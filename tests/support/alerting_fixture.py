@@ -77,7 +77,7 @@ async def webhook_server() -> AsyncIterator[WebhookServer]:
 
 def make_manager(store: PostgresStores, *notifiers: Any, **other: Any) -> AlertManager:
     """The manager of a process that has run for a while, unless `settling_s` is given."""
-    settled = {"dead_letters_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
+    settled = {"failed_tasks_allowed": 0, "leader_grace_s": GRACE_S, "settling_s": 0.0, "rng": Random(1)}  # noqa: S311
     return AlertManager(store, notifiers, **{**settled, **other})
 
 

@@ -11,7 +11,7 @@ import httpx
 from support.fake_control_plane import FakeControlPlane
 from support.stores import PostgresStores
 from windlass.control.cycle import FleetCycle
-from windlass.control.deployment import Deployment
+from windlass.control.deployment import Deployment, UnknownVersion
 from windlass.control.explanation import explain
 from windlass.model.auth import API_PREFIX, EVERYTHING, JOIN_PREFIX, WORKER_PREFIX, Role, TokenScope, hash_of, new_token
 from windlass.model.bootstrap import BootstrapSettings
@@ -74,6 +74,15 @@ class InstantProvider:
     async def close(self) -> None: ...
 
 
+class SetVersion(UnknownVersion):
+    """A version that a test sets."""
+
+    fingerprint: str | None = None
+
+    async def read(self, _fleet: FleetConfig) -> str | None:
+        return self.fingerprint
+
+
 class CyclingControlPlane(FakeControlPlane):
     """Runs real cycles of the fleet `gpus`, and explains from the store."""
 
@@ -84,8 +93,7 @@ class CyclingControlPlane(FakeControlPlane):
         self._feed = feed
         self.counters = CounterBuffer()
         provider = InstantProvider(ProviderTraits())
-        # Fingerprint of the fleet's code and settings.
-        self.version: str | None = None
+        self.versions = SetVersion()
         self._cycle = FleetCycle(
             "gpus",
             FLEET,
@@ -93,11 +101,8 @@ class CyclingControlPlane(FakeControlPlane):
             provider,
             Candidate("leader", 3600.0),
             Random(4),  # noqa: S311
-            deployment=Deployment(read_fingerprint=self._read_version),
+            deployment=Deployment(self.versions),
         )
-
-    async def _read_version(self, _config: FleetConfig) -> str | None:
-        return self.version
 
     async def run_cycle(self) -> list[dict[str, Any]]:
         summary = await self._cycle.run()

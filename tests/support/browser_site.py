@@ -4,13 +4,14 @@ Fleet `renders` runs tasks that block on a file, fail, or complete at once. Flee
 Fleet `cloud` consists of database rows only: priced servers, their workers and their cost.
 """
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +47,7 @@ TOML = """
 [api]
 open_reading = true
 [control]
-lease_s = 2
+lease_s = 10
 
 [fleets.renders]
 queues = ["renders"]
@@ -128,6 +129,18 @@ class BrowserSite:
             return httpx.get(f"{self.url}/readyz", trust_env=False, timeout=5).status_code == 200
         except httpx.TransportError:
             return False
+
+    @contextlib.contextmanager
+    def worker_by_hand(self, queue: str) -> Iterator[str]:
+        """A `windlass worker` of fleet `default`, which nothing configures. Yields its id."""
+        command = [sys.executable, "-m", "windlass", "worker", "--queue", queue, "--handler", "app:work"]
+        environment = {**os.environ, "DATABASE_URL": self.dsn}
+        process = subprocess.Popen(command, cwd=self.folder, env=environment, stderr=subprocess.DEVNULL)
+        try:
+            yield self.active_worker("default").id
+        finally:
+            process.terminate()
+            process.wait(TIMEOUT_S)
 
     def kill(self) -> None:
         """Kill `windlass up` with SIGKILL. Its workers keep running."""

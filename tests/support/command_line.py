@@ -11,7 +11,8 @@ from typing import Any
 
 from support.forked_programs import can_fork, run_forked
 
-TIMEOUT_S = 60.0
+# Above the time limit of `windlass demo`.
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)

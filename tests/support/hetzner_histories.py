@@ -424,13 +424,3 @@ class HetznerHistory(Simulation):
                 if worker.process.is_dead or worker.process.is_frozen or not has_heartbeats:
                     return f"no live worker in {entry.id} of {entry.name}"
         return await super()._find_unrest()
-
-    def failure_report(self, why: str) -> str:
-        test = "tests/simulator/test_hetzner_histories.py"
-        replay = f"WINDLASS_FIRST_SEED={self.scenario.seed} WINDLASS_SEEDS=1 pytest {test}"
-        return (
-            super()
-            .failure_report(why)
-            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed} --world billed", replay)
-            .replace(f"PYTHONPATH=tests python -m support.simulator --seed {self.scenario.seed}", replay)
-        )

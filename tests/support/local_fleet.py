@@ -12,6 +12,7 @@ from uuid import uuid4
 import psutil
 
 from support.command_line import CommandLine
+from support.marked_processes import live_processes
 from support.stores import PostgresStores
 from support.worker_harness import PATIENCE_S, until
 from windlass.model.cycle import Cycle, Fleet
@@ -71,7 +72,7 @@ class FleetHost:
         (folder / "app.py").write_text(APP)
         self.configure()
 
-    def configure(self, file: str = "windlass.toml", *, lease_s: float = 2, **settings: Any) -> None:
+    def configure(self, file: str = "windlass.toml", *, lease_s: float = 10, **settings: Any) -> None:
         chosen = {**SETTINGS, "chdir": str(self.folder), **settings}
         lines = [f"{name} = {_toml(value)}" for name, value in chosen.items() if value is not None]
         head = f'data_dir = "state"\n[control]\nlease_s = {lease_s}\n[fleets.default]\n'
@@ -101,14 +102,7 @@ class FleetHost:
         assert (up.returncode, self.live_processes()) == (0, []), self.log()
 
     def live_processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if self._mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return live_processes(self._mark)
 
     def worker_processes(self) -> list[int]:
         """Worker processes, without the processes of their handlers."""

@@ -5,12 +5,15 @@ the port is a free one.
 """
 
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,15 +42,39 @@ class PageReader:
         self.prelude = ""
         self._up: subprocess.Popen[str] | None = None
 
-    def run(self, text: str, *, keeps: tuple[str, ...] = ("export ",)) -> str:
-        """Run commands and return what they print. Lines that begin with one of `keeps` hold for all later ones."""
+    def run(self, text: str, *, keeps: tuple[str, ...] = ("export ",), typed: str = "") -> str:
+        """Run commands and return what they print. Lines that begin with one of `keeps` hold for all later ones.
+
+        `typed`: what the reader types into the last of them."""
         done = subprocess.run(
-            ["bash", "-euc", self.prelude + text], cwd=self.home, env=self.environment(), text=True,
+            ["bash", "-euc", self.prelude + text], cwd=self.home, env=self.environment(), text=True, input=typed,
             capture_output=True, timeout=COMMAND_TIMEOUT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (text, done.stdout, done.stderr, self._logged())
         self.prelude += "".join(f"{line}\n" for line in text.splitlines() if line.startswith(keeps))
         return done.stdout
+
+    def watch(self, command: str, until: str) -> None:
+        """Run a command in a terminal, and press Ctrl-C once it shows this."""
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(self.home)
+            os.execvpe("bash", ["bash", "-euc", f"{self.prelude}exec {command}"], self.environment())  # noqa: S606
+        shown, is_interrupted, deadline = "", False, time.monotonic() + COMMAND_TIMEOUT_S
+        while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            try:
+                shown += os.read(terminal, 65_536).decode(errors="replace")
+            except OSError:  # it has ended
+                break
+            if until in shown and not is_interrupted:
+                is_interrupted = True
+                os.write(terminal, b"\x03")
+        else:
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(terminal)
+        assert is_interrupted, (command, shown, self._logged())
+        assert code in (0, 130), (command, code, shown)
 
     def start_up(self, command: str) -> None:
         """Run `windlass up` in a terminal of its own, on a free port."""
@@ -103,6 +130,8 @@ def page_reader() -> Iterator[PageReader]:
             "git": f'[ "$1" = clone ] && cp -r {root}/repository "$3"',
             # The Python that the packages of the folder are for.
             "python3": f'exec {Path(sys._base_executable).resolve()} "$@"',  # type: ignore[attr-defined]
+            # A clean machine has none.
+            "psql": 'echo "psql: command not found" >&2; exit 127',
         }
         for name, line in programs.items():
             (root / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")

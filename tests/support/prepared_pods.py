@@ -40,6 +40,7 @@ class PodSite:
     # Address of the control plane, for pods.
     url: str = "http://127.0.0.1:1"
     image: str = "runpod/pytorch:1"
+    colour: str = "red"
     installation: PodInstallation | None = None
     # Certificate of the authority that signed the control plane's certificate.
     ca_pem: str | None = None
@@ -51,7 +52,7 @@ class PodSite:
     def settings(self, **ssh: Any) -> RunpodSettings:
         ssh = {"start_command": START_SCRIPT, "start_watch_s": 0.5, "timeout_s": 20, **ssh}
         return RunpodSettings(
-            image=self.image, choices=[GPU], network_volume_id=self.volume_id, env={"COLOUR": "red"}, ssh=ssh
+            image=self.image, choices=[GPU], network_volume_id=self.volume_id, env={"COLOUR": self.colour}, ssh=ssh
         )  # fmt: skip
 
     @asynccontextmanager

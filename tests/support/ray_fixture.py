@@ -26,7 +26,7 @@ from windlass.model.task import NewTask, TaskStatus, new_task
 from windlass.ray.head import HeadAddress, run_head
 
 HANDLERS = Path(__file__).parents[1] / "ray"
-WAIT_S = 60.0
+WAIT_S = 120.0
 POLL_S = 0.05
 LEASE_S = 6.0
 # By default Ray declares a silent node dead after a minute; in tests after some seconds.

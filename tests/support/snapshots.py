@@ -246,7 +246,6 @@ class _Effects:
                     machine_host=host or known.machine_host,
                 )
             case Prepare(worker_id):
-                self._change(worker_id, preparing_at=self.workers[worker_id].preparing_at or now)
                 self.preparing += (worker_id,)
             case DeleteOrphan(machine_id):
                 self._remove_machine(machine_id)

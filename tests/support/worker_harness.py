@@ -17,6 +17,7 @@ from uuid import uuid4
 import asyncpg
 import psutil
 
+from support.marked_processes import live_processes
 from support.postgres_servers import run_aside, wait_until
 from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
@@ -165,14 +166,7 @@ class WorkerHarness:
             await self.store.__aexit__(*error)
 
     def live_processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if self._mark in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return live_processes(self._mark)
 
     def start(
         self,
@@ -268,6 +262,14 @@ class WorkerHarness:
 
     async def record_heartbeats(self) -> None:
         await self.sql(HEARTBEATS_SQL)
+
+    async def wait_for_heartbeats(self, count: int, since: datetime) -> None:
+        counted = "select count(*) from public.beats where at > $1"
+
+        async def have_come() -> bool:
+            return int(await self.sql(counted, since)) >= count
+
+        await until(have_come, f"{count} heartbeats")
 
     async def longest_heartbeat_gap_s(self, process: WorkerProcess, since: datetime) -> float:
         row = await self.worker_row(process)

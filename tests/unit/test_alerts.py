@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from windlass.model.alert import ADVICE, Alert, AlertInputs, FleetAlertInputs, RejectedRows, Severity
+from windlass.model.alert import ADVICE, Alert, AlertInputs, FleetAlertInputs, RejectedRows, Severity, advice_on
 from windlass.model.cycle import Fleet
 from windlass.model.snapshot import Hold
 from windlass.policy import stages
@@ -187,6 +187,13 @@ def _codes_of(name: str) -> Iterator[str]:
                     yield code
                 case ast.Name(id=constant) if constant.isupper():
                     yield getattr(module, constant)
+
+
+def test_advice_has_the_name_of_the_fleet_in_its_commands() -> None:
+    advice = advice_on("FAILURE_RATE", "gpus")
+    assert advice == "find the cause with `windlass explain gpus`, fix it, then run `windlass restart gpus`"
+    assert advice_on("FAILURE_RATE", None) == ADVICE["FAILURE_RATE"]
+    assert advice_on("UNKNOWN", "gpus") is None
 
 
 def test_every_advice_code_is_in_runbooks() -> None:

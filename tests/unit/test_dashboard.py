@@ -92,6 +92,7 @@ def worker(slot: int, **changed: Any) -> WorkerRow:
     plain |= {"id": f"w{slot}", "fleet": "renders", "slot": slot, "status": WorkerStatus.ACTIVE, "queues": ("renders",)}
     plain |= {"is_paused": False, "is_silent": False, "running_tasks": 0, "concurrency": 1, "created_at": NOW}
     plain |= {"restarts": 0, "late_results": 0, "metadata": {}, "is_slot_failed": False, "lease_s": 30.0}
+    plain |= {"kind": WorkerKind.WORKER}
     return WorkerRow(**{**plain, **changed})
 
 
@@ -301,7 +302,7 @@ def test_restart_that_abandons_machines_warns_about_billing() -> None:
     for alerts in ((), (alert,)):
         (item,) = attention_items(overview(standing(held, alerts=alerts)))
         assert (item.restart_fleet, item.abandons_machines) == ("renders", True)
-        assert item.advice.endswith("abandon them with `windlass restart FLEET`: they may still be charged.")
+        assert item.advice.endswith("abandon them with `windlass restart renders`: they may still be charged.")
     # The confirmation of the button says so.
     operator = PageContext(NOW, "1", Viewer(is_operator=True))
     for now, expected in ((held, 2), (fleet(hold=Hold("FAILURE_RATE", "5 of 6 failed", NOW)), 0)):

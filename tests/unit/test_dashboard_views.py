@@ -11,18 +11,18 @@ from windlass.dashboard.alerts import MAX_UNSERVED_ITEMS, attention_items, fleet
 from windlass.dashboard.charts import RANGE_S, ChartRange, fleet_charts, history_s
 from windlass.dashboard.cost import MIN_CHART_DAYS, currency_summaries, days_with_cost
 from windlass.dashboard.cycles import REPLAY_SETTINGS, cycles_page, replay_options
-from windlass.dashboard.fleets import settings_of
+from windlass.dashboard.fleets import fleet_card, fleet_page, settings_of
 from windlass.dashboard.overview import overview_page
 from windlass.dashboard.queues import queues_page
-from windlass.dashboard.rendering import PageContext
+from windlass.dashboard.rendering import PageContext, Viewer
 from windlass.dashboard.tasks import tasks_page
-from windlass.dashboard.workers import workers_page
+from windlass.dashboard.workers import slot_map, worker_page, workers_page
 from windlass.model.cost import Cost
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.fleet import FleetConfig
-from windlass.model.listing import Page
+from windlass.model.listing import Page, WorkerRow
 from windlass.model.overview import FleetOverview, Leader, OpenAlert, Overview, Work
-from windlass.model.worker import WorkerStatus
+from windlass.model.worker import WorkerKind, WorkerStatus
 
 NOW = datetime(2026, 11, 18, 3, 0, tzinfo=UTC)
 FLEET = Fleet("gpus", "local", ("renders",), 0, 6, False, 0, None, (), NOW - timedelta(days=9), NOW, 10.0, True)
@@ -38,7 +38,7 @@ def test_queue_with_tasks_that_nothing_serves_needs_attention() -> None:
     (item,) = attention_items(overview(queues, workers_by_queue={"by-hand": 1}))
     assert item.what == "No fleet and no worker serves queue nosuch, which has 2 tasks."
     assert (item.link, item.link_label) == ("/queues/nosuch", "View queue")
-    # Tasks that wait for later or for their retry wait in vain too.
+    # Tasks that wait for later or for their retry have no worker to run them either.
     (item,) = attention_items(overview({"later": Work(scheduled=1, retrying=1)}))
     assert "which has 2 tasks" in item.what
 
@@ -137,3 +137,106 @@ def test_decisions_are_marked_in_the_chart_of_workers() -> None:
     # Older than the chart.
     charts = fleet_charts(STANDING, NOW, [], [cycle(5)])
     assert json.loads(charts[1].data)["marks"] == []
+
+
+# ------------------------------------------------------------------------------------------------------ started by hand
+
+OPERATOR = PageContext(NOW, "1.0", Viewer(is_operator=True))
+BY_HAND = replace(
+    STANDING,
+    fleet=replace(FLEET, name="default", queues=(), max_workers=10, planned_at=None, next_plan_in_s=None),
+    managed=0,
+    by_hand=2,
+    decision=None,
+    cycle_id=None,
+    decided_at=None,
+)
+
+
+def worker(**changed: Any) -> WorkerRow:
+    known = {"id": "w", "fleet": "default", "status": WorkerStatus.ACTIVE, "kind": WorkerKind.WORKER, "queues": ("q",)}
+    known |= {"is_paused": False, "is_silent": False, "running_tasks": 0, "concurrency": 1, "created_at": NOW}
+    known |= {"restarts": 0, "late_results": 0, "metadata": {}, "is_slot_failed": False, "lease_s": 30.0}
+    return WorkerRow(**{**dict.fromkeys(WorkerRow.__dataclass_fields__), **known, **changed})
+
+
+def page_of_fleet(standing: FleetOverview) -> str:
+    return fleet_page(
+        OPERATOR, fleet_card(standing, [], NOW), items=[], chosen=None, settings=None, budgets=[],
+        slots=slot_map(standing.fleet, []), changes=[], events=[], places=[],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("is_page_of_fleet", [False, True])
+def test_fleet_of_workers_started_by_hand_has_no_limits_and_no_buttons(is_page_of_fleet: bool) -> None:
+    def page(standing: FleetOverview) -> str:
+        if is_page_of_fleet:
+            return page_of_fleet(standing)
+        return overview_page(OPERATOR, overview({}, fleets=(standing,)), {}, ())
+
+    shown = page(BY_HAND)
+    assert "2 workers started by hand" in shown
+    assert "Nothing spawns or replaces" in shown
+    for wrong in ("windlass up", "of 10", "Add worker", "Deploy", "/fleets/default/pause"):
+        assert wrong not in shown
+    # A pause can be ended.
+    assert "/fleets/default/resume" in page(replace(BY_HAND, fleet=replace(BY_HAND.fleet, is_paused=True)))
+    # A fleet of the configuration whose first cycle is about to run, beside a worker started by hand.
+    first = page(replace(BY_HAND, is_configured=True))
+    assert "Add worker" in first
+    assert "2 more started by hand" in first
+    assert "No cycle yet." in first
+    assert "windlass up" not in first
+
+
+@pytest.mark.parametrize(
+    ("silent", "by_hand", "what", "advice"),
+    [
+        (1, 0, "within its lease.", "No action needed: its tasks are requeued and the worker is replaced."),
+        (2, 0, "within their leases.", "No action needed: their tasks are requeued and the workers are replaced."),
+        (1, 1, "within its lease.", "Its tasks are requeued. A worker that was started by hand is not replaced."),
+    ],
+)
+def test_silent_workers_are_promised_a_replacement_only_if_spawned(
+    silent: int, by_hand: int, what: str, advice: str
+) -> None:
+    (item,) = attention_items(overview({}, fleets=(replace(STANDING, silent=silent, by_hand=by_hand),)))
+    assert item.what.endswith(what)
+    assert item.advice == advice
+
+
+def test_slots_that_stay_empty_are_counted() -> None:
+    def what(*slots: int) -> str:
+        failed = replace(STANDING, fleet=replace(FLEET, failed_slots=slots))
+        return attention_items(overview({}, fleets=(failed,)))[0].what
+
+    assert what(3) == "1 slot of fleet gpus reached max_restarts and stays empty."
+    assert what(3, 4) == "2 slots of fleet gpus reached max_restarts and stay empty."
+
+
+def test_worker_started_by_hand_is_shown_as_such_and_promises_no_replacement() -> None:
+    def pages(row: WorkerRow) -> tuple[str, str]:
+        listed = workers_page(
+            OPERATOR, Page((row,), None), fleets=["default"], maps=[], counts={}, ray_dashboards={}, fleet=None,
+            is_terminated=False, is_first=True,
+        )  # fmt: skip
+        return listed, worker_page(OPERATOR, row, answer=["x"], history=[], tasks=[], log=(), ray_dashboard=None)
+
+    by_hand, one = pages(worker())
+    assert "started by hand" in by_hand
+    assert "started by hand" in one
+    assert "<dt>Started</dt>" in one
+    assert "Nothing replaces it." in one
+    assert "registers again under a new id" in one
+    for wrong in ("machine", "min_workers", "Restart worker", "is billed"):
+        assert wrong not in one
+    spawned, one = pages(worker(slot=0))
+    assert "started by hand" not in spawned + one
+    assert "<dt>Spawned</dt>" in one
+    assert "A fleet below min_workers spawns another." in one
+    # `windlass up` starts the dispatcher of a Ray fleet, which has no slot.
+    dispatcher, one = pages(worker(kind=WorkerKind.DISPATCHER))
+    assert "started by hand" not in dispatcher + one
+    assert ">dispatcher<" in dispatcher
+    for wrong in ("machine", "min_workers", "is billed"):
+        assert wrong not in one

@@ -293,8 +293,8 @@ def test_paused_workers_are_counted_among_active_ones(pauses: tuple[bool, ...], 
         pytest.param({"planned_at": ago(40), "is_led": True}, None, id="a leader that may be slow"),
         pytest.param(
             {"planned_at": ago(400), "is_led": True},
-            "for 400 s, although an orchestrator leads; see its log for errors, and check that its windlass.toml has "
-            "this fleet.",
+            "for 400 s, although an orchestrator leads; its log names the error, for example a database whose disk is "
+            "full; without an error there, its windlass.toml lacks this fleet.",
             id="a leader that does not run this fleet",
         ),
         pytest.param({"planned_at": ago(2), "next_plan_in_s": None}, "for 2 s; start `windlass up`.", id="shut down"),

@@ -28,11 +28,27 @@ def test_test_that_swallows_cancellation_fails_and_others_go_on(tmp_path: Path) 
     (tmp_path / "test_swallow.py").write_text(HANGING)
     ran = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "support.hangs", "-p", "no:cacheprovider", "-q", "-n", "1"),
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                "xdist.plugin",
+                "-p",
+                "pytest_timeout",
+                "-p",
+                "pytest_asyncio.plugin",
+            ),
+            *("-p", "support.hangs", "-p", "no:cacheprovider", "-q", "-n", "1"),
             *("-o", "asyncio_mode=auto", "--rootdir", str(tmp_path), "--timeout=1", str(tmp_path)),
         ],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "WINDLASS_TEST_LATE_S": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(TESTS),
+            "WINDLASS_TEST_LATE_S": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         timeout=240,

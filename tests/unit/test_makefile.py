@@ -40,5 +40,17 @@ def test_make_demo_after_tests_installs_nothing(venv: Path) -> None:
     assert "pip install" not in planned("demo", venv)
 
 
+def test_processes_of_tests_may_write_bytecode(venv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (venv / ".installed").touch()
+    (venv / "bin" / "python").write_text("#!/bin/sh\nenv >&2\n")
+    (venv / "bin" / "python").chmod(0o755)
+    seen = subprocess.run(
+        ["make", "chaos", f"VENV={venv}"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stderr
+    assert "PATH=" in seen
+    assert "PYTHONDONTWRITEBYTECODE" not in seen
+
+
 def test_make_creates_missing_environment(tmp_path: Path) -> None:
     assert f"-m venv {tmp_path}" in planned("demo", tmp_path)

@@ -50,6 +50,14 @@ def test_mutant_whose_text_is_not_found_once_is_a_problem(tmp_path: Path) -> Non
     assert len(runner.problems([mutant, mutant], tmp_path)) == 3
 
 
+@pytest.fixture
+def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pytest of a mutant starts in half of the time without other plugins."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
+
+
+@pytest.mark.usefixtures("few_plugins")
 @pytest.mark.parametrize(
     ("body", "outcome"),
     [
@@ -60,7 +68,7 @@ def test_mutant_whose_text_is_not_found_once_is_a_problem(tmp_path: Path) -> Non
     ],
 )
 def test_verdict_of_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str) -> None:
-    monkeypatch.setattr(runner, "RUN_LIMIT_S", 20.0 if outcome != "timed out" else 3.0)
+    monkeypatch.setattr(runner, "RUN_LIMIT_S", 120.0 if outcome != "timed out" else 3.0)
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "subject.py").write_text("value = 1\n")
     (tmp_path / "test_subject.py").write_text(f"from subject import value\ndef test_it():\n    {body}\n")
@@ -70,6 +78,7 @@ def test_verdict_of_a_mutant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bo
     assert (tmp_path / "src" / "subject.py").read_text() == "value = 1\n"
 
 
+@pytest.mark.usefixtures("few_plugins")
 def test_mutant_whose_tests_cannot_start_is_invalid(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "subject.py").write_text("value = 1\n")

@@ -12,40 +12,59 @@ from windlass.dashboard.rendering import PageContext, explained
 from windlass.dashboard.runbooks import runbook_link, runbook_url, runbooks_html
 from windlass.model.alert import ADVICE, Severity
 from windlass.model.overview import OpenAlert, Overview
-from windlass.runbooks import codes_in, runbooks
+from windlass.runbooks import codes_in, procedures, runbooks
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "windlass"
-# Packages whose constants are codes of tasks, workers, machines and events.
-CODE_PACKAGES = ("policy", "control", "worker", "ray", "providers", "store/schema", "server/routes", "model/errors.py")
+# An event of ordinary operation; one of a failure carries the code of the failure.
+ORDINARY_EVENTS = """
+    ALERT ATTEMPTS_REFUNDED FLEET_PAUSED FLEET_RESUMED LINK_CREATED MACHINE_ADOPTED MACHINE_PREPARED
+    MACHINE_PREPARING MACHINE_REFUSED ORPHAN_DELETED SESSION_ENDED SESSION_OPENED SESSION_REVOKED SLOTS_RESTARTED
+    TASKS_PURGED TASK_CANCELLED TASK_ERROR TASK_FAILED TASK_RELEASED TASK_REQUEUED TASK_RETRIED TOKEN_CREATED
+    TOKEN_REVOKED VOLUME_GROWN WORKERS_REQUESTED WORKER_ACTIVATED WORKER_DEREGISTERED WORKER_ERROR WORKER_JOINED
+    WORKER_PAUSED WORKER_REGISTERED WORKER_RESUMED WORKER_SPAWNED WORKER_TERMINATED WORKER_TERMINATING
+"""
+# Environment variables, and settings of other products that a fleet accepts.
+ENVIRONMENT = """
+    AUTO_START_WORKER_PROCESS CREDENTIALS_DIRECTORY DATABASE_URL FAILURE_WINDOW_MINUTES
+    GPU_HEALTH_CHECK_TIMEOUT_SEC GPU_IDLE_TIMEOUT_SEC GPU_NOT_DETECTED_TIMEOUT_SEC
+    GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC GRACEFUL_SHUTDOWN_TIMEOUT_SEC HCLOUD_ENDPOINT
+    HEARTBEAT_PROMOTION_THRESHOLD_SEC HETZNER_API_TOKEN HETZNER_NETWORK_ID HOME LANG LC_ALL LOGNAME
+    MACHINES_TO_KEEP_IDLE MAIL MAX_ACTIVE_GPUS MAX_WORKER_FAILURE_RATE MIN_ACTIVE_GPUS MIN_SCALING_INTERVAL_SEC
+    MIN_WORKERS_FOR_RATE_CHECK NO_COLOR ORCHESTRATOR_POLL_SEC PATH PUBLIC_KEY PYTHONPATH PYTHONUNBUFFERED
+    RAY_ADDRESS RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL RAY_USAGE_STATS_ENABLED
+    READY_NOT_CLAIMING_TIMEOUT_SEC RGRID_CONTROL_PLANE_IP RUNPOD_API_KEY RUNPOD_ENDPOINT
+    RUNPOD_SSH_PRIVATE_KEY_PATH SCALE_DOWN_GRACE_PERIOD_SEC SCALE_DOWN_MULTIPLIER SCALE_UP_MULTIPLIER
+    SPAWNING_GRACE_PERIOD_SEC SPAWNING_TIMEOUT_SEC STARTUP_GRACE_PERIOD_SEC STORAGE_CHECK_INTERVAL_CYCLES
+    STORAGE_EXPANSION_INCREMENT_GB STORAGE_MAX_PERCENT_USED STORAGE_MIN_FREE_GB SUPABASE_SERVICE_ROLE_KEY
+    SUPABASE_URL TASKS_PER_GPU_THRESHOLD TASK_STUCK_TIMEOUT_SEC USER WINDLASS_ATTEMPT WINDLASS_CLAIM_TOKEN
+    WINDLASS_DATABASE_URL WINDLASS_DEBUG WINDLASS_FLEET WINDLASS_JOIN WINDLASS_NEEDS_GPU WINDLASS_POD
+    WINDLASS_QUEUE WINDLASS_TASK_ID WINDLASS_TOKEN WINDLASS_WORKER_DATABASE_URL WINDLASS_WORKER_ID
+    WINDLASS_WORKER_SECRET XDG_RUNTIME_DIR
+"""
+# Placeholders of the command line.
+METAVARIABLES = """
+    ACTOR ADDRESS AMOUNT CODE COMMAND DURATION FILE FLEET FOLDER GOAL IMAGE JSON KIND NAME PORT QUEUE SECONDS
+    SESSION TEXT TIME UNIT VERSION WHEN WORKER
+"""
+# States and words of vendors, Ray, HTTP, SQL, PostgreSQL and the system.
+OTHER_PROGRAMS = """
+    ALIVE CLUSTER_METADATA COMMUNITY CRASHED DECISION DELETE DENY DRAIN_NODE_REASON_PREEMPTION ERROR EXITED FAIL
+    FAILED HEAD HIGH_PERFORMANCE INSERT METADATA NONE OPTIONS PATCH PG_VERSION POST RUNNING SC_CLK_TCK SECURE
+    SIGKILL TERMINATED TRUNCATE UPDATE
+"""
+# Names in __all__.
+EXPORTED = """
+    CHART_RANGES FAILURE_CODES LATEST_VERSION POLICIES ROLES
+"""
+NO_CODES = set(f"{ORDINARY_EVENTS} {ENVIRONMENT} {METAVARIABLES} {OTHER_PROGRAMS} {EXPORTED}".split())
 LITERAL = re.compile(r"""["']([A-Z]{4,}|[A-Z]+(?:_[A-Z]+)+)["']""")
-# Events of ordinary operation; an event of a failure carries the code of the failure.
-EVENTS = re.compile(
-    r"(WORKER|TASK|TASKS|MACHINE|SLOT|SLOTS|FLEET|WORKERS|SESSION|TOKEN|VOLUME|ORPHAN|LOSS|HOST|LATE|ATTEMPTS|CLOCK)_"
-    r"(REGISTERED|DEREGISTERED|ACTIVATED|JOINED|SPAWNED|TERMINATED|TERMINATING|ERROR|PAUSED|RESUMED|RELEASED|REQUEUED|"
-    r"FAILED|RETRIED|CANCELLED|ADOPTED|AMBIGUOUS|PREPARED|PREPARING|REFUSED|RESTARTED|REQUESTED|OPENED|REVOKED|"
-    r"CREATED|GROWN|DELETED|RESULT|REFUNDED|SET_BACK|ENDED|COMPLETE|LOST)|MACHINE_NOT_DELETED|DEREGISTERED"
-)
-# Environment variables, names of other programs, and words of protocols.
-OTHER = re.compile(
-    r"(RAY|WINDLASS|PG|LC|XDG|NO_COLOR|SIG[A-Z]*|HTTP|HETZNER|RUNPOD|WIND)_?.*|CLUSTER_METADATA|DRAIN_NODE.*|SC_CLK_TCK|"
-    r"CREDENTIALS_DIRECTORY|DATABASE_URL|PUBLIC_KEY|FAILURE_CODES|AUTO_START_WORKER_PROCESS|LATEST_VERSION|"
-    # Verbs, states of vendors and of Ray, event codes that carry another code, Unix variables, exported lists.
-    r"DELETE|INSERT|PATCH|POST|ALIVE|EXITED|FAILED|RUNNING|TERMINATED|NONE|ALERT|ERROR|"
-    r"HOME|LOGNAME|MAIL|PATH|USER|PYTHONUNBUFFERED|POLICIES|HIGH_PERFORMANCE"
-)
 
 
-def codes_in_source() -> set[str]:
-    found: set[str] = set()
-    for package in CODE_PACKAGES:
-        path = SOURCE / package
-        files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.sql")]
-        for file in files:
-            for code in LITERAL.findall(file.read_text()):
-                if not (EVENTS.fullmatch(code) or OTHER.fullmatch(code)):
-                    found.add(code)
-    return found
+def names_in_source() -> set[str]:
+    """Every upper-case string literal of the package: codes, and what NO_CODES lists."""
+    files = [file for suffix in ("py", "sql") for file in SOURCE.rglob(f"*.{suffix}")]
+    return {name for file in files for name in LITERAL.findall(file.read_text())}
 
 
 def has_row(code: str, section: str) -> bool:
@@ -56,10 +75,15 @@ def test_every_alert_and_hold_has_a_runbook() -> None:
     assert {code for code in ADVICE if not has_row(code, "Alerts and holds")} == set()
 
 
-def test_every_error_code_has_a_runbook() -> None:
-    found = codes_in_source()
-    assert found >= {"GPU_NOT_DETECTED", "NO_CAPACITY", "NO_SLOT", "OUT_OF_MEMORY"}, "short first words are codes too"
-    assert found - runbooks().keys() == set()
+def test_every_code_has_a_runbook() -> None:
+    found = names_in_source()
+    assert found >= {"GPU_NOT_DETECTED", "NO_CAPACITY", "NO_SLOT", "OUT_OF_MEMORY", "UNAUTHORIZED", "CLOCK_SET_BACK"}
+    assert found - NO_CODES - runbooks().keys() == set()
+
+
+def test_every_exemption_is_in_use_and_has_no_runbook() -> None:
+    assert NO_CODES - names_in_source() == set()
+    assert NO_CODES & runbooks().keys() == set()
 
 
 def test_every_runbook_is_about_a_code_that_exists() -> None:
@@ -67,12 +91,15 @@ def test_every_runbook_is_about_a_code_that_exists() -> None:
     assert [code for code in sorted(runbooks()) if code not in source] == []
 
 
-def test_every_row_says_what_it_means() -> None:
+def test_every_row_has_a_cause_and_what_to_do() -> None:
     rows = [row for found in runbooks().values() for row in found]
     assert len(rows) > 100
     assert [
         row.code for row in rows if not all(row.columns.values()) or not {"meaning", "why"} & row.columns.keys()
     ] == []
+    vague = re.compile(r"\bthe same[,.]|\bas above\b|\bsee above\b", re.IGNORECASE)
+    assert [row.code for row in rows if any(vague.search(text) for text in row.columns.values())] == []
+    assert [row.code for row in rows if "what to do" not in row.columns] == []
     severities = {row.columns["severity"] for row in rows if row.section == "Alerts and holds"}
     assert severities == {severity.value for severity in Severity}
 
@@ -85,6 +112,13 @@ def test_runbook_page_has_an_anchor_for_every_code_and_no_dead_link() -> None:
     links = re.findall(r'href="([^"]+)"', page)
     assert "#symptoms" in links
     assert [link for link in links if link.removeprefix("#") not in anchors] == []
+
+
+def test_procedures_that_rows_link_to_exist() -> None:
+    linked = {anchor for found in runbooks().values() for row in found for anchor in row.see}
+    assert {"the-token-is-refused", "the-accounts-limit-is-reached", "clocks"} <= linked
+    assert linked - procedures().keys() == set()
+    assert procedures()["the-token-is-refused"].startswith("Hetzner fleets: The token is refused\n")
 
 
 def test_code_of_an_explanation_is_linked_to_its_runbook() -> None:

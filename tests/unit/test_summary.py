@@ -2,6 +2,8 @@
 
 from typing import get_args
 
+import pytest
+
 from support.snapshots import snapshot
 from windlass.control.summary import Summary, call_of, summarize
 from windlass.model.action import Plan
@@ -33,3 +35,18 @@ def test_provider_calls_are_counted_by_call_and_result() -> None:
     outcomes = (VolumeGrown("v", 150, "full"), VolumeNotGrown("v", 150, "no answer"), VolumeGrown("u", 20, "full"))
     calls = leader_summary(*outcomes).provider_calls
     assert calls == (("grow", "error", 1), ("grow", "ok", 2), ("list", "ok", 1))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (None, "standby: pid 17 on host gpu-1 leads for 7 s more"),
+        (
+            "http://127.0.0.1:8080",
+            "standby: pid 17 on host gpu-1 (dashboard: http://127.0.0.1:8080) leads for 7 s more",
+        ),
+    ],
+)
+def test_standby_names_the_leader_and_its_dashboard(url: str | None, shown: str) -> None:
+    summary = Summary("f", is_leader=False, timestamp="", standby_s=7.0, leader="gpu-1-17-a0b1c2", leader_url=url)
+    assert summary.standby_reason == shown

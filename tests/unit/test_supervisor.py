@@ -13,12 +13,13 @@ from uuid import uuid4
 import pytest
 
 from support.worker_harness import PATIENCE_S, is_alive, until
-from windlass.model.config import Config
+from windlass.model.config import ApiConfig, Config
 from windlass.model.process import ProcessKind
 from windlass.wiring.process_link import MessageReader, ProcessLink, ProcessNote, StartOrder
+from windlass.wiring.processes import server_process_count
 from windlass.wiring.supervised_process import ProcessRole, SupervisedProcess
 
-# Each process writes when it starts and stops. `MEMORY` is the limit of the first role in bytes.
+# Each process writes when it starts and stops.
 SCRIPT = """
 import asyncio, gc, os, sys
 from windlass.cli.logs import configure_logs
@@ -44,6 +45,8 @@ async def serve(link, order):
     frozen = gc.get_freeze_count()
     link.report_ready()
     say(f"frozen-{gc.get_freeze_count() > frozen}")
+    while "spin" in sys.argv and order.reason is None:
+        pass
     open("server-is-ready", "w").close()
     await link.stop_requested.wait()
     say("stopped")
@@ -55,7 +58,7 @@ async def control(link, order):
     if "fatal" in sys.argv:
         while not os.path.exists("server-is-ready"):
             await asyncio.sleep(0.01)
-        raise ConfigError("the cluster is away. Start it.")
+        raise ConfigError("the cluster does not answer. Start it.")
     say(f"control-{order.reason}")
     if order.reason is None:
         link.report_ready()
@@ -69,7 +72,8 @@ async def control(link, order):
 if "absent" in sys.argv:
     supervisor.Backoff.next_delay_s = lambda self: 3600.0
 memory = 1 if "memory" in sys.argv else None
-role = ProcessRole(ProcessKind.SERVER, 0, fail if "fail" in sys.argv else serve, 5.0, memory)
+silence_s = 1.0 if "spin" in sys.argv else 5.0
+role = ProcessRole(ProcessKind.SERVER, 0, fail if "fail" in sys.argv else serve, silence_s, memory)
 roles = [role]
 if {"absent", "starting", "fatal"} & set(sys.argv):
     roles.insert(0, ProcessRole(ProcessKind.CONTROL, 0, control, 5.0))
@@ -155,6 +159,27 @@ async def test_crashed_process_is_restarted_and_ends_with_its_supervisor(script:
     assert "stopped" not in [what for what, _ in script.lines()]
 
 
+async def test_process_whose_loop_spins_is_killed_late_and_replaced(script: SupervisedScript) -> None:
+    """A busy process may only be slow, so it gets more time than one that sleeps."""
+    script.start("spin")
+    first = await script.until_line("started-None")
+    await script.until_line("started-stalled")
+    assert not is_alive(first)
+    silent_s = [float(found) for found in re.findall(r'"silent_s": ([\d.]+)', script.text())]
+    assert silent_s[0] > 3.0  # a process that sleeps is killed after its limit of 1 s
+
+
+@pytest.mark.parametrize(
+    ("cores", "configured", "count"),
+    [(1, None, 1), (2, None, 1), (3, None, 1), (4, None, 2), (16, None, 8), (2, 3, 3), (16, 1, 1)],
+)
+def test_servers_use_half_of_the_cores_unless_configured(
+    monkeypatch: pytest.MonkeyPatch, cores: int, configured: int | None, count: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(cores)), raising=False)
+    assert server_process_count(Config(api=ApiConfig(processes=configured))) == count
+
+
 async def test_first_process_that_cannot_start_ends_the_program(script: SupervisedScript) -> None:
     script.start("fail")
     assert await script.until_ended() == 1
@@ -186,7 +211,7 @@ async def test_stop_waits_for_a_control_process_that_restarts(script: Supervised
 async def test_fatal_start_of_control_process_ends_the_program_with_servers(script: SupervisedScript) -> None:
     script.start("fatal")
     assert await script.until_ended() == 1
-    assert script.text().splitlines()[-1].endswith("ProcessFailed: the cluster is away. Start it.")
+    assert script.text().splitlines()[-1].endswith("ProcessFailed: the cluster does not answer. Start it.")
 
 
 def test_configuration_of_a_starting_process_is_not_lost() -> None:

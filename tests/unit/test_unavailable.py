@@ -37,6 +37,11 @@ DSN = "postgresql://app:hunter2@db.example.com:6543/app"
             "refused the user or password",
             id="password",
         ),
+        pytest.param(
+            asyncpg.DiskFullError("could not extend file"),
+            "the disk of the database at db.example.com:6543 is full. Free space on its host.",
+            id="full disk",
+        ),
         pytest.param(ConnectionRefusedError(111, "refused"), "cannot be reached", id="connection refused"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +43,44 @@ def test_log_events_are_a_verb_and_its_object(call: str, is_found: bool) -> None
 
 
 @pytest.mark.parametrize(
+    ("body", "is_found"),
+    [
+        ("return self.a in self.b", False),
+        ("seen = set(); seen.add(1); return 1 in seen", False),
+        ("row = [0]; row[0] = 1; return bool(row)", False),
+        ("self.a = 1; return True", True),
+        ("self.counts[x] += 1; return True", True),
+        ("del self.counts[x]; return True", True),
+        ("x.seen_at = 1; return True", True),
+        ("self.missing.pop(x, None); return True", True),
+        ("return bool(x.names.setdefault(1, 2))", True),
+        ("global count; count = 1; return True", True),
+    ],
+)
+@pytest.mark.parametrize("name", ["is_late", "_has_line", "has_line"])
+def test_predicates_change_nothing(name: str, body: str, is_found: bool) -> None:
+    tree = ast.parse(f"class C:\n    async def {name}(self, x): {body}")
+    assert bool(tool("structure").predicate_findings(tree, Path("x.py"))) is is_found
+    other = ast.parse(f"def record(self, x): {body}")
+    assert not tool("structure").predicate_findings(other, Path("x.py"))
+
+
+@pytest.mark.parametrize(
+    ("sources", "cycle"),
+    [
+        ({"p.a": "from p import b", "p.b": "import os", "p": ""}, []),
+        ({"p.a": "from p import b", "p.b": "from p.a import f", "p": ""}, ["p.a", "p.b"]),
+        ({"p.a": "import p.b", "p.b": "import p.c", "p.c": "def f():\n    from p.a import g"}, ["p.a", "p.b", "p.c"]),
+    ],
+)
+def test_modules_that_import_each_other_are_found(sources: dict[str, str], cycle: list[str]) -> None:
+    found = tool("structure").import_cycle({name: ast.parse(source) for name, source in sources.items()})
+    assert sorted(set(found)) == cycle
+    for first, second in itertools.pairwise(found):
+        assert second.partition(".")[2] in sources[first]
+
+
+@pytest.mark.parametrize(
     ("line", "is_found"),
     [
         ("# " + "Of the head.", True),
@@ -68,6 +107,11 @@ def test_comments_begin_with_their_subject(line: str, is_found: bool) -> None:
         ("It takes 1.5 s, e.g. on `a. B`.", False),
         ("| It drains. Then it stops. |", False),
         ("```\nIt drains. Then it stops.\n```", False),
+        ("The worker drains\nand stops.", True),
+        ("word " * 22 + "worker\nand\n" + "word " * 23, True),
+        ("word " * 22 + "worker\nand stops.", False),
+        ("The worker drains:\nit stops.", False),
+        ("- The worker drains\n- and stops", False),
     ],
 )
 def test_documentation_has_one_sentence_per_line(line: str, is_found: bool) -> None:
@@ -77,4 +121,11 @@ def test_documentation_has_one_sentence_per_line(line: str, is_found: bool) -> N
 def test_long_sentences_in_tables_are_found() -> None:
     long_sentence = "a " * 36
     assert tool("wording").long_sentences_in(f"| x | {long_sentence} |")
+    assert tool("wording").long_sentences_in(f"- item\n\n  | x | {long_sentence} |")
     assert not tool("wording").long_sentences_in(f"| x | {', '.join(['`a`'] * 40)} |")
+
+
+@pytest.mark.parametrize(("end", "is_found"), [(":", True), (";", True), (".", False), ("?", False)])
+def test_colon_does_not_end_a_sentence(end: str, is_found: bool) -> None:
+    text = "a " * 20 + f"b{end} " + "c " * 20
+    assert bool(tool("wording").long_sentences_in(text)) is is_found

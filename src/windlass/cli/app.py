@@ -4,7 +4,7 @@ A command's module is imported when the command is used, so that `windlass --hel
 traceback unless WINDLASS_DEBUG=1 is set.
 
 Exit codes: 0 success; 1 a check failed (doctor, db status, demo, replay) or an internal error; 2 bad input, or a
-request that cannot be carried out; 3 a worker was declared lost; 130, 141, 143 for SIGINT, SIGPIPE, SIGTERM.
+request that cannot be executed; 3 a worker was declared lost; 130, 141, 143 for SIGINT, SIGPIPE, SIGTERM.
 """
 
 import os

@@ -1,6 +1,5 @@
 """`windlass config`, and the log entry at start: every setting, its value and its source, without secrets."""
 
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -49,11 +48,10 @@ async def show(config: ConfigFile = None, data_dir: DataDir = None, as_json: AsJ
 def log_settings(loaded: Loaded) -> None:
     """Log all settings with their sources, and those that have no effect.
 
-    A terminal gets no defaults, and one line that counts the settings of each source (human_log.py).
+    Lines for a person have their number per source only (human_log.py).
     """
     settings = {s.key: {"value": s.shown(), "source": s.source} for s in loaded.settings()}
-    given = {key: setting for key, setting in settings.items() if setting["source"] != "default"}
-    log.info("loaded configuration", settings=given if sys.stderr.isatty() else settings)
+    log.info("loaded configuration", settings=settings)
     log_warnings(loaded)
 
 

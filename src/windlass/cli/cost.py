@@ -12,13 +12,14 @@ import typer
 
 from windlass.cli.fleets import check_fleet_is_known
 from windlass.cli.options import AsJson, ConfigFile, DataDir, FleetFilter, command, load
-from windlass.cli.output import format_count, print_json, print_table
+from windlass.cli.output import print_json, print_table
 from windlass.cli.times import parse_when
 from windlass.cost.queries import MAX_ROWS, CostReport, build_report
 from windlass.cost.report import By
 from windlass.model.cost import ChargeKind, Cost
 from windlass.model.errors import BadInput
 from windlass.model.money import amount, with_currency
+from windlass.model.plural import plural
 from windlass.wiring import stores
 
 DEFAULT_ROWS = 50
@@ -88,7 +89,7 @@ def _print_report(report: CostReport) -> None:
         if forecast.workers:
             line += (
                 f", {with_currency(forecast.month_micros, forecast.currency)} at month end with "
-                f"{format_count(forecast.workers, 'worker')} at {amount(forecast.burn_micros_per_hour)} per hour"
+                f"{plural(forecast.workers, 'worker')} at {amount(forecast.burn_micros_per_hour)} per hour"
             )
         else:
             line += ", no billed workers now"

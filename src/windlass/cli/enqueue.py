@@ -19,10 +19,11 @@ from typing import IO, Annotated, Any, Protocol
 import typer
 
 from windlass.cli.options import AsJson, ConfigFile, DataDir, load, person_command
-from windlass.cli.output import format_count, print_json, progress
+from windlass.cli.output import print_json, progress
 from windlass.cli.times import parse_when
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, WindlassError
+from windlass.model.plural import plural
 from windlass.model.task import NewTask, new_task, to_json
 from windlass.operations import OperationOutcome, enqueue_task
 from windlass.ports.tasks import TaskStore
@@ -117,7 +118,7 @@ async def enqueue(
             if as_json:
                 print_json({"enqueued": count, "queue": queue})
                 return
-            print(f"enqueued {format_count(count, 'task')} in {queue}")
+            print(f"enqueued {plural(count, 'task')} in {queue}")
             await _warn_if_unserved(store, queue, loaded.config)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from windlass.cli.output import printable
 from windlass.model.error_text import error_headline
 
 _RED, _YELLOW, _DIM, _RESET = "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -53,19 +54,19 @@ class HumanRenderer:
         level, event = str(entry.get("level", "info")), str(entry.get("event", ""))
         if event == "handle request" and level == "info":
             raise structlog.DropEvent
-        if event in ("finish cycle", "skip cycle") and not self._is_news(entry):
+        if event in ("finish cycle", "skip cycle") and not self._record_decision(entry):
             raise structlog.DropEvent
         text = self._text(event, entry)
         if text is None:
             raise structlog.DropEvent
         exception = entry.get("exception")
-        first, *more = "\n".join([_visible(text), *([_visible(str(exception))] if exception else [])]).split("\n")
+        first, *more = "\n".join([printable(text), *([printable(str(exception))] if exception else [])]).split("\n")
         # Further lines begin below the text of the first.
         indented = "".join(f"\n          {line}" for line in more)
         return f"{self._paint(_DIM, f'{self._clock():%H:%M:%S}')}  {self._paint(_COLORS.get(level), first)}{indented}"
 
-    def _is_news(self, entry: Mapping[str, Any]) -> bool:
-        """Whether a decision acts, or is of another kind than the fleet's last one."""
+    def _record_decision(self, entry: Mapping[str, Any]) -> bool:
+        """Record the kind of a decision. True if it acts, or if its kind differs from the fleet's last one."""
         fleet, decision = str(entry.get("fleet", "")), str(entry.get("decision", ""))
         kind = re.sub(r"\d+", "", decision.partition(":")[0])
         previous, self._last_kind[fleet] = self._last_kind.get(fleet), kind
@@ -113,8 +114,3 @@ def _sources(entry: Mapping[str, Any]) -> str:
 def _field(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return error_headline(text) if "\n" in text else text
-
-
-def _visible(text: str) -> str:
-    """Escape control characters except line ends: texts of workers and clouds may contain anything."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

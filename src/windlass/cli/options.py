@@ -88,6 +88,7 @@ def os_user() -> str:
 
 
 def os_actor() -> str:
+    """This user as events name the person who caused them."""
     return f"user:{os_user()}"
 
 

@@ -118,11 +118,6 @@ def one_line(text: str | None, width: int = 60) -> str | None:
     return (line if len(line) <= width else f"{line[: width - 1]}…") or None
 
 
-def format_count(count: int, noun: str) -> str:
-    """Format as 1 task or 2 tasks."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Yield a function that advances a progress bar. The bar is shown only on a terminal."""

@@ -8,17 +8,20 @@ import typer
 from windlass.cli.options import AsJson, command
 from windlass.cli.output import print_json
 from windlass.model.errors import BadInput
-from windlass.runbooks import runbooks
+from windlass.runbooks import procedures, runbooks
 
 
 @command
 def runbook(
     code: Annotated[
-        str, typer.Argument(help="A code of an alert, a hold, a task or a worker, such as WORKER_LOST.", metavar="CODE")
+        str,
+        typer.Argument(
+            help="A code of an alert, a hold, a task, a worker or an HTTP error, such as WORKER_LOST.", metavar="CODE"
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print what a code means and what to do about it."""
+    """Print what a code means and what to do about it, with the procedures that it names."""
     known = runbooks()
     name = code.upper()
     if not known:
@@ -36,3 +39,5 @@ def runbook(
         print(f"{each.code} ({each.section})")
         for heading, text in each.columns.items():
             print(f"  {heading}: {text}")
+    for anchor in dict.fromkeys(anchor for each in known[name] for anchor in each.see):
+        print(f"\n{procedures()[anchor]}")

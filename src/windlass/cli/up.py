@@ -14,9 +14,10 @@ from windlass import __version__
 from windlass.cli.config import log_settings, log_warnings
 from windlass.cli.cycle_log import CycleLog
 from windlass.cli.logs import LogFormat, add_tap, configure_logs, get_logger, hide
-from windlass.cli.options import ConfigFile, DataDir, command, load
+from windlass.cli.options import ConfigFile, DataDir, command, load, os_actor
 from windlass.cli.output import print_json
 from windlass.config_loader import Loaded, secrets_of
+from windlass.model.actor import acting_as
 from windlass.model.errors import BadInput, ConfigError
 from windlass.model.worker import DEFAULT_FLEET
 from windlass.wiring.processes import ServeOptions, run_serve, run_up
@@ -173,7 +174,9 @@ def serve_options() -> ServeOptions:
 async def _print_dashboard(url: str, create_link: Callable[[], Awaitable[str]] | None) -> None:
     """A login link is printed to a terminal only: it is a credential, and others may read a file or a journal."""
     if create_link is not None and sys.stdout is not None and sys.stdout.isatty():
-        print(f"dashboard: {await create_link()}", flush=True)
+        with acting_as(os_actor()):
+            link = await create_link()
+        print(f"dashboard: {link}", flush=True)
     else:
         print(f"dashboard: {url}/ (`windlass tokens link` prints a login link)", flush=True)
 

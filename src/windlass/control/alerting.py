@@ -63,7 +63,7 @@ class AlertManager:
         store: AlertStore,
         notifiers: Iterable[Notifier],
         *,
-        dead_letters_allowed: int,
+        failed_tasks_allowed: int,
         leader_grace_s: float,
         ignored: Sequence[str] = (),
         settling_s: float = SETTLING_S,
@@ -73,7 +73,7 @@ class AlertManager:
     ) -> None:
         self._store = store
         self._notifiers = {notifier.name: notifier for notifier in notifiers}
-        self._dead_letters_allowed = dead_letters_allowed
+        self._failed_tasks_allowed = failed_tasks_allowed
         self._leader_grace_s = leader_grace_s
         self._ignored = frozenset(ignored)
         self._settling_s = settling_s
@@ -148,7 +148,7 @@ class AlertManager:
         }
         fleets = tuple(replace(fleet, provider_errors=errors.get(fleet.fleet.name)) for fleet in inputs.fleets)
         inputs = replace(inputs, fleets=fleets, settling_since=settling_since)
-        alerts = evaluate_alerts(inputs, self._dead_letters_allowed, self._leader_grace_s)
+        alerts = evaluate_alerts(inputs, self._failed_tasks_allowed, self._leader_grace_s)
         alerts = [alert for alert in alerts if alert.code not in self._ignored]
         changes = await self._store.record_alerts(alerts, tuple(self._notifiers), RESOLVE_AFTER_S)
         for kind, fleet, code, reason in changes:

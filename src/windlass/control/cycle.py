@@ -171,7 +171,8 @@ class FleetCycle:
         self._lease.renewed(observing_at)
         term, seen = observed
         self._clock = (seen.now, loop.time())
-        # From the answer of one call to the request of the next: never more than has passed at the database.
+        # Time is measured from the answer of the last call to the request of this one. That is never more than what
+        # has passed at the database between the two plans.
         is_last_plan_own = self._last_plan is not None and self._last_plan[0] == seen.planner_state.cadence.planned_at
         since_plan_s = observing_at - self._last_plan[1] if self._last_plan is not None and is_last_plan_own else None
         self._last_plan = self._clock

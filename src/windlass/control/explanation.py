@@ -230,7 +230,8 @@ def explain_worker(
         answer.append(f"Its last output ({more}): {' | '.join(output)}")
     history = [(event.at, _event_line(event, names_task=True)) for event in events]
     if not any(event.code == "WORKER_SPAWNED" for event in events):
-        history.append((worker.created_at, "spawned" if worker.slot is not None else "started by hand"))
+        started = "spawned" if worker.slot is not None else "started by hand" if worker.is_by_hand else "started"
+        history.append((worker.created_at, started))
     return Explanation(answer, sorted(history))
 
 
@@ -269,7 +270,10 @@ def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime, by_ha
             [],
         )
     answer = _fleet_sentences(fleet, cycles, now)
-    history = [(cycle.started_at, _cycle_line(cycle)) for cycle in cycles]
+    history = [
+        (cycle.started_at, f"cycle {cycle.id}: {cycle.decision}{_done_note(cycle)}{_repeated_note(cycle)}")
+        for cycle in cycles
+    ]
     return Explanation(answer, sorted(history))
 
 
@@ -320,15 +324,11 @@ def no_orchestrator_reason(fleet: Fleet, without_orchestrator_s: float) -> str:
     """Why a fleet without recent cycles has none, and what to do."""
     silent = f"no cycle for {without_orchestrator_s:.0f} s"
     return (
-        f"{silent}, although an orchestrator leads; see its log for errors, and check that its windlass.toml has "
-        "this fleet"
+        f"{silent}, although an orchestrator leads; its log names the error, for example a database whose disk is "
+        "full; without an error there, its windlass.toml lacks this fleet"
         if fleet.is_led
         else f"{silent}; start `windlass up`"
     )
-
-
-def _cycle_line(cycle: Cycle) -> str:
-    return f"cycle {cycle.id}: {cycle.decision}{_done_note(cycle)}{_repeated_note(cycle)}"
 
 
 def _done_note(cycle: Cycle) -> str:

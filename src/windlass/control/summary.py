@@ -41,8 +41,9 @@ class Summary:
     duration_s: float = 0.0
     # On standby: the remaining time of the leader's lease.
     standby_s: float | None = None
-    # On standby: the leader, as in model/lease.py.
+    # On standby: the leader, as in model/lease.py, and a dashboard on its host.
     leader: str | None = None
+    leader_url: str | None = None
     actions: dict[str, int] | None = None
     status: dict[str, int] | None = None
     # Observed workers that the fleet spawned. A fleet does not wait for workers that a person started.
@@ -80,8 +81,9 @@ class Summary:
     def standby_reason(self) -> str:
         process = process_of_holder(self.leader) if self.leader is not None else None
         leader = f"pid {process[1]} on host {process[0]}" if process is not None else "another orchestrator"
+        dashboard = f" (dashboard: {self.leader_url})" if self.leader_url is not None else ""
         remaining = f" for {self.standby_s:.0f} s more" if self.standby_s is not None else ""
-        return f"standby: {leader} leads{remaining}"
+        return f"standby: {leader}{dashboard} leads{remaining}"
 
 
 def summarize(

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from urllib.parse import quote
 
 from windlass.dashboard.filters import counted, duration
-from windlass.model.alert import ADVICE, Severity
+from windlass.model.alert import Severity, advice_on
 from windlass.model.overview import FleetOverview, OpenAlert, Overview
 from windlass.operations import OTHER_ACCOUNT
 from windlass.policy.alerts import EVALUATION_INTERVAL_S, RESOLVE_AFTER_S
@@ -103,7 +103,7 @@ def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[Attention
             f"hold-{fleet.name}",
             True,
             f"Fleet {fleet.name} is on hold: {_with_full_stop(fleet.hold.reason)}",
-            _advice(fleet.hold.code),
+            _advice(fleet.hold.code, fleet.name),
             fleet.hold.since,
             link,
             restart_fleet=fleet.name if fleet.hold.code in RESOLVED_BY_RESTART else None,
@@ -111,20 +111,28 @@ def _fleet_items(overview: FleetOverview, codes: set[str]) -> Iterator[Attention
             code=fleet.hold.code,
         )
     if fleet.failed_slots and "SLOT_FAILED" not in codes:
-        what = f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} reached max_restarts and stay empty."
+        stays = "stays" if len(fleet.failed_slots) == 1 else "stay"
+        what = (
+            f"{counted(len(fleet.failed_slots), 'slot')} of fleet {fleet.name} reached max_restarts and {stays} empty."
+        )
         yield AttentionItem(
             f"slots-{fleet.name}",
             True,
             what,
-            _advice("SLOT_FAILED"),
+            _advice("SLOT_FAILED", fleet.name),
             None,
             link,
             restart_fleet=fleet.name,
             code="SLOT_FAILED",
         )
     if overview.silent:
-        what = f"{counted(overview.silent, 'worker')} of fleet {fleet.name} sent no heartbeat within their lease."
-        advice = "No action needed: their tasks are requeued and the workers are replaced."
+        its, leases, replaced = ("their", "their leases", "the workers are replaced")
+        if overview.silent == 1:
+            its, leases, replaced = ("its", "its lease", "the worker is replaced")
+        what = f"{counted(overview.silent, 'worker')} of fleet {fleet.name} sent no heartbeat within {leases}."
+        advice = f"No action needed: {its} tasks are requeued and {replaced}."
+        if overview.by_hand:
+            advice = f"{its.capitalize()} tasks are requeued. A worker that was started by hand is not replaced."
         yield AttentionItem(f"silent-{fleet.name}", False, what, advice, None, link)
     if fleet.is_paused:
         what = f"Fleet {fleet.name} is paused: its workers claim no tasks and no workers are spawned."
@@ -154,7 +162,7 @@ def _alert_item(alert: OpenAlert, now: datetime) -> AttentionItem:
         f"alert-{alert.id}",
         alert.severity == Severity.CRITICAL,
         what,
-        RETRY_ADVICE if is_about_tasks else _advice(alert.code),
+        RETRY_ADVICE if is_about_tasks else _advice(alert.code, alert.fleet),
         alert.since,
         FAILED_TASKS if is_about_tasks else link,
         FAILED_LABEL if is_about_tasks else "View workers",
@@ -164,8 +172,8 @@ def _alert_item(alert: OpenAlert, now: datetime) -> AttentionItem:
     )
 
 
-def _advice(code: str) -> str:
-    advice = ADVICE.get(code, DEFAULT_ADVICE)
+def _advice(code: str, fleet: str | None = None) -> str:
+    advice = advice_on(code, fleet) or DEFAULT_ADVICE
     return _with_full_stop(advice[:1].upper() + advice[1:])
 
 

@@ -144,7 +144,12 @@ def _chart(
     data: dict[str, Any] = {
         "at": at,
         "series": [
-            {"label": s.label, "colour": f"--series-{s.colour}", "values": [_as_integer(v) for v in s.values]}
+            {
+                "label": s.label,
+                "colour": f"--series-{s.colour}",
+                # 3 takes fewer bytes than 3.0.
+                "values": [int(v) if v is not None and v == int(v) else v for v in s.values],
+            }
             for s in series
         ],
         "isStacked": is_stacked,
@@ -158,7 +163,3 @@ def _chart(
     most = ", ".join(f"{s.label} {max(v or 0 for v in s.values):g}" for s in series)
     summary = f"{title} over the last {brief(max(60.0, at[-1] - at[0]))}: now {current}; at most {most}."
     return Chart(f"chart-{chart_id}", title, series, summary, json.dumps(data, separators=(",", ":")), unit)
-
-
-def _as_integer(value: float | None) -> float | int | None:
-    return int(value) if value is not None and value == int(value) else value

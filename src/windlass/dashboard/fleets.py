@@ -11,15 +11,23 @@ from windlass.dashboard.alerts import AttentionItem
 from windlass.dashboard.charts import Chart, ChartRange, fleet_charts
 from windlass.dashboard.cost import BudgetView
 from windlass.dashboard.cycles import CycleLine, cycle_lines, split_decision
+from windlass.dashboard.filters import counted
 from windlass.dashboard.rendering import PageContext, render
 from windlass.dashboard.workers import SlotMap
 from windlass.model.cycle import Cycle
 from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.listing import HostRecord
-from windlass.model.overview import FleetOverview, Sample
+from windlass.model.overview import BootQuantiles, FleetOverview, Sample
 from windlass.model.redaction import shown_settings
 
+# Labels of the phases of a boot, each with what is reached then.
+BOOT_PHASES = {
+    "running": ("Running", "The vendor reports that the machine runs"),
+    "reachable": ("Reachable", "The machine reached the control plane, or the control plane reached it"),
+    "joined": ("Joined", "Its worker has joined"),
+    "first_claim": ("First claim", "Its worker claimed its first task"),
+}
 _NUMBER = pattern(r"\d[\d,.]*")
 
 
@@ -54,8 +62,10 @@ def fleet_card(
         state, label = "hold", "on hold"
     elif fleet.is_paused:
         state, label = "paused", "paused"
+    elif overview.is_by_hand:
+        state, label = "steady", f"{counted(overview.by_hand, 'worker')} started by hand"
     elif fleet.planned_at is None:
-        state, label = "queued", "unmanaged"
+        state, label = "queued", "no cycle yet"
     elif decision.startswith("spawn"):
         state, label = "spawning", "spawning"
     else:
@@ -98,11 +108,12 @@ def fleet_page(
     slots: SlotMap,
     changes: Sequence[Cycle],
     events: Sequence[Event],
-    hand_started: int,
     places: Sequence[HostRecord],
+    boots: Sequence[BootQuantiles],
 ) -> str:
-    """`settings` None: no cycle with settings is stored. `hand_started`: its workers without a slot.
-    `places`: where its machines were."""
+    """`settings` None: no cycle with settings is stored.
+
+    `places`: where its machines were. `boots`: how long they took to start."""
     lines: list[CycleLine] = cycle_lines(changes)
     return render(
         "fleet.html",
@@ -116,6 +127,6 @@ def fleet_page(
         map=slots,
         changes=lines,
         events=events,
-        hand_started=hand_started,
         places=places,
+        boots=[(*BOOT_PHASES[boot.phase], boot) for boot in boots],
     )

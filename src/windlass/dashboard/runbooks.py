@@ -1,6 +1,5 @@
 """The page of runbooks, rendered from its Markdown, and links of codes to their runbooks."""
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from urllib.parse import urlsplit
@@ -9,7 +8,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup
 
-from windlass.runbooks import runbook_page, runbooks
+from windlass.runbooks import heading_anchor, runbook_page, runbooks
 
 PATH = "/runbooks"
 _SCROLLING = Markup('<div class="scroll" tabindex="0" role="region" aria-label="{}, scrollable table">')
@@ -56,7 +55,7 @@ def _add_anchors(tokens: Sequence[Token]) -> None:
             is_first_cell = False
         elif token.type == "inline" and token.children is not None:
             if before is not None and before.type == "heading_open":
-                before.attrSet("id", re.sub(r"[^a-z0-9]+", "-", token.content.lower()).strip("-"))
+                before.attrSet("id", heading_anchor(token.content))
             token.children = list(_without_outer_links(token.children))
             for child in token.children:
                 is_code = is_first_cell and child.type == "code_inline" and child.content in runbooks()

@@ -124,7 +124,7 @@ def workers_page(
         fleets=fleets,
         maps=maps,
         ray_dashboards=ray_dashboards,
-        summary=", ".join(parts) or "No live workers.",
+        summary=", ".join(parts) or "No live workers",
         fleet=fleet,
         is_terminated=is_terminated,
         is_first=is_first,

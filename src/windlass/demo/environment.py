@@ -108,7 +108,9 @@ class DemoNarrator:
         for row in rows:
             self._last_ids[row["source"]] = row["id"]
             kind = row["reason"].partition(":")[0]
-            if row["code"] in self._messages and (row["source"] == "event" or self._is_new(kind, row["reason"])):
+            if row["code"] in self._messages and (
+                row["source"] == "event" or self._record_decision(kind, row["reason"])
+            ):
                 values = {"reason": row["reason"], "worker": row["worker_id"], "task": row["task_id"]}
                 self._print_line(self._messages[row["code"]].format(**values, attempt=kind))
         quarters = 4 * progress["complete"] // self._task_count
@@ -116,8 +118,8 @@ class DemoNarrator:
             self._quarters = quarters
             self._print_line(f"{progress['complete']} of {self._task_count} tasks are complete")
 
-    def _is_new(self, kind: str, decision: str) -> bool:
-        """Whether a decision acts, or differs from the last one in its kind or in whether idle workers are kept."""
+    def _record_decision(self, kind: str, decision: str) -> bool:
+        """Record a decision. True if it acts, or differs in its kind or in whether idle workers are kept."""
         previous, self._last_decision = self._last_decision, (re.sub(r"\d+", "", kind), " kept" in decision)
         is_acting = kind.startswith(("spawn", "drain")) and not kind.startswith("spawn 0 ")
         return is_acting or previous != self._last_decision

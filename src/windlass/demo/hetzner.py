@@ -58,7 +58,7 @@ choices = ["cx23@nbg1", "cx23@fsn1"]
     prints_toml = True
     machines = "servers"
     work_s = (0.4, 0.5, 0.6)
-    base_time_limit_s = 60.0
+    base_time_limit_s = 300.0
     secrets: ClassVar[Mapping[str, str]] = {"HETZNER_API_TOKEN": "any"}
     # Set by `open_cloud`.
     emulator: HetznerEmulator

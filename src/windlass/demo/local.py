@@ -26,7 +26,7 @@ stop_timeout_s = 10
     machines = "worker processes"
     work_s = (0.2, 0.3, 0.4)
     min_workers = 1
-    base_time_limit_s = 60.0
+    base_time_limit_s = 180.0
 
     async def advance(self, environment: DemoEnvironment, progress: Any) -> bool:
         if not progress["enqueued"]:

@@ -30,8 +30,10 @@ stop_timeout_s = 15
 """
     machines = "Ray nodes, with a head and a dispatcher, as processes of this host"
     work_s = (0.3, 0.4, 0.5)
+    # The dispatcher writes the results, and it is not suspended with the node.
+    delivery_s = 1.0
     # A Ray head and its nodes start slowly.
-    base_time_limit_s = 180.0
+    base_time_limit_s = 300.0
 
     async def advance(self, environment: DemoEnvironment, progress: Any) -> bool:
         if not progress["enqueued"]:

@@ -89,7 +89,7 @@ start_watch_s = 0.5
     machines = "pods"
     work_s = (0.4, 0.5, 0.6)
     # Three boots one after another, and all timeouts.
-    base_time_limit_s = 120.0
+    base_time_limit_s = 300.0
     secrets: ClassVar[Mapping[str, str]] = {"RUNPOD_API_KEY": "any"}
     # Set by `open_cloud`.
     emulator: RunpodEmulator

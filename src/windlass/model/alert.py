@@ -39,6 +39,7 @@ CRITICAL_CODES = frozenset(
 )
 
 # The second sentence of an alert: what to do first. docs/runbooks.md has the rest under the same codes.
+# FLEET stands for the name of the fleet.
 ADVICE = {
     "ALL_CRASHED": "check the log of one of them: a bad release, image or host fails all at once",
     "BUDGET": "raise the fleet's budget, or wait for the next hour, day or month",
@@ -82,6 +83,12 @@ ADVICE = {
     "VRAM_STALE": "check the worker: its GPU stopped responding",
     "WAS_AWAY": "nothing to do: live workers send a heartbeat within its timeout",
 }
+
+
+def advice_on(code: str, fleet: str | None) -> str | None:
+    """With the name of the fleet in its commands, so that they can be copied."""
+    advice = ADVICE.get(code)
+    return advice.replace("FLEET", fleet) if advice is not None and fleet is not None else advice
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ class ApiConfig(_Section):
     )
     open_reading: bool = Field(
         default=False,
-        description="Let every user of this host read without a login, until the first API token is created.",
+        description="Let every user of this host read without a login, until the first API token is created. A proxy "
+        "on this host that adds no forwarding headers opens reading to all its callers: set `url` behind one.",
     )
     login_link: bool = Field(
         default=True,

@@ -68,7 +68,7 @@ class FleetOverview:
     work: Work
     # Workers by status, without terminated ones.
     workers: Mapping[WorkerStatus, int]
-    # Workers in a slot of the fleet; the others were started by hand.
+    # Workers in a slot of the fleet.
     managed: int
     paused: int
     # Active workers whose last heartbeat is older than their lease.
@@ -84,6 +84,15 @@ class FleetOverview:
     alerts: tuple[OpenAlert, ...]
     # Spawned workers that do not drain and have other code or settings than the fleet's current ones.
     outdated: int = 0
+    # Workers that a person started. The fleet neither spawns nor replaces them.
+    by_hand: int = 0
+    # Whether the process that reads the overview has the fleet in its configuration.
+    is_configured: bool = False
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the fleet exists only because workers were started by hand: no cycle runs for it."""
+        return self.by_hand > 0 and not self.managed and not self.is_configured and self.fleet.planned_at is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +193,8 @@ class BootQuantiles:
     """Boot times of a fleet's last 200 spawned workers, to one phase."""
 
     phase: str
+    # Workers that reached it.
+    count: int
     p50_s: float
     p95_s: float
     p99_s: float

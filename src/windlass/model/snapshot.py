@@ -71,8 +71,7 @@ class WorkerView:
     lease_s: float | None = None
     # None: the machine has no price.
     bill: Bill | None = None
-    # When the control plane first began to start the worker's program on the machine, and the error if that failed.
-    preparing_at: datetime | None = None
+    # The error, if the control plane could not start the worker's program on the machine.
     prepare_code: str | None = None
     prepare_reason: str | None = None
     # SSH host key that the machine presented at the first connection.
@@ -267,8 +266,8 @@ class HealthState:
 class MachineListState:
     # Worker id to the first complete list that lacked its machine.
     missing_since: dict[str, datetime] = field(default_factory=dict)
-    # Id of a spawned worker whose machine is unknown to the seconds of its age that a step of the database's clock
-    # forward may have added: its machine may still appear.
+    # Id of a worker without a known machine to unproven seconds of its age: the database's clock may have been set
+    # forward by them. A machine may still appear until the rest of the age is long enough.
     unproven_s: dict[str, float] = field(default_factory=dict)
     # Since when the provider has returned no complete list.
     unlisted_since: datetime | None = None
@@ -360,7 +359,7 @@ class PlannerState:
     # Fingerprint of the fleet's current code and settings, as the last plan knew it.
     fingerprint: str | None = None
     rollout: Rollout | None = None
-    # Id of the last aborted DeployRequest that a plan has carried out.
+    # Id of the last aborted DeployRequest that a plan has executed.
     aborted_deploy: int = 0
     working: WorkingVersion | None = None
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from windlass.model.alert import ADVICE, Message, MessageKind
+from windlass.model.alert import Message, MessageKind, advice_on
 
 
 def to_plain(message: Message) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def to_plain(message: Message) -> dict[str, Any]:
         "code": message.code,
         "severity": str(message.severity),
         "reason": message.reason,
-        "advice": ADVICE.get(message.code),
+        "advice": advice_on(message.code, message.fleet),
         "since": message.since.isoformat(),
         "resolved_at": message.resolved_at.isoformat() if message.resolved_at is not None else None,
     }
@@ -26,5 +26,5 @@ def to_sentences(message: Message) -> str:
     if message.kind is MessageKind.RESOLVED:
         lasted_s = (message.resolved_at - message.since).total_seconds() if message.resolved_at is not None else 0.0
         return f"Resolved after {lasted_s / 60:.0f} minutes: {message.reason}."
-    advice = ADVICE.get(message.code)
+    advice = advice_on(message.code, message.fleet)
     return f"{message.reason}." + (f"\nWhat to do: {advice}." if advice is not None else "")

@@ -26,7 +26,7 @@ from windlass.model.listing import (
     TaskRow,
     WorkerRow,
 )
-from windlass.model.overview import FleetMetrics, OpenAlert, Overview, Sample, Work
+from windlass.model.overview import BootQuantiles, FleetMetrics, OpenAlert, Overview, Sample, Work
 from windlass.model.worker import WorkerStatus
 from windlass.ports.clock import DatabaseClock
 
@@ -51,6 +51,9 @@ class QueryStore(DatabaseClock, Protocol):
 
     async def history(self, fleet: str, since_s: float, points: int = 240) -> list[Sample]:
         """The last `since_s` seconds in at most `points` points (never more than MAX_POINTS), oldest first."""
+
+    async def boot_times(self, fleet: str) -> list[BootQuantiles]:
+        """Phases of a boot, in their order, that one of the fleet's last 200 spawned workers has reached."""
 
     async def take_samples(self, overview: Overview) -> None:
         """Store one sample per fleet for `history`. Several processes may do so at the same time."""

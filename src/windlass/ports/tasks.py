@@ -85,7 +85,10 @@ class TaskStore(DatabaseClock, Protocol):
         """How many tasks became complete or failed within the last `since_s` seconds."""
 
     async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
-        """Delete finished tasks of these statuses that finished longer ago than that. Returns how many."""
+        """Delete finished tasks of these statuses that finished longer ago than that. Returns how many.
+
+        An event TASKS_PURGED has their number, also if it is interrupted after a part of them.
+        """
 
 
 class MaintenanceStore(DatabaseClock, Protocol):

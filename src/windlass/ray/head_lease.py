@@ -69,7 +69,7 @@ async def hold_head_lease(
         if (error := renewing.exception()) is not None:
             raise WindlassError(f"cannot renew the lease of the Ray head: {error}") from error
         raise WindlassError(
-            f"lost the lease of the Ray head: another `windlass up` uses a Ray head since the database was away. {_FIX}"
+            f"lost the lease of the Ray head: another `windlass up` took over while PostgreSQL did not answer. {_FIX}"
         ) from None
     finally:
         renewing.cancel()

@@ -1,4 +1,4 @@
--- Named queries about the boots of machines, for metrics.
+-- Named queries about the boots of machines, for metrics and the dashboard.
 
 -- name: boot_phases
 -- Metrics; workers_managed of each fleet, its last 200 spawned workers.
@@ -20,5 +20,8 @@ cross join lateral (
 where p.seconds is not null;
 
 -- name: boot_times
--- Metrics; as boot_phases.
-select t.fleet, t.phase, t.p50_s, t.p95_s, t.p99_s from windlass.boot_times t order by t.fleet, t.phase;
+-- Metrics; as boot_phases. The page of a fleet; with its name, workers_managed of that fleet only.
+select t.fleet, t.phase, t.count, t.p50_s::float8 as p50_s, t.p95_s::float8 as p95_s, t.p99_s::float8 as p99_s
+from windlass.boot_times t
+where $1::text is null or t.fleet = $1
+order by t.fleet, array_position(array['running', 'reachable', 'joined', 'first_claim'], t.phase);

@@ -187,9 +187,9 @@ def _worker_views(rows: Sequence[Any]) -> tuple[WorkerView, ...]:
             running,
             *known[16:19],
             bill_of(row),
-            *known[25:29],
-            node_view(known[29]),
-            *known[30:40],
+            *known[25:28],
+            node_view(known[28]),
+            *known[29:39],
         ]
         views.append(WorkerView(*fields))
     return tuple(views)

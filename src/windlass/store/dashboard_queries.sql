@@ -8,6 +8,7 @@ select
   count(*) filter (where w.status = 'terminating') as terminating,
   count(*) filter (where w.status = 'error') as error,
   count(*) filter (where w.slot is not null) as managed,
+  count(*) filter (where w.slot is null and w.kind = 'worker') as by_hand,
   count(*) filter (
     where w.slot is not null and w.status in ('spawning', 'active') and f.planner_state ->> 'fingerprint' is not null
       and w.fingerprint is distinct from f.planner_state ->> 'fingerprint'

@@ -74,8 +74,9 @@ class PostgresOverview(DatabaseStore):
                     },
                     **{
                         name: workers[fleet.name][name] if fleet.name in workers else 0
-                        for name in ("managed", "outdated", "paused", "silent", "idle", "free_slots")
+                        for name in ("managed", "by_hand", "outdated", "paused", "silent", "idle", "free_slots")
                     },
+                    is_configured=configured is not None and fleet.name in configured,
                     decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
                     cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,
                     decided_at=cycles[fleet.name]["decided_at"] if fleet.name in cycles else None,
@@ -106,6 +107,10 @@ class PostgresOverview(DatabaseStore):
         rows = await self._database.fetch("reading the history", QUERIES[query], fleet, since_s, step_s)
         return [Sample(**row) for row in rows[-MAX_POINTS:]]
 
+    async def boot_times(self, fleet: str) -> list[BootQuantiles]:
+        rows = await self._database.fetch("reading boot times", BOOT_QUERIES["boot_times"], fleet)
+        return [BootQuantiles(*tuple(row)[1:]) for row in rows]
+
     async def take_samples(self, overview: Overview) -> None:
         rows = []
         for fleet in overview.fleets:
@@ -135,7 +140,7 @@ class PostgresOverview(DatabaseStore):
             costs = await connection.fetch(QUERIES["machine_costs"])
             spent = await connection.fetch(QUERIES["recent_spending"])
             phases = await connection.fetch(BOOT_QUERIES["boot_phases"])
-            quantiles = await connection.fetch(BOOT_QUERIES["boot_times"])
+            quantiles = await connection.fetch(BOOT_QUERIES["boot_times"], None)
         return [
             FleetMetrics(
                 **row,

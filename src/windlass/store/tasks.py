@@ -194,21 +194,22 @@ class PostgresTaskStore(DatabaseStore):
     async def purge(self, queue: str | None, statuses: Sequence[TaskStatus], older_than_s: float) -> int:
         deleted, until = 0, await self.now() - timedelta(seconds=older_than_s)
         # Where the last batch ended, so that tasks of other queues are skipped once and not in every batch.
-        complete_from = failed_from = None
+        complete_from = failed_from = event_id = None
         # Bounded by the table: each batch is full or the last.
         for _ in itertools.count():
             gone = await self._database.fetchrow(
                 "deleting finished tasks",
-                "select * from windlass_internal.purge_tasks($1, $2, $3, $4, $5, $6)",
+                "select * from windlass_internal.purge_tasks($1, $2, $3, $4, $5, $6, $7)",
                 queue,
                 list(statuses),
                 until,
                 complete_from,
                 failed_from,
                 PURGE_BATCH,
+                event_id,
                 timeout_s=BULK_TIMEOUT_S,
             )
-            deleted += gone["count"]
+            deleted, event_id = deleted + gone["count"], gone["event_id"]
             complete_from, failed_from = gone["complete_to"] or complete_from, gone["failed_to"] or failed_from
             if gone["count"] < PURGE_BATCH:
                 break

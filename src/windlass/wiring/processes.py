@@ -11,16 +11,16 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from windlass.config_loader import Loaded
 from windlass.model.config import Config
 from windlass.model.errors import BadInput
 from windlass.model.process import ProcessKind
-from windlass.wiring.http_server import OnDashboard, load_tls, open_listener
+from windlass.wiring.http_server import OnDashboard, load_tls, open_listener, warn_of_open_reading
 from windlass.wiring.log_sink import Tap
 from windlass.wiring.ray import set_ray_credentials
 from windlass.wiring.reload import merge_for_servers
@@ -29,7 +29,14 @@ from windlass.wiring.stores import check_embedded_database_is_there, database, o
 from windlass.wiring.supervised_process import ProcessRole
 from windlass.wiring.supervisor import Supervisor
 from windlass.wiring.terminal import ControllingTerminal
-from windlass.wiring.up import ControlOptions, check_start, prepare_schema, run_control, warn_of_owner_rights
+from windlass.wiring.up import (
+    ControlOptions,
+    check_start,
+    prepare_schema,
+    run_control,
+    running_dashboards,
+    warn_of_owner_rights,
+)
 
 if TYPE_CHECKING:
     from windlass.store.embedded import EmbeddedPostgres
@@ -56,6 +63,8 @@ class _Prepared:
     config: Config
     listener: socket.socket | None
     database: "EmbeddedPostgres | None"
+    # By host: dashboards of other programs on the same database.
+    dashboards: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_up(control: ControlOptions, serve: ServeOptions, *, has_servers: bool = True) -> int:
@@ -75,6 +84,7 @@ def run_up(control: ControlOptions, serve: ServeOptions, *, has_servers: bool = 
         try:
             async with database(config) as dsn:
                 await prepare_schema(dsn)
+                dashboards = await running_dashboards(dsn)
                 # Only this user of the host can connect to the embedded database.
                 if config.database_url is not None:
                     await warn_of_owner_rights(dsn)
@@ -83,7 +93,7 @@ def run_up(control: ControlOptions, serve: ServeOptions, *, has_servers: bool = 
                 embedded.close()
             raise
         set_ray_credentials(config)
-        return _Prepared(config, listener, embedded)
+        return _Prepared(config, listener, embedded, dashboards)
 
     terminal = ControllingTerminal()
     with _remembered_reloads() as reloads:
@@ -93,7 +103,7 @@ def run_up(control: ControlOptions, serve: ServeOptions, *, has_servers: bool = 
         role = ProcessRole(
             ProcessKind.CONTROL,
             0,
-            functools.partial(run_control, options=control),
+            functools.partial(run_control, options=control, dashboards=prepared.dashboards),
             CONTROL_SILENCE_S,
             closes=(listener,) if listener is not None else (),
         )
@@ -152,6 +162,7 @@ def _server_roles(config: Config, listener: socket.socket, serve: ServeOptions) 
     from windlass.server.wheel import build_wheel
     from windlass.wiring.server_process import ServerOptions, run_server
 
+    warn_of_open_reading(config.api)
     # Built once at the start: later the files on disk may be of another version.
     options = ServerOptions(serve.version, build_wheel(), serve.on_dashboard, serve.on_config, serve.tap)
     return [

@@ -8,7 +8,6 @@ the real loader before anything is written. `write_project` replaces no file unl
 import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,8 +110,9 @@ def check_project(config_text: str) -> Config:
         except ConfigError as error:
             raise ConfigError(str(error).replace(str(file), CONFIG_FILE)) from None
     check_worker_start(loaded.config)
-    if loaded.warnings:
-        raise ConfigError(". ".join(loaded.warnings).replace(str(file), CONFIG_FILE))
+    # Variables of the environment may be ignored: they are not among the answers.
+    if ignored := [warning for warning in loaded.warnings if f"(from {file})" in warning]:
+        raise ConfigError(". ".join(ignored).replace(str(file), CONFIG_FILE))
     return loaded.config
 
 
@@ -162,32 +162,20 @@ def _deploy_files(answers: ProjectAnswers, fleet: FleetConfig, version: str) -> 
             name: _deploy_file(f"kubernetes/{name}")
             for name in ("kustomization.yaml", "up.yaml", "cycle.yaml", "service.yaml", "podmonitor.yaml")
         }
-        if key is not None:
-            found |= {name: _with_key_variable(found[name], key) for name in ("up.yaml", "cycle.yaml")}
+        # The files of the repository are for Runpod.
+        found = {name: text.replace(KEYS["runpod"], key or KEYS["runpod"]) for name, text in found.items()}
         found["kustomization.yaml"] = _replaced(
-            found["kustomization.yaml"],
-            {
-                "--kustomize deploy/kubernetes": "--kustomize .",
-                "--from-literal=DATABASE_URL=postgresql://…": "--from-literal=DATABASE_URL=postgresql://…"
-                + (f" --from-literal={key}=…" if key is not None else ""),
-            },
+            found["kustomization.yaml"], {"--kustomize deploy/kubernetes": "--kustomize ."}
         )
         return found
     return {}
 
 
-def _with_key_variable(manifest: str, key: str) -> str:
-    """The variable that names the file of the vendor's key, after and like that of the database's URL."""
-    variable = re.search(r"^ *- name: DATABASE_URL_FILE\n.*\n", manifest, re.MULTILINE)
-    if variable is None:
-        raise AssertionError("the manifest does not set DATABASE_URL_FILE")
-    return _replaced(manifest, {variable[0]: variable[0] + variable[0].replace("DATABASE_URL", key)})
-
-
 def _compose_file(key: str | None, stop_s: int, version: str) -> str:
     changes = {
         "mkdir -p secrets app": "mkdir -p secrets",
-        "#   cp ../../examples/hello.py app/app.py\n": "",
+        "#   cp windlass.toml ../../examples/hello.py app\n": "",
+        '#   docker compose exec windlass windlass enqueue greetings \'{"name": "Ada"}\'\n': "",
         "    build:\n      context: ../..\n      dockerfile: deploy/docker/Dockerfile\n": (
             f"    # From a clone of Windlass: docker build -f deploy/docker/Dockerfile -t windlass:{version} .\n"
             f"    image: windlass:{version}\n"

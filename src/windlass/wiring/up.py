@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from windlass.model.config import Config
 from windlass.model.counters import ALERT_MESSAGES, LOG_LINES_DROPPED, CounterBuffer
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
-from windlass.model.lease import Candidate, holder_of_this_process
+from windlass.model.lease import Candidate, holder_of_this_process, process_of_holder
 from windlass.model.process import ProcessKind
 from windlass.ports.alerts import Notifier
 from windlass.store.alerts import PostgresAlertStore
@@ -137,10 +137,20 @@ async def warn_of_owner_rights(dsn: str) -> None:
         structlog.get_logger("windlass.up").warning("run with owner rights", user=user, hint=hint)
 
 
-async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlOptions) -> None:
+async def running_dashboards(dsn: str) -> dict[str, str]:
+    """The address of a server on each host, of those that were started last."""
+    async with Database(await dsn_with_role(dsn, ORCHESTRATOR), max_connections=1) as opened:
+        processes = await OrchestratorStores(opened).processes()
+    return {process.host: process.url for process in reversed(processes) if process.url is not None}
+
+
+async def run_control(
+    link: ProcessLink, order: StartOrder, *, options: ControlOptions, dashboards: Mapping[str, str]
+) -> None:
     """Run every fleet until the link requests a stop: the first shuts the fleets down, a second one ends now.
 
     The schema is up to date. A successor takes the leader's lease over from its dead predecessor at once.
+    `dashboards`: by host, those that ran before this program. A standby names the leader's.
     """
     config, candidate = order.config, make_candidate(order.config)
     process, counters = new_record(ProcessKind.CONTROL, 0, options.version), CounterBuffer()
@@ -167,6 +177,9 @@ async def run_control(link: ProcessLink, order: StartOrder, *, options: ControlO
         reloads = ReloadRequests(link.reload_requested)
 
         def publish(summary: Summary) -> None:
+            leader = process_of_holder(summary.leader) if summary.leader is not None else None
+            if leader is not None:
+                summary = replace(summary, leader_url=dashboards.get(leader[0]))
             for receive in listeners:
                 receive(summary)
 
@@ -231,11 +244,8 @@ def make_cycle(
 ) -> FleetCycle:
     """`latest`: the configuration after reloads."""
     provider = make_provider(name, fleet, config, instance_id)
-    reader = FingerprintReader(name, instance_id, version)
     deployment = Deployment(
-        reader.read,
-        describe=reader.describe,
-        restore=reader.restore,
+        FingerprintReader(name, instance_id, version),
         make_provider=lambda former: make_provider(
             name, former, latest() if latest is not None else config, instance_id
         ),
@@ -270,7 +280,7 @@ def _make_alert_manager(
     return AlertManager(
         store,
         notifiers,
-        dead_letters_allowed=config.alerts.failed_tasks_per_hour,
+        failed_tasks_allowed=config.alerts.failed_tasks_per_hour,
         leader_grace_s=LEADER_GRACE_LEASES * config.control.lease_s,
         ignored=config.alerts.ignored,
         **options,

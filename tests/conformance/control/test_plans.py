@@ -134,7 +134,7 @@ async def test_preparation_is_recorded_before_and_after(store: ControlStores, cl
     await ann.commit(Prepare("w0", "m1", "it runs"))
     await ann.report(PreparationUnclear("w0", "the connection broke"))
     (view,) = (await ann.observe()).workers
-    assert (view.preparing_at, view.prepared_at, view.host_key) == (began_at, None, None)
+    assert (view.progress_at, view.prepared_at, view.host_key) == (began_at, None, None)
     await ann.report(Prepared("w0", "m2", "not its machine"))
     await ann.report(Prepared("w0", "m1", "ssh-ed25519 AAAA"))
     done_at = clock()

@@ -52,8 +52,9 @@ _SQL_COMMENT = re.compile(r"--.*")
 # What no world has: people's sessions, adopted tables, Ray nodes, volumes, dead letters, provider accounts that change.
 OUT_OF_REACH = frozenset(
     {
-        "SESSION_OPENED", "SESSION_REVOKED", "TOKEN_CREATED", "TOKEN_REVOKED", "WORKER_JOINED", "WORKER_PAUSED",
-        "WORKER_RESUMED", "TASK_CANCELLED", "TASK_RETRIED", "TASK_RELEASED", "ROW_REJECTED", "ENGINE_SILENT",
+        "LINK_CREATED", "SESSION_ENDED", "SESSION_OPENED", "SESSION_REVOKED", "TASKS_PURGED", "TOKEN_CREATED",
+        "TOKEN_REVOKED", "WORKER_JOINED", "WORKER_PAUSED", "WORKER_RESUMED", "TASK_CANCELLED",
+        "TASK_RETRIED", "TASK_RELEASED", "ROW_REJECTED", "ENGINE_SILENT",
         "STORAGE_DOUBTED", "STORAGE_FULL", "STORAGE_NOT_GROWN", "STORAGE_UNKNOWN", "DEAD_LETTERS", "KEY_CHANGED",
         "OTHER_ACCOUNT", "OTHER_PROVIDER", "CHOICE_REFUSED",
         # Alerts that AlertManager raises, which these worlds do not run.

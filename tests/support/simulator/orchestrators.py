@@ -5,20 +5,20 @@ Each start uses a new lease holder name, because a killed process cannot renew i
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 from typing import Any
 
 from support.simulator.processes import SimulatedProcess
 from support.simulator.trace import Trace
 from windlass.control.cycle import FleetCycle
-from windlass.control.deployment import Deployment
+from windlass.control.deployment import Deployment, UnknownVersion
 from windlass.control.fleet_task import FleetTask
 from windlass.control.summary import Summary
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate
 from windlass.model.machine import ProviderTraits
+from windlass.model.rollout import WorkingVersion
 from windlass.ports.provider import Provider
 
 # Returns what an orchestrator uses in place of a store or a provider.
@@ -112,16 +112,32 @@ class SimulatedOrchestrator:
 
     def _deployment(self, fleet: str, provider: Provider, process: SimulatedProcess) -> Deployment:
         if not self.restores_settings:
-            return Deployment(partial(self._version_of, fleet))
+            return Deployment(SimulatedVersions(self._versions, fleet))
         return Deployment(
-            partial(self._version_of, fleet),
-            describe=lambda fingerprint: json.dumps({"image": fingerprint}),
-            restore=lambda config, working: config.model_copy(update={"handler": f"{working.fingerprint}:work"}),
+            RestoredVersions(self._versions, fleet),
             make_provider=lambda _config: self._wrap_service(self, ProcessProvider(provider, process)),
         )
 
-    async def _version_of(self, fleet: str, _config: FleetConfig) -> str | None:
-        return self._versions.get(fleet)
+
+class SimulatedVersions(UnknownVersion):
+    """The version that a scenario gave a fleet."""
+
+    def __init__(self, versions: Mapping[str, str | None], fleet: str) -> None:
+        self._versions = versions
+        self._fleet = fleet
+
+    async def read(self, _fleet: FleetConfig) -> str | None:
+        return self._versions.get(self._fleet)
+
+
+class RestoredVersions(SimulatedVersions):
+    """Versions whose settings can be restored."""
+
+    def describe(self, fingerprint: str) -> str | None:
+        return json.dumps({"image": fingerprint})
+
+    def restore(self, fleet: FleetConfig, working: WorkingVersion) -> FleetConfig | None:
+        return fleet.model_copy(update={"handler": f"{working.fingerprint}:work"})
 
 
 class ProcessProvider:

@@ -89,8 +89,6 @@ class Scenario:
     # Mean time between actions of a human operator. 0: none.
     operator_every_s: float = 0.0
     storm: StormPlan = field(default_factory=StormPlan)
-    # Drawn by draw_billed_scenario.
-    is_billed: bool = False
     # Share of a worker's calls that take no virtual time, and so meet no fault. They are cheap to simulate.
     immediate_share: float = 0.8
 
@@ -178,7 +176,6 @@ def draw_billed_scenario(seed: int) -> Scenario:
     price = rng.choice([5_999, 1_000_000])
     return replace(
         scenario,
-        is_billed=True,
         faults_end_s=until_s,
         fleets={
             name: replace(

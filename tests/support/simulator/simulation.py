@@ -79,6 +79,8 @@ class Simulation:
     on_ready: Callable[["Simulation"], None] = lambda _: None
     on_faults_ended: Callable[[], None] = lambda: None
     decisions: FaultDecisions = field(default_factory=FaultDecisions)
+    # The command that repeats exactly this run. make_simulation() knows it.
+    replay: str = "run the test again that built this scenario"
 
     trace: Trace = field(init=False)
     checker: InvariantChecker = field(init=False)
@@ -117,9 +119,7 @@ class Simulation:
             raise InvariantViolation(self.failure_report(problem)) from error
 
     def failure_report(self, problem: str) -> str:
-        seed = f"{self.scenario.seed}{' --world billed' if self.scenario.is_billed else ''}"
-        replay = f"replay: PYTHONPATH=tests python -m support.simulator --seed {seed}"
-        return f"{problem}\n\n{self.trace.text()}\n\n{problem}\n{replay}\n"
+        return f"{problem}\n\n{self.trace.text()}\n\n{problem}\nreplay: {self.replay}\n"
 
     def next_worker(self, **faults: Any) -> None:
         """Script the faults of the next worker that starts: `simulation.next_worker(never_joins=True)`."""

@@ -54,6 +54,7 @@ def make_simulation(world: str, seed: int, injection: Injection = Injection()) -
     if injection.until_s is not None:
         scenario = replace(scenario, faults_end_s=injection.until_s)
     simulation = simulation_type(scenario)
+    simulation.replay = replay_command(world, seed, injection)
     if injection.only is not None:
         simulation.decisions = FaultDecisions(frozenset(injection.only))
     return simulation

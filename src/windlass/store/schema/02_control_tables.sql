@@ -62,7 +62,7 @@ create table windlass.leases (
 -- The latest time that follow_clock has seen. A time before it means that the database's clock was set back.
 create table windlass.clock (
   seen_at timestamptz not null,
-  -- Until then recover_lost_workers finds nothing, because a call has found nothing: at most a second later.
+  -- recover_lost_workers returns without a search until this time: at most a second after a search that found nothing.
   judged_until timestamptz,
   is_only boolean primary key default true check (is_only)
 );

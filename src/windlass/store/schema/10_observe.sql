@@ -57,7 +57,6 @@ create function windlass_internal.observe(
   billing_unit_s integer,
   billed_since timestamptz,
   settled_until timestamptz,
-  preparing_at timestamptz,
   prepare_code text,
   prepare_reason text,
   host_key text,
@@ -227,7 +226,7 @@ begin
       w.first_claimed_at, w.terminating_at, windlass_internal.reported_seconds(w.metadata -> 'idle_s'), w.machine_id, w.machine_at,
       w.creation, w.prepared_at, w.vram_total_mb, w.vram_used_mb, w.vram_at, w.vram_lost_at, w.code, w.reason,
       w.lease_s::double precision, w.price_micros_per_hour, w.price_parts, w.currency, w.billing_unit_s, w.billed_since,
-      w.settled_until, w.preparing_at, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
+      w.settled_until, w.prepare_code, w.prepare_reason, w.host_key, w.node, w.failing_since,
       w.provider, w.running_at, greatest(w.boot_step_at, w.reachable_at, w.joined_at, w.preparing_at, w.prepared_at),
       w.address, w.machine_host, w.instance_type, w.place, w.machine_created_at, w.fingerprint, t.id, t.started_at,
       t.timeout_s::double precision, case when cardinality(p_queues) > 1 then t.queue end

@@ -23,9 +23,35 @@ as $$
   ) as due
 $$;
 
+-- Durations of the newest p_limit deleted tasks of these queues, from at most 200 of each of the newest 4 rows of
+-- task_history: the durations of failed tasks, too. Index task_history_queue.
+create function windlass_internal.remembered_durations(p_queues text[], p_limit integer)
+returns table (duration_s double precision)
+language sql stable
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+  select d.duration_s
+  from (
+    select h.*
+    from unnest(p_queues) as q (name)
+    cross join lateral (
+      select k.id, k.until_at, k.durations_s from windlass.task_history k
+      where k.queue = q.name
+      order by k.id desc limit 2
+    ) as h
+    order by h.until_at desc, h.id desc limit 4
+  ) as r
+  cross join unnest(r.durations_s[greatest(1, cardinality(r.durations_s) - 199):]) with ordinality as d (
+    duration_s, number
+  )
+  order by r.until_at desc, r.id desc, d.number desc limit p_limit
+$$;
+
 -- The queues with queued or running tasks, and a sample of the newest 100 durations of each. p_queued: the queued tasks
 -- of each of p_queues. At most 32 queues, those with most tasks. The samples come from the newest 5,000 completed tasks
--- of all queues (index tasks_complete), so a rarely used queue next to a busy one may have none.
+-- of all queues (index tasks_complete). A queue with fewer than 8 of them, the least that `adaptive` reads, has those of
+-- deleted tasks as well.
 create function windlass_internal.observe_each_queue(p_queues text[], p_queued bigint[]) returns json
 language sql stable
 as $$
@@ -65,15 +91,71 @@ as $$
     ) as r
     where r.number <= 100
     group by r.queue
+  ),
+  remembered as (
+    select
+      m.name,
+      avg(m.duration_s) as mean_s,
+      array_agg(round(m.duration_s::numeric, 3) order by m.duration_s) as durations_s
+    from (
+      select b.name, d.duration_s
+      from busiest b
+      left join samples s on s.queue = b.name
+      cross join lateral (
+        select unnest(s.durations_s)::double precision as duration_s
+        union all
+        select h.duration_s
+        from windlass_internal.remembered_durations(
+          array[b.name], 100 - cardinality(coalesce(s.durations_s, '{}'))
+        ) as h
+      ) as d
+      where cardinality(coalesce(s.durations_s, '{}')) < 8
+    ) as m
+    group by m.name
   )
   select coalesce(json_agg(json_build_object(
     'name', b.name,
     'queued', b.queued,
-    'durations_s', coalesce(s.durations_s, '{}'),
-    'duration_mean_s', s.mean_s
+    'durations_s', coalesce(m.durations_s, s.durations_s, '{}'),
+    'duration_mean_s', coalesce(m.mean_s, s.mean_s)
   ) order by b.name collate "C"), '[]')
   from busiest b
   left join samples s on s.queue = b.name
+  left join remembered m on m.name = b.name
+$$;
+
+-- Sorted boot times of the last 50 workers that became ready, among the last 200: starts may have been cancelled. If they
+-- are fewer than 8, the least that `adaptive` learns a spread from, with those of the last 200 deleted workers. Indexes
+-- workers_managed and machine_history_fleet.
+create function windlass_internal.recent_boots(p_fleet text) returns numeric[]
+language sql stable
+as $$
+  with live as (
+    select b.boot_s, b.created_at
+    from (
+      select w.id, w.created_at, round(extract(epoch from w.activated_at - w.created_at), 3) as boot_s
+      from windlass.workers w
+      where w.fleet = p_fleet and w.slot is not null
+      order by w.created_at desc, w.id collate "C" desc limit 200
+    ) as b
+    where b.boot_s is not null
+    order by b.created_at desc, b.id collate "C" desc limit 50
+  ),
+  remembered as (
+    select m.boot_s
+    from (
+      select h.requested_at, round(h.boot_s::numeric, 3) as boot_s from windlass.machine_history h
+      where h.fleet = p_fleet
+      order by h.requested_at desc limit 200
+    ) as m
+    where m.boot_s is not null and (select count(*) from live) < 8
+    order by m.requested_at desc limit 42
+  )
+  select array(
+    select b.boot_s
+    from (select l.boot_s from live l union all select r.boot_s from remembered r) as b
+    order by 1
+  )
 $$;
 
 -- Queued and running tasks of a fleet's queues. Due tasks count as queued; so do tasks that a dispatcher has claimed
@@ -93,29 +175,14 @@ as $$
     'running', claimed.running,
     'oldest_queued_age_s', extract(epoch from p_now - least(oldest.ready_at, claimed.oldest_held)),
     'duration_p50_s', completed.p50_s,
-    'durations_s', completed.durations_s,
-    'duration_mean_s', completed.mean_s,
+    'durations_s', coalesce(remembered.durations_s, completed.durations_s),
+    'duration_mean_s', coalesce(remembered.mean_s, completed.mean_s),
     'arrived', arrivals.count,
     'newest_task_id', arrivals.newest_id,
     'each', case
       when cardinality(p_queues) > 1 then windlass_internal.observe_each_queue(waiting.queues, waiting.counts) else '[]'
     end,
-    'boots_s', array(
-      -- Sorted boot times of the last 50 workers that became ready, among the last 200: starts may have been cancelled.
-      -- Index workers_managed.
-      select round(extract(epoch from r.activated_at - r.created_at), 3)
-      from (
-        select b.activated_at, b.created_at
-        from (
-          select w.id, w.activated_at, w.created_at from windlass.workers w
-          where w.fleet = p_fleet and w.slot is not null
-          order by w.created_at desc, w.id collate "C" desc limit 200
-        ) as b
-        where b.activated_at is not null
-        order by b.created_at desc, b.id collate "C" desc limit 50
-      ) as r
-      order by 1
-    )
+    'boots_s', windlass_internal.recent_boots(p_fleet)
   )
   from (
     select coalesce(sum(c.queued), 0)::bigint as count, array_agg(c.queue) as queues, array_agg(c.queued) as counts
@@ -165,6 +232,17 @@ as $$
       order by n.finished_at desc limit 500
     ) as r
   ) as completed
+  cross join lateral (
+    -- Only if fewer than 8 are known: a fleet that was quiet for longer than tasks are kept does not begin anew.
+    select avg(m.duration_s) as mean_s, array_agg(round(m.duration_s::numeric, 3) order by m.duration_s) as durations_s
+    from (
+      select unnest(completed.durations_s)::double precision as duration_s
+      union all
+      select h.duration_s
+      from windlass_internal.remembered_durations(p_queues, 200 - cardinality(completed.durations_s)) as h
+    ) as m
+    where cardinality(completed.durations_s) < 8
+  ) as remembered
   left join lateral (
     -- The oldest of the first 100 of each queue: one index probe per queue. The first alone may have been requeued a
     -- moment ago.

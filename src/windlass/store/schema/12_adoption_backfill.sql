@@ -12,7 +12,8 @@ begin
   perform windlass_internal.check_session_settings(v_settings);
   if not v_row.is_held then
     perform windlass_internal.defer_row(p_adoption, p_key, p_queued, 'its row was locked');
-  elsif 'queued' = any (v_row.means) and not exists (
+  -- A worker whose changes of this row are deferred, because the backfill holds it, may have finished the task.
+  elsif 'queued' = any (v_row.means) and not windlass_internal.is_deferred(p_adoption, p_key) and not exists (
     select from windlass.tasks t
     where t.adoption = p_adoption and t.unique_key = p_key and t.status in ('queued', 'running', 'error')
   ) then

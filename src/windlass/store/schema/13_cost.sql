@@ -127,9 +127,10 @@ create function windlass_internal.passed_share(p_since timestamptz, p_unit_s int
 language sql immutable
 as $$ select (mod(greatest(0, extract(epoch from p_now - p_since)), p_unit_s) / p_unit_s)::real $$;
 
--- How long a worker with a long billing period waits before it claims after a notification, from 0 (not at all) to 1. 0
--- if no idle worker of its fleet has clearly more billed time left; else the part of its own period that has passed.
--- The search stops at the first such worker, so that of most workers reads a few rows. Index workers_live.
+-- How long a worker with a long billing period waits before it claims after a notification, from 0 (not at all) to 1.
+-- It is 0 if no idle worker of its fleet has clearly more billed time left. Otherwise it is the part of the worker's own
+-- period that has passed. The search for an idle worker stops at the first one, so it mostly reads a few rows. Index
+-- workers_live.
 create function windlass_internal.claim_delay(p_worker_id text, p_now timestamptz) returns real
 language sql stable
 as $$

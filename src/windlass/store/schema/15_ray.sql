@@ -19,17 +19,20 @@ as $$
 declare
   v_now timestamptz := windlass.now();
   v_open text[];
+  v_spawning text[];
 begin
   -- A free slot on a node waits for this answer. After a crash of the server the task still belongs to its dispatcher,
   -- which is safe, so the commit need not wait for the disk.
   perform set_config('synchronous_commit', 'off', true);
   -- Locked, so that a node that another transaction is draining gets no task; in the order of their ids.
-  v_open := array(
-    select n.id from windlass.workers n
+  select coalesce(array_agg(o.id), '{}'), array_agg(o.id) filter (where o.status = 'spawning')
+  into v_open, v_spawning
+  from (
+    select n.id, n.status from windlass.workers n
     where n.id = any (p_worker_ids) and n.kind = 'node' and n.status in ('spawning', 'active')
       and not n.paused
     order by n.id for no key update
-  );
+  ) as o;
   return query
     with asked as (
       select a.task_id, a.token, a.worker_id, a.worker_id = any (v_open) as is_open
@@ -56,6 +59,13 @@ begin
       end
     from asked a
     left join placed p on p.claim_token = a.token;
+
+  -- A node that runs tasks is active: it does not wait for the next cycle to say so.
+  if v_spawning is not null then
+    perform windlass_internal.promote_worker(n.id, 'started its first task')
+    from windlass.workers n
+    where n.id = any (v_spawning) and n.first_claimed_at is not null;
+  end if;
 end
 $$;
 

@@ -49,7 +49,7 @@ as $$
       (
         'machine_history',
         '
-          id,fleet,requested_at,boot_s,lived_s,is_refused,is_crashed,price_micros_per_hour,currency,
+          id,fleet,requested_at,boot_s,cancelled_s,lived_s,is_refused,is_crashed,price_micros_per_hour,currency,
           billing_unit_s
         '
       ),
