@@ -11,6 +11,7 @@ copies of a migrated one, which takes a few milliseconds. The servers do not syn
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,13 @@ hypothesis.settings.load_profile("windlass")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.geteuid() != 0 and item.get_closest_marker("needs_root"):
         pytest.skip("only root can change to another user; .ci/run runs this test as root")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    # Of several processes, pytest-xdist names failed tests only at the end of the run.
+    if report.failed and hasattr(report, "node"):
+        message = f"failed after {report.duration:.1f} s: {report.nodeid} ({report.when})"
+        print(f"\n{message}", file=sys.__stderr__, flush=True)
 
 
 @pytest.fixture
