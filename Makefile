@@ -17,7 +17,7 @@ demo: runtime
 # Tests spend most of their time waiting for processes and limits, so six at once keep two cores busy.
 # The first command compiles the assertions of all test files once, instead of once in each process.
 test: setup
-	$(BIN)/pytest --collect-only -qq >/dev/null & $(MAKE) --no-print-directory check && wait
+	$(BIN)/pytest --collect-only -qq >/dev/null & $(MAKE) --no-print-directory check; status=$$?; wait; exit $$status
 	@sh tools/system-packages.sh
 	$(BIN)/pytest -n 6 --dist worksteal --durations=40 --durations-min=3
 

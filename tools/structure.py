@@ -46,7 +46,8 @@ LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 # Methods of containers, and of our own objects, that change them.
 MUTATING_METHODS = {
     *("add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert", "pop", "popitem"),
-    *("popleft", "put", "put_nowait", "record", "remove", "reverse", "setdefault", "sort", "subtract", "update"),
+    *("popleft", "put", "put_nowait", "record", "remove", "reverse", "setdefault", "settle", "sort", "subtract"),
+    "update",
 }
 # "%s": the logger of a library has no fields.
 LOG_EVENT = re.compile(r"[a-z]+( [a-z0-9]+)+(: %s)?")

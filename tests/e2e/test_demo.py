@@ -44,7 +44,7 @@ def test_demo_passes_its_checks_and_leaves_nothing(windlass: CommandLine) -> Non
     assert report["problems"] == []
     assert (report["enqueued"], report["complete"]) == (60, 59)
     assert (report["accepted_once"], report["accepted_twice"]) == (59, 0)
-    assert report["dead_letters"] == [report["poisonous_task_id"]]
+    assert report["failed_tasks"] == [report["poisonous_task_id"]]
     assert len(set(report["poisoned_worker_ids"])) == 3
     assert report["attempts"] == 59 + report["lost_attempts"]
     assert report["worker_ended_as"] == "MACHINE_GONE"

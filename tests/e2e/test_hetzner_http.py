@@ -145,7 +145,7 @@ async def test_calls_to_a_silent_api_time_out(emulator: HetznerEmulator, endpoin
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1/v1", "http://unknown.invalid/v1"])
 async def test_create_without_connection_is_not_ambiguous(endpoint: str) -> None:
-    account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=5.0)
+    account = HetznerAccount(TOKEN, endpoint=endpoint, timeout_s=30.0)
     provider = HetznerProvider(
         "red", HetznerSettings(**PUBLIC_ONLY), account, identity="this", render_user_data=lambda _: "#cloud-config\n"
     )

@@ -43,7 +43,7 @@ def test_demo_on_ray_passes_its_checks_and_leaves_nothing(windlass: CommandLine)
     report = Completed(process.returncode, out, err).json
     assert report["problems"] == []
     assert (report["enqueued"], report["complete"]) == (TASKS, TASKS)
-    assert (report["accepted_once"], report["accepted_twice"], report["dead_letters"]) == (TASKS, 0, [])
+    assert (report["accepted_once"], report["accepted_twice"], report["failed_tasks"]) == (TASKS, 0, [])
     assert report["attempts"] == TASKS + report["lost_attempts"] > TASKS
     # The process that supervised the raylet exited with it, and another node replaced it.
     assert report["worker_ended_as"] == "MACHINE_GONE"

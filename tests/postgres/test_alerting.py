@@ -199,7 +199,7 @@ async def test_group_message_does_not_resolve_single_alerts(
     assert messages()[8:] == [("firing", "slot 3 is failed")]
 
 
-async def test_dead_letters_of_a_thousand_queues_are_one_message(
+async def test_failed_tasks_of_a_thousand_queues_are_one_message(
     store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
     await commit_cycle(store)
@@ -386,7 +386,7 @@ async def test_ignored_codes_are_not_sent(store: PostgresStores, inbox: WebhookS
     assert await manager.send_due() == 0
 
 
-async def test_provider_errors_dead_letters_and_missing_leader_fire(
+async def test_provider_errors_failed_tasks_and_missing_leader_fire(
     store: PostgresStores, inbox: WebhookServer, clock: Any
 ) -> None:
     manager = make_manager(store, WebhookNotifier(inbox.url))

@@ -47,13 +47,13 @@ def slower_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class SeenWorker:
-    """What a worker does and was told, as its transport sees it."""
+    """The state of a worker as its transport observes it."""
 
     random: random.Random
     is_waiting: bool = False
     # When the last heartbeat began that reported an idle worker.
     idle_heartbeat_at: float = 0.0
-    # What the last reply to a heartbeat said.
+    # From the reply to the last heartbeat.
     delay: float | None = None
 
 
@@ -122,9 +122,9 @@ class Workers:
         return any(task.status is TaskStatus.RUNNING for task in await self.store.tasks())
 
     async def claimants(self, count: int, *, heartbeats: int = 0) -> Counter[str]:
-        """How many of so many tasks each worker got, if each is enqueued when all workers wait.
+        """Count the tasks of each worker. A task is enqueued when all workers wait for one.
 
-        And when all have been idle for so many heartbeats.
+        Before that, each worker has reported that it is idle in `heartbeats` heartbeats.
         """
         found = Counter[str]()
         for _ in range(count):

@@ -41,7 +41,7 @@ async def test_retry_failed_skips_other_queues_only_once(connection: Any, each_d
     assert read["idx_tup_fetch"] < 100
 
 
-async def test_locked_dead_letters_are_retried_after_unlock(
+async def test_locked_failed_tasks_are_retried_after_unlock(
     store: PostgresStores, connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_operations, "RETRY_BATCH", 1)

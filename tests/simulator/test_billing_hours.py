@@ -2,7 +2,7 @@
 
 The billing invariants are in simulator/invariants.py.
 `WINDLASS_SEEDS=1000 pytest -n 2 tests/simulator/test_billing_hours.py` runs more seeds.
-`PYTHONPATH=tests python -m support.simulator --seed N --billed` replays one.
+`PYTHONPATH=tests python -m support.simulator --world billed --seed N` replays one.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Random histories of faults against the emulated Hetzner: every promise holds in each, nothing is left over, no paid
-hour is given away, and our ledger is the vendor's.
+"""Random histories of faults against the emulated Hetzner.
 
-`WINDLASS_SEEDS=1000 pytest -n 2 tests/simulator/test_hetzner_histories.py` runs a thousand;
- `WINDLASS_FIRST_SEED`
-says where to begin.
+Every promise holds in each: no machine is left, no billed hour is wasted, and our ledger agrees with the vendor's.
+
+`WINDLASS_SEEDS=1000 pytest -n 2 tests/simulator/test_hetzner_histories.py` runs a thousand.
+`WINDLASS_FIRST_SEED` is the first of them.
 """
 
 import os

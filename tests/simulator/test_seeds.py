@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from support.simulator.invariants import InvariantViolation
-from support.simulator.scenario import draw_scenario
 from support.simulator.simulation import Simulation
-from support.simulator.worlds import check_seed
+from support.simulator.worlds import check_seed, make_simulation
 
 # These seeds together contain every kind of fault.
 WITH_EVERY_FAULT = range(40)
@@ -88,7 +87,7 @@ def test_seed_gives_same_trace_in_every_process() -> None:
 
 
 def test_violation_prints_trace_and_replay_command() -> None:
-    simulation = Simulation(draw_scenario(9))
+    simulation = make_simulation("plain", 9)
 
     def violate(_: Simulation) -> None:
         simulation.trace.add("test", "causes a violation")
@@ -100,4 +99,4 @@ def test_violation_prints_trace_and_replay_command() -> None:
     text = str(caught.value)
     assert text.startswith("promise 3 broken: a test\n")
     assert "test           causes a violation" in text
-    assert "replay: PYTHONPATH=tests python -m support.simulator --seed 9" in text
+    assert "replay: PYTHONPATH=tests python -m support.simulator --world plain --seed 9" in text

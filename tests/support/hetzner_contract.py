@@ -94,6 +94,6 @@ class InProcessTransport(BaseAdapter):
 
 
 def client_of(emulator: Emulator) -> hcloud.Client:
-    client = hcloud.Client("any", api_endpoint=f"http://hetzner.test{BASE}", poll_interval=0, timeout=5)
+    client = hcloud.Client("any", api_endpoint=f"http://hetzner.test{BASE}", poll_interval=0, timeout=60)
     client._client._session.mount("http://", InProcessTransport(emulator))
     return client

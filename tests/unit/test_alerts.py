@@ -164,7 +164,7 @@ def test_alert_of_rejected_rows_names_count_and_table() -> None:
     assert alert.reason == "3 rows of the adopted table public.jobs cannot be brought in line with the tasks"
 
 
-def test_allowed_dead_letters_raise_no_alert() -> None:
+def test_allowed_failed_tasks_raise_no_alert() -> None:
     assert codes(inputs(dead={"a": 5}), allowed=5) == []
     assert codes(inputs(dead={"a": 6}), allowed=5) == [("DEAD_LETTERS a", "warning")]
 

@@ -17,7 +17,7 @@ OLD, NEW = "old-key-1234567890", "new-key-0987654321"
 @pytest.mark.parametrize(
     ("variable", "setting"), [("HCLOUD_TOKEN", "hetzner_api_token"), ("RUNPOD_API_KEY", "runpod_api_key")]
 )
-@pytest.mark.parametrize("source", ["named file", "systemd credential", "command"])
+@pytest.mark.parametrize("source", ["named file", "credentials folder", "command"])
 def test_reload_applies_a_rotated_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, setting: str, source: str
 ) -> None:
@@ -26,7 +26,7 @@ def test_reload_applies_a_rotated_key(
     match source:
         case "named file":
             monkeypatch.setenv(f"{variable}_FILE", str(key))
-        case "systemd credential":
+        case "credentials folder":
             monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
         case "command":
             monkeypatch.setenv(variable, f"cmd:cat {key}")

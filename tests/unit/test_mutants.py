@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,17 @@ def test_every_test_named_by_a_mutant_exists() -> None:
         nodes = ast.walk(ast.parse((ROOT / path).read_text()))
         names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         assert not name or name.partition("[")[0] in names, test
+
+
+def test_page_lists_every_mutant_and_its_summary_counts_the_table() -> None:
+    page = (ROOT / "docs" / "mutants.md").read_text()
+    rows = re.findall(r"^\| [a-z ]+ \| ([a-z0-9-]+) \| `([^`]+)` \| ([0-9.]+) \|$", page, re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted(mutant.name for mutant in runner.load_mutants())
+    caught = [float(seconds) for _, test, seconds in rows if "::" in test]
+    quick = sum(seconds < runner.QUICK_S for seconds in caught)
+    assert f"{len(caught)} of {len(rows)} caught, {quick} of them by a test that takes less than" in page
+    trials = (ROOT / "docs" / "guarantees.md").read_text()
+    assert f"{len(rows)} defects | {len(caught)} caught" in trials
 
 
 def test_mutant_whose_text_is_not_found_once_is_a_problem(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_volume_grows_one_step_when_nearly_full(at: Snapshot, settings: dict[str
 def test_implausible_measurement_raises_alert_without_resize(used_gb: float) -> None:
     (alert,) = plan(seen(100, used_gb), GPU).actions
     assert isinstance(alert, RaiseAlert)
-    assert alert.code == "STORAGE_DOUBTED"
+    assert alert.code == "STORAGE_IMPLAUSIBLE"
     assert alert.reason == (
         f"network volume v1 has 100 GB, but worker w0 measured {used_gb} GB used; it is not resized"
     )

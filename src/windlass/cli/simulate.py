@@ -200,7 +200,7 @@ def _check_combination(
 
 
 def _check_queues(fleets: Mapping[str, FleetConfig], trace: Trace | None) -> None:
-    """BadInput if the tasks of several fleets cannot be told apart."""
+    """BadInput if tasks cannot be assigned to one fleet each."""
     if trace is not None and not trace.queues:
         raise BadInput("the trace has no column queue that divides its tasks among fleets: pass one --fleet.")
     owners: dict[str, str] = {}

@@ -79,7 +79,7 @@ with per_task as (
 select
   (select count(*) from windlass.tasks) as enqueued,
   (select count(*) from windlass.tasks where status = 'complete') as complete,
-  (select array(select id from windlass.tasks where status = 'failed' order by id)) as dead_letters,
+  (select array(select id from windlass.tasks where status = 'failed' order by id)) as failed_tasks,
   (select count(*) from per_task where accepted = 1) as accepted_once,
   (select count(*) from per_task where accepted > 1) as accepted_twice,
   (select coalesce(sum(attempts), 0)::bigint from per_task) as attempts,

@@ -47,7 +47,7 @@ class DemoReport:
     wait_p95_s: float | None
     workers_spawned: int
     workers_left: int
-    dead_letters: list[int]
+    failed_tasks: list[int]
     # The worker that was killed, and the task that it was running.
     killed_worker_id: str | None
     killed_task_id: int | None
@@ -75,7 +75,7 @@ class DemoReport:
         expected = self.enqueued - len(expected_dead)
         checks = {
             f"{self.complete} of {expected} tasks are complete": self.complete == expected,
-            f"failed tasks are {self.dead_letters}, expected {expected_dead}": self.dead_letters == expected_dead,
+            f"failed tasks are {self.failed_tasks}, expected {expected_dead}": self.failed_tasks == expected_dead,
             f"{self.accepted_twice} tasks were completed more than once": self.accepted_twice == 0,
             f"{self.accepted_once} tasks were completed exactly once": self.accepted_once == self.complete,
             f"{self.attempts} attempts do not add up": self.attempts == self.accepted_once + self.lost_attempts,
@@ -97,8 +97,8 @@ class DemoReport:
         return {**checks, **self.extra_checks}
 
     def lines(self) -> list[tuple[str, str]]:
-        lost = self.enqueued - self.complete - len(self.dead_letters)
-        failed = f"{len(self.dead_letters)} failed, " if self.dead_letters else ""
+        lost = self.enqueued - self.complete - len(self.failed_tasks)
+        failed = f"{len(self.failed_tasks)} failed, " if self.failed_tasks else ""
         lines = [
             ("tasks", f"{self.enqueued} enqueued, {self.complete} complete, {failed}{lost} lost"),
             ("results", f"{self.accepted_once} accepted once, {self.accepted_twice} twice"),

@@ -10,7 +10,7 @@ from windlass.model.cycle import Fleet
 
 class Severity(StrEnum):
     WARNING = "warning"  # needs attention today
-    CRITICAL = "critical"  # work stands still, or money is wasted, now
+    CRITICAL = "critical"  # work has stopped, or money is being wasted
 
 
 # Codes that cannot wait until tomorrow. A total hold is always critical.
@@ -70,7 +70,7 @@ ADVICE = {
     "ROW_REJECTED": "see why with `windlass doctor`, fix the rows or the table, then run `windlass doctor --repair`",
     "SLOT_FAILED": "check the log of its last worker, fix the cause, then run `windlass restart FLEET`",
     "SLOT_RESTARTS": "check the log of its last worker before max_restarts is reached",
-    "STORAGE_DOUBTED": "check that volume_path is where the network volume is mounted on that worker's machine",
+    "STORAGE_IMPLAUSIBLE": "check that volume_path is where the network volume is mounted on that worker's machine",
     "STORAGE_FULL": "delete files from the network volume, or move the fleet to a new one",
     "STORAGE_NOT_GROWN": "check in the provider's console why the network volume does not grow: balance, limit, rights",
     "STORAGE_UNKNOWN": "check that the key may read the network volume and that workers mount it at volume_path",
@@ -133,7 +133,7 @@ class AlertInputs:
     leaderless_s: float | None
     fleets: tuple[FleetAlertInputs, ...]
     # Queue to tasks that failed permanently in the last hour, without cancelled ones.
-    dead_letters: Mapping[str, int]
+    failed_tasks: Mapping[str, int]
     rejected_rows: tuple[RejectedRows, ...] = ()
     # Alerts that fired and did not resolve yet.
     open: tuple[Alert, ...] = ()

@@ -37,7 +37,7 @@ def _global_alerts(inputs: AlertInputs, failed_tasks_allowed: int, leader_grace_
     if is_leaderless and needs_leader and (inputs.settling_since is None or "NO_LEADER" in open_keys):
         yield _alert(None, "NO_LEADER", "", "no orchestrator is the leader: no worker is spawned, replaced or drained")
     failed: dict[str, str] = {}
-    for queue, count in sorted(inputs.dead_letters.items()):
+    for queue, count in sorted(inputs.failed_tasks.items()):
         if count > failed_tasks_allowed:
             tasks = "1 task" if count == 1 else f"{count} tasks"
             failed[queue] = f"{tasks} in queue {queue} failed permanently in the last hour"

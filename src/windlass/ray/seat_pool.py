@@ -95,7 +95,7 @@ class SeatPool:
             if waiting > max(self._settings.margin, 1):
                 attempt.settle(self._unschedulable_now(attempt))
                 return
-        if self._is_schedulable_or_settled(attempt):
+        if not self._settle_if_unschedulable(attempt):
             self._wait_list.add(attempt.needs, attempt)
             self._submit_missing(attempt.needs)
 
@@ -113,11 +113,11 @@ class SeatPool:
         attempt.outcome.cancel()
         self._uncount(attempt.kind)
 
-    def _is_schedulable_or_settled(self, attempt: SeatAttempt) -> bool:
-        """False: no node can hold the attempt, and it was settled."""
+    def _settle_if_unschedulable(self, attempt: SeatAttempt) -> bool:
+        """Settle an attempt that no node can hold. Returns whether it was settled."""
         schedulability = self._nodes.schedulability(attempt.needs)
         if schedulability in _SCHEDULABLE:
-            return True
+            return False
         if schedulability is Schedulability.NEVER:
             error = f"no node of the fleet has the resources that the task needs: {_describe(attempt.needs)}"
             attempt.settle(AttemptFailure("BAD_RESOURCES", error, retry=False))
@@ -125,7 +125,7 @@ class SeatPool:
             attempt.settle(HandlerNotFound(self._nodes.unusable_reason()))
         else:
             attempt.settle(self._unschedulable_now(attempt))
-        return False
+        return True
 
     def _unschedulable_now(self, attempt: SeatAttempt) -> NotBegun:
         is_default = attempt.needs == frozen(self._settings.needs_of(attempt.claim.queue).as_resources())
@@ -148,7 +148,7 @@ class SeatPool:
     def _return_to_wait_list(self, attempt: SeatAttempt) -> None:
         self._unassign(attempt)
         attempt.timeout.reschedule(None)
-        if self._is_schedulable_or_settled(attempt):
+        if not self._settle_if_unschedulable(attempt):
             self._wait_list.add_first(attempt.needs, attempt)
 
     def _uncount(self, kind: InFlightKind) -> None:
@@ -251,7 +251,7 @@ class SeatPool:
         for kind in self._wait_list.waiting_kinds():
             if self._nodes.schedulability(kind) not in _SCHEDULABLE:
                 for attempt in self._wait_list.pop_all(kind):
-                    self._is_schedulable_or_settled(attempt)
+                    self._settle_if_unschedulable(attempt)
         for seat in list(self._seats.values()):
             if seat.attempt is None or seat.node_id is None or self._nodes.is_alive(seat.node_id):
                 continue

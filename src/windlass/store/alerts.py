@@ -26,8 +26,8 @@ MAX_REASONS = 2_000
 # Provisioning time-outs this recent are reported.
 TIMEOUTS_S = 600.0
 MAX_TIMEOUTS = 100
-DEAD_LETTERS_S = 3_600.0
-MAX_DEAD_LETTERS = 10_000
+FAILED_TASKS_S = 3_600.0
+MAX_FAILED_TASKS = 10_000
 MAX_REJECTED_ROWS = 10_000
 MAX_OPEN = 10_000
 
@@ -44,7 +44,7 @@ class PostgresAlertStore(DatabaseStore):
             causes = await connection.fetch(QUERIES["planner_alerts"])
             events = await connection.fetch(QUERIES["alert_reasons"], REASONS_S, MAX_REASONS)
             timeouts = await connection.fetch(QUERIES["provisioning_timeouts"], TIMEOUTS_S, MAX_TIMEOUTS)
-            dead = await connection.fetch(QUERIES["dead_letters"], DEAD_LETTERS_S, MAX_DEAD_LETTERS)
+            dead = await connection.fetch(QUERIES["failed_tasks"], FAILED_TASKS_S, MAX_FAILED_TASKS)
             rejected = await connection.fetch(QUERIES["rejected_rows"], MAX_REJECTED_ROWS)
             rows = await connection.fetch(QUERIES["open_alerts"], MAX_OPEN)
         open_alerts = tuple(Alert(**{**row, "severity": Severity(row["severity"])}) for row in rows)
@@ -69,7 +69,7 @@ class PostgresAlertStore(DatabaseStore):
                 for fleet in fleets
                 if fleet.planned_at is not None
             ),
-            dead_letters={row["queue"]: row["count"] for row in dead},
+            failed_tasks={row["queue"]: row["count"] for row in dead},
             rejected_rows=tuple(RejectedRows(**row) for row in rejected),
             open=open_alerts,
         )

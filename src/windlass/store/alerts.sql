@@ -49,7 +49,7 @@ where w.code in ('SPAWNING_TIMEOUT', 'NO_HEARTBEAT', 'NODE_NOT_JOINED', 'STARTUP
   or w.code = w.prepare_code
 order by f.name, w.id;
 
--- name: dead_letters
+-- name: failed_tasks
 -- Recently failed tasks by queue; the newest $2 of tasks_failed.
 select d.queue, count(*) as count
 from (

@@ -419,5 +419,5 @@ def _explained(data_dir: Path) -> Iterator[None]:
     except subprocess.TimeoutExpired as error:
         program = Path(error.cmd[0]).name
         raise DatabaseUnavailable(
-            f"opening the database in {data_dir}: {program} took longer than {error.timeout} s; try again."
+            f"opening the database in {data_dir}: {program} took longer than {error.timeout} s; retry."
         ) from error

@@ -280,7 +280,7 @@ async def _retry(attempt: Callable[[], Awaitable[_Result]]) -> _Result:
             await asyncio.sleep(min(number, MAX_RETRY_PAUSE_S) * rng.uniform(0.5, 1.5))
     raise DatabaseUnavailable(
         f"migrating: a table was in use in all of {TABLE_LOCK_ATTEMPTS} attempts, and nothing was changed. "
-        "End long transactions (pg_stat_activity lists them), then try again."
+        "End long transactions (pg_stat_activity lists them), then retry."
     )
 
 

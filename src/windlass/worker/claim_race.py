@@ -1,11 +1,11 @@
 """Decides how long an idle worker waits before it claims after a notification, so that the preferred one wins.
 
-All idle workers of a queue hear of a new task at the same moment. Which one is preferred depends on the billing:
+All idle workers of a queue are notified of a new task at once. Which one is preferred depends on the billing:
 
 - By the second: the most recently used. A worker whose last wake-up brought a task claims at once. A worker that woke
   up for nothing, because another was faster, waits a little longer each time, up to MAX_DELAY_S.
 - By the hour: the one with most billed time left. The reply to a heartbeat says which share of MAX_DELAY_S to wait: 0
-  for the preferred worker. A worker that gets tasks in spite of its delay halves it until it loses a race or the next
+  for the preferred worker. A worker that gets tasks despite its delay halves it until it loses a race or the next
   reply arrives, because the preferred workers are busy.
 
 A worker that runs a task and has a free slot never waits: its machine cannot be deleted anyway. Where hours are billed,

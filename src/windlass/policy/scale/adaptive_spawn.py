@@ -99,7 +99,7 @@ def clearing_workers(load: FleetLoad, memory: AdaptiveMemory, price: float) -> i
     charge_s = max(boot_s, load.billing_unit_s)
     cheapest_s = sqrt(2 * duration_s * charge_s / (max(price, MIN_BACKLOG_PRICE) * slots))
     clear_s = min(cheapest_s, MAX_CLEAR_BOOTS * boot_s)
-    # The backlog is that of the moment when a worker spawned now is ready: other workers complete tasks until then.
+    # The backlog is estimated for the time at which a worker spawned now is ready: others complete tasks until then.
     # A slot whose task is expected to run longer than a boot completes none of them.
     ready = (load.busy + len(load.idle)) * slots - sum(left_s > boot_s for left_s in load.running_remaining_s(0.5))
     worked_s = ready * boot_s + slots * sum(min(age_s, boot_s) for age_s in load.starting_ages_s)

@@ -18,7 +18,7 @@ MAX_MEASUREMENT_AGE_S = 3600.0
 MEASURED_BY_S = 1800.0
 # Consecutive checks without a result before an alert fires.
 UNKNOWN_CHECKS_TO_ALERT = 3
-FULL, NOT_GROWN, DOUBTED, UNKNOWN = "STORAGE_FULL", "STORAGE_NOT_GROWN", "STORAGE_DOUBTED", "STORAGE_UNKNOWN"
+FULL, NOT_GROWN, IMPLAUSIBLE, UNKNOWN = "STORAGE_FULL", "STORAGE_NOT_GROWN", "STORAGE_IMPLAUSIBLE", "STORAGE_UNKNOWN"
 _GB = 10**9
 # Vendors do not say which of the two they mean. A volume cannot hold more than the larger.
 _GIB = 2**30
@@ -28,7 +28,7 @@ def grow_storage(context: PlanningContext) -> list[Action]:
     """Runs in every cycle; the volume is known only every `storage_check_interval_cycles`."""
     volume, measured, fleet = context.snapshot.volume, context.snapshot.storage, context.fleet
     if volume is None:
-        context.keep_alerts(FULL, NOT_GROWN, DOUBTED)
+        context.keep_alerts(FULL, NOT_GROWN, IMPLAUSIBLE)
         problem = context.snapshot.volume_problem
         if problem is None:
             context.keep_alerts(UNKNOWN)
@@ -48,7 +48,7 @@ def grow_storage(context: PlanningContext) -> list[Action]:
     if not 0 <= measured.used_bytes <= volume.size_gb * _GIB:
         measurement = f"worker {measured.worker_id} measured {used_gb:.0f} GB used"
         why = f"network volume {volume.id} has {volume.size_gb} GB, but {measurement}; it is not resized"
-        return context.alert(DOUBTED, why, about=volume.id)
+        return context.alert(IMPLAUSIBLE, why, about=volume.id)
     free_gb, used_percent = volume.size_gb - used_gb, 100 * used_gb / volume.size_gb
     if free_gb >= fleet.storage_min_free_gb and used_percent <= fleet.storage_max_percent_used:
         return []

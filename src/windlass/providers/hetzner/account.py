@@ -112,7 +112,7 @@ class HetznerAccount:
         self._run: ThreadRunner = run or self._run_in_thread
         # When a choice without capacity may be tried again.
         self._exhausted: dict[Choice, float] = {}
-        # Server types of which the project may have no more: when to try again, and the vendor's message.
+        # Server types of which the project may have no more: when to retry, and the vendor's message.
         self._limited_types: dict[str, tuple[float, str]] = {}
         # "shared" or "dedicated", as far as the vendor reported it.
         self._cpu_types: dict[str, str] = {}

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from windlass.model.errors import Throttled
 from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import HetznerSettings
-from windlass.model.plural import plural
 from windlass.providers.diagnostic import UNCONFIGURED_FLEETS_ADVICE, Diagnostic
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner.account import PAGE_SIZE, HetznerAccount
@@ -15,8 +14,6 @@ from windlass.providers.hetzner.naming import FLEET, INSTALLATION, MANAGED_BY, f
 from windlass.providers.hetzner.private_network import NAME
 from windlass.providers.vendor_error import VendorError
 
-# Installing Docker takes about a minute, and pulling a gigabyte of images another.
-SLOW_BOOT_S = 300.0
 # Hetzner attaches at most this many servers to one private network, whatever the limits of the project.
 MAX_NETWORK_SERVERS = 100
 # The vendor's network zone of each location. A location that is not here counts as a zone of its own.
@@ -54,19 +51,6 @@ async def run_checks(
         yield await _check_image(account, image)
 
 
-def check_boot_time(fleet: str, config: FleetConfig) -> Diagnostic | None:
-    """A warning if spawn_timeout_s may be too short for the first boot."""
-    if not config.bootstrap.images or config.spawn_timeout_s is None or config.spawn_timeout_s >= SLOW_BOOT_S:
-        return None
-    images = plural(len(config.bootstrap.images), "image")
-    return Diagnostic(
-        "boot time",
-        f"a new server of fleet {fleet} has {config.spawn_timeout_s:g} s to install Docker, pull "
-        f"{images} and start its worker; after that it is replaced",
-        f"remove spawn_timeout_s, set it to {SLOW_BOOT_S:g} or more, or use a server image that contains them",
-    )
-
-
 def check_network_sizes(fleets: Mapping[str, FleetConfig], network_id: int | None) -> list[Diagnostic]:
     """Warnings about networks that are too small for all servers that the fleets may have at the same time."""
     sharing: dict[str, list[str]] = {}
@@ -97,7 +81,7 @@ async def _check_token(account: HetznerAccount, ours: str, fleets: dict[str, Het
         )
     except (VendorError, Throttled) as error:
         is_denied = isinstance(error, VendorError) and error.is_denied
-        return Diagnostic("hetzner", str(error), TOKEN_HINT if is_denied else "try again", is_error=True)
+        return Diagnostic("hetzner", str(error), TOKEN_HINT if is_denied else "retry later", is_error=True)
     servers = [server for page in pages for server in page.servers]
     if fleets is not None:
         known = {fleet_label(name) for name in fleets}
@@ -116,7 +100,7 @@ async def _check_primary_ips(account: HetznerAccount, ours: str) -> Diagnostic |
             lambda page: account.api.primary_ips.get_list(label_selector=ours, page=page, per_page=PAGE_SIZE)
         )
     except (VendorError, Throttled) as error:
-        return Diagnostic("primary ips", str(error), "try again")
+        return Diagnostic("primary ips", str(error), "retry later")
     orphans = [address for page in pages for address in page.primary_ips if address.assignee_id is None]
     if not orphans:
         return None
@@ -153,7 +137,7 @@ async def _check_server_type(account: HetznerAccount, name: str, locations: set[
     try:
         page = await account.request(lambda: account.api.server_types.get_list(name=name))
     except (VendorError, Throttled) as error:
-        return Diagnostic("server type", f"{name}: {error}", "try again", is_error=True)
+        return Diagnostic("server type", f"{name}: {error}", "retry later", is_error=True)
     if not page.server_types:
         return Diagnostic("server type", f"{name} does not exist", "change hetzner.choices", is_error=True)
     available = {

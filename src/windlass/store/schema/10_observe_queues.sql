@@ -233,7 +233,7 @@ as $$
     ) as r
   ) as completed
   cross join lateral (
-    -- Only if fewer than 8 are known: a fleet that was quiet for longer than tasks are kept does not begin anew.
+    -- Only if fewer than 8 are known: a fleet that was quiet for longer than tasks are kept remembers them.
     select avg(m.duration_s) as mean_s, array_agg(round(m.duration_s::numeric, 3) order by m.duration_s) as durations_s
     from (
       select unnest(completed.durations_s)::double precision as duration_s
