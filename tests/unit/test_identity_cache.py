@@ -5,8 +5,9 @@ from typing import Any
 
 from windlass.model.auth import WORKER_PREFIX, Role, TokenCaller, WorkerCaller, hash_of
 from windlass.server import identity_cache
-from windlass.server.auth import MAX_LOOKUPS, Authenticator
+from windlass.server.auth import Authenticator
 from windlass.server.identity_cache import IDENTITY_TTL_S, CallerIdentity, IdentityCache
+from windlass.server.identity_lookups import MAX_LOOKUPS
 
 KEY, OTHER = b"1" * 32, b"2" * 32
 ANN = CallerIdentity(TokenCaller("ann", Role.VIEWER), "token ann")
@@ -68,10 +69,11 @@ def test_number_of_identities_is_bounded() -> None:
 
 async def test_revocation_of_another_does_not_repeat_waiting_lookups() -> None:
     """After a restart thousands of workers wait to be looked up, and now and then one of them terminates."""
-    gate = asyncio.Event()
+    gate, begun = asyncio.Event(), asyncio.Semaphore(0)
 
     class SlowStore:
         async def authenticate(self, token_hash: bytes) -> WorkerCaller:
+            begun.release()
             await gate.wait()
             return WorkerCaller(token_hash.hex()[:8], "default", ("q",), has_terminated=False)
 
@@ -84,7 +86,8 @@ async def test_revocation_of_another_does_not_repeat_waiting_lookups() -> None:
         asyncio.create_task(authenticator.authenticate(scope, {b"authorization": f"Bearer {token}".encode()}))
         for token in tokens
     ]
-    await asyncio.sleep(0)
+    for _ in range(MAX_LOOKUPS):
+        await begun.acquire()
     authenticator.cache.revoke(OTHER)
     gate.set()
     await asyncio.gather(*lookups)

@@ -15,7 +15,7 @@ from windlass.server.connections import MIN_BODY_BYTES_PER_S
 from windlass.server.errors import ApiError
 from windlass.server.middleware import LATE_REFUSAL_S, MAX_LATE_REFUSALS, AdmissionMiddleware
 from windlass.server.request_body import BODY_TIMEOUT_S, BodyReader, BufferedBytes, inflate
-from windlass.server.route_table import RouteTable
+from windlass.server.route_table import MAX_SMALL_BODY_BYTES, RouteTable
 
 CHUNKED = {b"transfer-encoding": b"chunked"}
 
@@ -96,10 +96,30 @@ async def test_large_bodies_share_a_total_and_small_ones_pass() -> None:
     with pytest.raises(ApiError, match="at the same time: retry") as error:
         await content_of(body_of([b"x" * 300_000], buffered=buffered, caller="c"), 6 << 20)
     assert (error.value.status_code, error.value.headers) == (503, {"Retry-After": "1"})
-    assert await content_of(body_of([b"small"], buffered=buffered, caller="c"), 6 << 20) == b"small"
-    for body in (first, second):
+    small = body_of([b"small"], buffered=buffered, caller="c")
+    assert await content_of(small, 6 << 20) == b"small"
+    assert buffered.used == 800_005
+    for body in (first, second, small):
         body.release()
     assert buffered.used == 0
+
+
+async def test_small_bodies_count_in_the_total_and_have_a_reserve() -> None:
+    buffered = BufferedBytes(1_000_000, small_reserve=50_000)
+    many = [body_of([b"x" * 50_000], buffered=buffered, caller=f"worker {number}") for number in range(19)]
+    for body in many:
+        await content_of(body, MAX_SMALL_BODY_BYTES)
+    # Their bytes leave less to large bodies, and the reserve to further small ones.
+    with pytest.raises(ApiError, match="too many large requests at the same time"):
+        await content_of(body_of([b"x" * 70_000], buffered=buffered, caller="a"), 6 << 20)
+    last = body_of([b"x" * 50_000, b"x" * 10_000], buffered=buffered, caller="a")
+    assert len(await content_of(last, MAX_SMALL_BODY_BYTES)) == 60_000
+    with pytest.raises(ApiError, match="too many requests at the same time") as error:
+        await content_of(body_of([b"x" * 50_000], buffered=buffered, caller="b"), MAX_SMALL_BODY_BYTES)
+    assert (error.value.status_code, error.value.headers) == (503, {"Retry-After": "1"})
+    for body in (*many, last):
+        body.release()
+    assert (buffered.used, buffered._held) == (0, Counter())
 
 
 async def test_one_caller_cannot_hold_all_memory_for_large_bodies() -> None:

@@ -14,6 +14,7 @@ from windlass.server.access_log import AccessLog
 from windlass.server.auth import ACCESS_OF, CSRF_HEADER, Authenticator, caller_scope
 from windlass.server.context import AppContext, WorkerApiContext
 from windlass.server.errors import add_error_handlers
+from windlass.server.failure_log import FailureLog
 from windlass.server.middleware import AdmissionMiddleware, PageCompression
 from windlass.server.openapi import add_openapi
 from windlass.server.pages import STATIC, DashboardFiles, render_error, static_paths
@@ -76,7 +77,8 @@ def make_app(context: WorkerApiContext) -> Application:
             user_store=context.store,
             is_open_to_localhost=context.is_open_to_localhost,
         )
-    add_error_handlers(api, error_page)
+    failures = FailureLog()
+    add_error_handlers(api, error_page, failures)
     admission = AdmissionMiddleware(
         api,
         read_routes(
@@ -91,6 +93,7 @@ def make_app(context: WorkerApiContext) -> Application:
         rate_limit=context.rate_limit,
         worker_rate_limit=context.worker_rate_limit,
         access_log=AccessLog(lambda status: context.counters.add(HTTP_REFUSALS, (str(status),))),
+        failures=failures,
         error_page=error_page,
     )
     sharing = RateSharing(context.auth_store, admission.buckets)
@@ -99,6 +102,7 @@ def make_app(context: WorkerApiContext) -> Application:
         functools.partial(context.auth_store.watch_revocations, cache.set_listening, cache.revoke),
         sharing.run,
         admission.access_log.run,
+        failures.run,
     )
     outermost: ASGIApp = admission
     if isinstance(context, AppContext) and context.cors_origins:

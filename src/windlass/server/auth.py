@@ -8,10 +8,11 @@ Browsers send the session cookie with every request, also with requests that oth
 changes something must also send its CSRF token.
 
 Strings that do not look like our tokens are not looked up. Addresses that keep sending wrong tokens get 429; a valid
-token is never refused because of others at the same address (a proxy, a network).
+token never gets 401 or 429 because of others at the same address (a proxy, a network). A caller that cannot be looked
+up soon gets 503.
 """
 
-import asyncio
+import functools
 import hmac
 import ipaddress
 import re
@@ -43,8 +44,10 @@ from windlass.model.auth import (
 from windlass.model.errors import DatabaseUnavailable
 from windlass.ports import http
 from windlass.ports.auth import AuthStore
+from windlass.server.connections import has_left
 from windlass.server.errors import ApiError, forbidden, gone, unauthorized
 from windlass.server.identity_cache import CallerIdentity, IdentityCache
+from windlass.server.identity_lookups import LookupQueue
 from windlass.server.rate_limit import FailedLoginLimiter, RequestRateLimiter
 from windlass.server.route_table import Access, RouteEntry
 
@@ -69,8 +72,6 @@ _HOST = re.compile(
 )
 # Sessions of one address that are looked up per second. A browser's session is looked up once per IDENTITY_TTL_S.
 MAX_SESSION_LOOKUPS_PER_S = 50.0
-# Concurrent lookups of unknown tokens. A flood of them leaves most database connections to workers.
-MAX_LOOKUPS = 2
 
 LOCALHOST_CALLER = TokenCaller("localhost", Role.VIEWER)
 ANONYMOUS = CallerIdentity(None)
@@ -108,8 +109,8 @@ class Authenticator:
         self._is_open_to_localhost = is_open_to_localhost
         self.cache = IdentityCache(clock)
         self.failures = FailedLoginLimiter(clock)
-        self._machine_lookups = asyncio.Semaphore(MAX_LOOKUPS)
-        self._user_lookups = asyncio.Semaphore(MAX_LOOKUPS)
+        self._machine_lookups = LookupQueue[CallerIdentity | None]()
+        self._user_lookups = LookupQueue[CallerIdentity | None]()
         self._session_lookups = RequestRateLimiter("session", MAX_SESSION_LOOKUPS_PER_S, clock)
 
     async def authenticate(self, scope: Scope, headers: Headers, *, needs_token: bool = False) -> CallerIdentity:
@@ -133,25 +134,39 @@ class Authenticator:
         """Whether a long-lived request would be authenticated again as the same caller."""
         try:
             return (await self.authenticate(scope, headers)).caller == identity.caller
-        except ApiError:
-            return False
+        except ApiError as error:
+            return error.status_code == 503  # cannot be checked now; the next check decides
         except DatabaseUnavailable:
-            return True  # cannot be checked now; the next check decides
+            return True
 
     async def _look_up_token(self, token: str, token_hash: bytes, scope: Scope) -> CallerIdentity:
-        # The generation is read after the wait: a revocation during the wait does not concern this lookup.
-        caller, generation = None, self.cache.generation
+        identity: CallerIdentity | None = None
+        client = address_of(scope), functools.partial(has_left, scope)
         if is_token(token, API_PREFIX):
-            async with self._user_lookups:
-                generation = self.cache.generation
-                caller = await self._user_store.authenticate(token_hash)
+            look_up = functools.partial(self._identify_token, self._user_store, token_hash)
+            identity = await self._user_lookups.get(token_hash, look_up, *client)
         elif is_token(token, WORKER_PREFIX) or is_token(token, JOIN_PREFIX):
-            async with self._machine_lookups:
-                generation = self.cache.generation
-                caller = await self._worker_store.authenticate(token_hash)
-        if caller is None:
+            look_up = functools.partial(self._identify_token, self._worker_store, token_hash)
+            identity = await self._machine_lookups.get(token_hash, look_up, *client)
+        if identity is None:
             self.failures.count(address_of(scope))
             raise unauthorized("unknown or revoked token")
+        return identity
+
+    async def _look_up_session(self, session: str, session_hash: bytes, scope: Scope) -> CallerIdentity | None:
+        self._session_lookups.check(address_of(scope))
+        look_up = functools.partial(self._identify_session, session, session_hash)
+        client = address_of(scope), functools.partial(has_left, scope)
+        return await self._user_lookups.get(session_hash, look_up, *client)
+
+    # The generation is read when a lookup begins: a revocation during the wait does not concern it. Another lookup of
+    # the same caller may have ended during the wait.
+
+    async def _identify_token(self, store: AuthStore, token_hash: bytes) -> CallerIdentity | None:
+        generation, cached = self.cache.generation, self.cache.get(token_hash)
+        caller = await store.authenticate(token_hash) if cached is None else None
+        if caller is None:
+            return cached
         name = f"token {caller.name}" if isinstance(caller, TokenCaller) else f"worker {caller.worker_id}"
         identity = CallerIdentity(caller, name, token_hash=token_hash)
         # A join token expires, so it is looked up every time. It is used once.
@@ -159,13 +174,11 @@ class Authenticator:
             self.cache.add(token_hash, identity, generation)
         return identity
 
-    async def _look_up_session(self, session: str, session_hash: bytes, scope: Scope) -> CallerIdentity | None:
-        self._session_lookups.check(address_of(scope))
-        async with self._user_lookups:
-            generation = self.cache.generation
-            caller = await self._user_store.session(session_hash)
+    async def _identify_session(self, session: str, session_hash: bytes) -> CallerIdentity | None:
+        generation, cached = self.cache.generation, self.cache.get(session_hash)
+        caller = await self._user_store.session(session_hash) if cached is None else None
         if caller is None:
-            return None
+            return cached
         name = f"session {session_id(session_hash)} of {caller.name}"
         identity = CallerIdentity(caller, name, session=session, token_hash=session_hash)
         self.cache.add(session_hash, identity, generation)

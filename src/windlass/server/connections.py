@@ -132,6 +132,12 @@ class ConnectionTracker:
             self._without_request.setdefault(connection)
 
 
+def has_left(scope: Scope) -> bool:
+    """Whether the client of this request has disconnected, as far as its connection is a LimitedConnection."""
+    connection = scope.get("state", {}).get(_CONNECTION)
+    return connection is not None and bool(connection.is_closing)
+
+
 def mark_responses(app: ASGIApp) -> ASGIApp:
     """The application, which reports to its connection when the response to a request is complete."""
 
@@ -289,6 +295,10 @@ class LimitedConnection(asyncio.Protocol):
             self._tracker.set_has_request(self, False)
         else:
             self._update_timers()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
     def abort(self) -> None:
         """Close without waiting for the client to read what was sent."""

@@ -18,6 +18,7 @@ from windlass.model.errors import WORDS_OF_TYPES, BadInput, DatabaseUnavailable,
 from windlass.model.redaction import mask_known
 from windlass.operations import OperationOutcome, OperationResult
 from windlass.ports import http
+from windlass.server.failure_log import FailureLog
 
 # Sent as Retry-After while the database is unavailable.
 RETRY_AFTER_S = 1
@@ -97,7 +98,7 @@ def raise_if_refused(result: OperationResult) -> None:
         raise conflict(result.message)
 
 
-def to_api_error(error: Exception) -> ApiError | None:
+def to_api_error(error: Exception, failures: FailureLog) -> ApiError | None:
     """The response to an expected error. None for a defect."""
     match error:
         case ApiError():
@@ -109,11 +110,13 @@ def to_api_error(error: Exception) -> ApiError | None:
         case UnknownWorker():
             return ApiError(404, http.UNKNOWN_WORKER, str(error))
         case TooSlow():
-            log.warning("run query timed out", error=str(error))
+            if requests := failures.count(str(error)):
+                log.warning("run query timed out", error=str(error), requests=requests)
             return unavailable("the query took too long: ask for fewer rows, or retry later")
         case DatabaseUnavailable():
             # The message in the log may hold the database address. Callers must not see it.
-            log.warning("call database failed", error=str(error))
+            if requests := failures.count(str(error)):
+                log.warning("call database failed", error=str(error), requests=requests)
             if error.is_refusal:
                 message = "the control plane's database refused the call: the server's log has the details"
                 return ApiError(503, http.STATEMENT_REFUSED, message, retry_after_s=RETRY_AFTER_S)
@@ -148,9 +151,9 @@ def error_response(request: Request, error: ApiError, error_page: ErrorPage | No
     return error_page(request, error) if error_page is not None and wants_page else error.to_response()
 
 
-def add_error_handlers(app: FastAPI, error_page: ErrorPage | None) -> None:
+def add_error_handlers(app: FastAPI, error_page: ErrorPage | None, failures: FailureLog) -> None:
     async def handle(request: Request, error: Exception) -> Response:
-        converted = to_api_error(error)
+        converted = to_api_error(error, failures)
         if converted is None:
             raise error
         return error_response(request, converted, error_page)

@@ -3,8 +3,8 @@
 Route, caller, role, CSRF token, rate and size are judged before a byte of the body is read. A refused request is
 answered at once; if its body is large or of unknown size, the connection is closed after the response. A caller that is
 refused all the time is answered late, so that it occupies its own connections and not the server. Responses get
-security headers, and requests a line in the access log. An unexpected error is logged with its traceback and answered
-with 500.
+security headers, and requests a line in the access log. An unexpected error is answered with 500, and its traceback is
+logged once per interval and place.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import random
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from windlass.ports import http
 from windlass.server.access_log import AccessLog, short_path
 from windlass.server.auth import ANONYMOUS, SAFE_METHODS, Authenticator, Headers, address_of, check_access, check_scope
 from windlass.server.errors import ApiError, ErrorPage, defect, error_response, not_found, to_api_error
+from windlass.server.failure_log import FailureLog
 from windlass.server.identity_cache import CallerIdentity
 from windlass.server.rate_limit import (
     BYTES_PER_REQUEST,
@@ -98,12 +100,14 @@ class AdmissionMiddleware:
         rate_limit: float,
         worker_rate_limit: float,
         access_log: AccessLog | None = None,
+        failures: FailureLog | None = None,
         error_page: ErrorPage | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app = app
         self.error_page = error_page
         self.access_log = access_log or AccessLog()
+        self.failures = failures or FailureLog(clock)
         self.buffered = BufferedBytes()
         self.open_calls = ConcurrencyLimiter("requests")
         self.worker_bodies = ConcurrencyLimiter("large requests")
@@ -307,10 +311,12 @@ class _RequestContext:
             state["forget_identity"] = authenticator.cache.remove
 
     async def _respond_to(self, error: Exception) -> None:
-        converted = to_api_error(error)
+        failures = self._middleware.failures
+        converted = to_api_error(error, failures)
         if converted is None:
-            method, path = self._scope["method"], short_path(self._scope["path"])
-            log.error("handle request failed", method=method, path=path, exc_info=error)
+            if requests := failures.count(_place_of(error)):
+                method, path = self._scope["method"], short_path(self._scope["path"])
+                log.error("handle request failed", method=method, path=path, requests=requests, exc_info=error)
             converted = defect()
         if self._status is not None:
             return
@@ -348,6 +354,14 @@ class _RequestContext:
             await self._send_to_client(message)
         except Exception as error:
             raise _ConnectionFailed from error
+
+
+def _place_of(error: Exception) -> str:
+    """Type of a defect, the last line of Windlass in its traceback, and the line that raised it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    ours = [each for each in frames if each[0].f_globals.get("__name__", "").startswith("windlass.")]
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in (*ours[-1:], *frames[-1:])]
+    return f"{type(error).__name__} at {' in '.join(dict.fromkeys(lines))}"
 
 
 def _with_security_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -1,8 +1,8 @@
 """Reads request bodies within limits: size, time, the total of all requests, and the size after decompression.
 
-A size that the header announces is judged before a byte is read, any other while it is read. Large bodies of all
-requests together take at most MAX_BUFFERED_BYTES of memory, those of one caller half of it; above it a large body is
-answered with 503, and small ones are still read.
+A size that the header announces is judged before a byte is read, any other while it is read. A large body is answered
+with 503 if the bodies of all requests would take more than MAX_BUFFERED_BYTES of memory, or those of its caller more
+than half of it. SMALL_RESERVE_BYTES above that total are left to small bodies.
 """
 
 import asyncio
@@ -22,7 +22,11 @@ from windlass.server.route_table import MAX_SMALL_BODY_BYTES
 # Time for a body, plus the time that the bytes received so far take at MIN_BODY_BYTES_PER_S.
 BODY_TIMEOUT_S = 60.0
 MAX_BUFFERED_BYTES = 256 << 20
-# One caller may use this share of it. Otherwise one token could keep all workers from delivering large results.
+# Small bodies may use this much more: a thousand of the largest ones fit. Otherwise large results could keep all
+# workers from sending heartbeats.
+SMALL_RESERVE_BYTES = 64 << 20
+# Large bodies of one caller may use this share of MAX_BUFFERED_BYTES. Otherwise one token could keep all workers from
+# delivering large results.
 MAX_SHARE_OF_CALLER = 0.5
 # Decompressed at once: the limits are judged after each piece.
 _INFLATED_BYTES = 256 * 1024
@@ -34,24 +38,26 @@ _decoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decode")
 
 
 class BufferedBytes:
-    """Bytes of large bodies that are held by all requests of this process."""
+    """Bytes of bodies that are held by all requests of this process."""
 
-    def __init__(self, limit: int = MAX_BUFFERED_BYTES) -> None:
+    def __init__(self, limit: int = MAX_BUFFERED_BYTES, small_reserve: int = SMALL_RESERVE_BYTES) -> None:
         self._limit = limit
+        self._limit_with_small = limit + small_reserve
+        self.used = 0
+        # By caller, of the bodies above.
         self._held: Counter[str] = Counter()
 
-    @property
-    def used(self) -> int:
-        return self._held.total()
-
-    def take(self, size_bytes: int, caller: str) -> None:
-        if self.used + size_bytes > self._limit:
-            raise unavailable("too many large requests at the same time: retry")
-        if self._held[caller] + size_bytes > self._limit * MAX_SHARE_OF_CALLER:
+    def take(self, size_bytes: int, caller: str, *, is_large: bool) -> None:
+        """Raises ApiError 503 if these bytes do not fit."""
+        if self.used + size_bytes > (self._limit if is_large else self._limit_with_small):
+            raise unavailable(f"too many {'large ' if is_large else ''}requests at the same time: retry")
+        if is_large and self._held[caller] + size_bytes > self._limit * MAX_SHARE_OF_CALLER:
             raise unavailable("too many large requests of this caller at the same time: retry")
+        self.used += size_bytes
         self._held[caller] += size_bytes
 
     def give_back(self, size_bytes: int, caller: str) -> None:
+        self.used -= size_bytes
         self._held[caller] -= size_bytes
         if not self._held[caller]:
             del self._held[caller]
@@ -166,8 +172,7 @@ class BodyReader:
             self._received_bytes += size_bytes
             self.is_complete = not message.get("more_body", False)
             self._check_size(self._received_bytes)
-            if self._received_bytes > MAX_SMALL_BODY_BYTES:
-                self._take(self._received_bytes)
+            self._take(self._received_bytes, is_large=self._received_bytes > MAX_SMALL_BODY_BYTES)
         else:
             self.is_complete = True
         return message
@@ -176,15 +181,15 @@ class BodyReader:
         if size_bytes > self._max_bytes:
             raise ApiError(413, http.TOO_LARGE, f"the request body has more than {self._max_bytes:,} bytes")
 
-    def _take(self, held_bytes: int) -> None:
+    def _take(self, held_bytes: int, *, is_large: bool) -> None:
         if held_bytes > self._taken_bytes:
-            self._buffered.take(held_bytes - self._taken_bytes, self.caller)
+            self._buffered.take(held_bytes - self._taken_bytes, self.caller, is_large=is_large)
             self._taken_bytes = held_bytes
 
     async def _inflate(self, compressed: bytes) -> bytes:
         # The size is not known before, so the most that it can be is taken, and what was not used is given back.
         before = self._taken_bytes
-        self._take(before + min(self._max_bytes, _max_by_ratio(compressed)))
+        self._take(before + min(self._max_bytes, _max_by_ratio(compressed)), is_large=True)
         content = await asyncio.to_thread(inflate, compressed, self._max_bytes)
         self._buffered.give_back(self._taken_bytes - before - len(content), self.caller)
         self._taken_bytes = before + len(content)

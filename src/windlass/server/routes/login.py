@@ -6,7 +6,7 @@ sending made-up links get 429; a valid link is never refused. Such an address ca
 either, because each attempt is a request to the provider.
 """
 
-import asyncio
+import functools
 import secrets
 from typing import Annotated
 
@@ -17,10 +17,12 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from windlass.model.auth import LINK_PREFIX, SESSION_PREFIX, Role, hash_of, is_token, new_token
 from windlass.ports import http
 from windlass.ports.auth import AuthStore
-from windlass.server.auth import MAX_LOOKUPS, anyone, check_csrf, session_cookie
+from windlass.server.auth import address_of, anyone, check_csrf, session_cookie
+from windlass.server.connections import has_left
 from windlass.server.context import AppContext
 from windlass.server.errors import ApiError, gone, unauthorized, unavailable
 from windlass.server.forms import read_form
+from windlass.server.identity_lookups import LookupQueue
 from windlass.server.json_api import OPEN
 from windlass.server.oidc import LoginRefused, OidcClient, PendingLogin, ProviderUnavailable, TooManyLogins
 
@@ -56,7 +58,7 @@ async def create_login_link(
 def routes(context: AppContext) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     store = context.store
-    lookups = asyncio.Semaphore(MAX_LOOKUPS)
+    lookups = LookupQueue[bool]()
 
     @router.get(LOGIN, dependencies=[OPEN])
     async def login(request: Request, key: str = "", over: str = "") -> Response:
@@ -67,8 +69,10 @@ def routes(context: AppContext) -> APIRouter:
         session = new_token(SESSION_PREFIX, secrets.SystemRandom())
         is_opened = False
         if is_token(key, LINK_PREFIX):
-            async with lookups:
-                is_opened = await store.open_session(hash_of(key), hash_of(session), SESSION_TTL_S)
+            # By session: two requests with the same link must not share its only use.
+            open_session = functools.partial(store.open_session, hash_of(key), hash_of(session), SESSION_TTL_S)
+            client = address_of(request.scope), functools.partial(has_left, request.scope)
+            is_opened = await lookups.get(hash_of(session), open_session, *client)
         if not is_opened:
             request.state.count_failure()
             raise gone("this login link was used or has expired: `windlass tokens link` prints another")
