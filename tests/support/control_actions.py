@@ -39,7 +39,7 @@ FLEET = FleetConfig(queues=("a", "b"), min_workers=0, max_workers=4)
 ANN = Candidate("ann", ttl_s=30.0)
 BOB = Candidate("bob", ttl_s=30.0)
 EMPTY = """
-truncate windlass.charges, windlass.spending, windlass.attempt_spans;
+truncate windlass.charges, windlass.spending, windlass.attempt_spans, windlass.volume_sizes;
 truncate windlass.tasks, windlass.events, windlass.cycles, windlass.leases, windlass.clock, windlass.workers,
   windlass.slots, windlass.fleets restart identity cascade
 """

@@ -24,7 +24,7 @@ from support.snapshots import (
 )
 from windlass.model.action import Drain, Fail, FailSlot, RaiseAlert, Spawn
 from windlass.model.fleet import FleetConfig
-from windlass.model.machine import ProviderTraits
+from windlass.model.machine import Machine, MachineState, ProviderTraits
 from windlass.model.snapshot import FailureRateState, LaunchRecord, RecentFailure, Snapshot, WorkerView
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
@@ -188,6 +188,48 @@ def test_killed_workers_hold_spawning_only_if_unproven(is_proven: bool) -> None:
     assert (planned.hold is None) is is_proven
     following = plan(apply(planned, seen, config), config)
     assert len(of_kind(following.actions, Spawn)) == (6 if is_proven else 0)
+
+
+def on_host(host: str, number: int) -> tuple[WorkerView, Machine]:
+    """A pod that starts on this host."""
+    view = worker(f"w{number}", number, created=20, machine_at=20, heartbeat=None, status="spawning")
+    return view, Machine(f"m-{view.id}", view.id, MachineState.RUNNING, host=host)
+
+
+def test_avoided_hosts_do_not_count_as_failures_of_the_image() -> None:
+    pods, there = zip(*(on_host("8.8.4.4", n) for n in range(4)), strict=True)
+    before = {"failure_rate": FailureRateState(failed_starts=4, last_failure_at=ago(60))}
+    avoided = {"machines": there, "avoided_hosts": ("8.8.4.4",)}
+    planned = plan(snapshot(*pods, queued=9, launches=launches(4, 8), state=before, **avoided), fleet(max_workers=9))
+    assert {fail.code for fail in of_kind(planned.actions, Fail)} == {"HOST_AVOIDED"}
+    rate = planned.planner_state.failure_rate
+    assert (rate.failed_starts, rate.avoided_starts) == (4, 4)
+    assert planned.hold is None
+
+
+def test_machines_on_avoided_hosts_cost_bounded_launches() -> None:
+    """The provider has room on bad hosts only. Once it has other hosts, the fleet recovers by itself."""
+    config = fleet(min_workers=1, max_workers=2, max_restarts=100)
+    world = FleetSimulation(config, snapshot(queued=9, avoided_hosts=("8.8.4.4",)), without_heartbeat)
+
+    def cycle(host: str) -> None:
+        listed = tuple(replace(each, host=host) for each in world.seen.machines or ())
+        world.seen = replace(world.seen, machines=listed)
+        world.cycle()
+
+    while world.seen.now < NOW + timedelta(hours=HOURS):
+        cycle("8.8.4.4")
+    first = next(planned.hold for planned in world.plans if planned.hold is not None)
+    assert first.code == "FAILURE_RATE"
+    # Five, and one more that was spawned in the same cycle as the fifth.
+    assert first.reason.startswith("6 machines in a row were on avoided hosts, last HOST_AVOIDED (")
+    # The bound is that of a bad image.
+    assert config.min_spawns_for_rate <= world.spawns() <= config.min_spawns_for_rate + 2 + 4 + HOURS
+    world.live = beating
+    while world.seen.now < NOW + timedelta(hours=HOURS + 2):
+        cycle("8.8.8.8")
+    assert sum(view.last_heartbeat is not None for view in world.seen.workers) == 2
+    assert world.plans[-1].hold is None
 
 
 # Traits of the provider `local`: its machines are processes of this host.

@@ -14,6 +14,8 @@ from support.snapshots import (
     apply,
     beating,
     fleet,
+    machine,
+    machines_of,
     of_kind,
     only,
     snapshot,
@@ -201,6 +203,54 @@ def test_failed_worker_is_counted_once() -> None:
 def test_machine_that_the_vendor_took_does_not_reject() -> None:
     gone = [replace(crashed(n), id=f"n{n}") for n in (4, 5)]
     planned = plan(seen(*FOUR_OLD, *gone, rollout=rollout(), traits=ProviderTraits(is_remote=True)), FOUR)
+    assert rollout_of(planned).is_running
+
+
+def failed_on(host: str | None, slot: int, code: str) -> WorkerView:
+    return new(slot, status="error", code=code, reason="its check failed", machine_host=host)
+
+
+def test_avoided_host_never_counts_against_a_version() -> None:
+    """Pods that land on a host which this fleet avoids, one after another."""
+    pods = [failed_on("8.8.4.4", n, "HOST_AVOIDED") for n in range(4, 6)]
+    planned = plan(seen(*FOUR_OLD, *pods, rollout=rollout()), FOUR)
+    assert rollout_of(planned).is_running
+    assert (rollout_of(planned).failed, rollout_of(planned).failed_hosts) == ((), ())
+
+
+@pytest.mark.parametrize("code", ["GPU_NOT_DETECTED", "STORAGE_NOT_MOUNTED"])
+@pytest.mark.parametrize(
+    ("hosts", "is_rejected"),
+    [
+        pytest.param(("8.8.4.4", "8.8.4.4"), False, id="twice on one host"),
+        pytest.param(("8.8.4.4", "8.8.8.8"), True, id="on two hosts"),
+        pytest.param((None, None), True, id="on unknown hosts"),
+        pytest.param(("8.8.4.4", None), False, id="once on a known host"),
+    ],
+)
+def test_failed_check_of_a_host_counts_on_a_second_host(
+    code: str, hosts: tuple[str | None, str | None], is_rejected: bool
+) -> None:
+    first, second = (failed_on(host, slot, code) for slot, host in zip((4, 5), hosts, strict=True))
+    one = plan(seen(*FOUR_OLD, first, rollout=rollout(surged=(4,))), FOUR)
+    assert rollout_of(one).is_running
+    # The first is still being deleted.
+    two = plan(seen(*FOUR_OLD, first, second, rollout=rollout_of(one)), FOUR)
+    assert rollout_of(two).is_running is not is_rejected
+    # Its row is closed.
+    two = plan(seen(*FOUR_OLD, second, rollout=rollout_of(one)), FOUR)
+    assert rollout_of(two).is_running is not is_rejected
+
+
+def test_host_of_a_check_that_fails_in_this_plan_is_known_from_the_list() -> None:
+    pods = [
+        new(n, status="spawning", heartbeat=None, prepare_code="GPU_NOT_DETECTED", prepare_reason="no GPU answers")
+        for n in (4, 5)
+    ]
+    there = (*machines_of(FOUR_OLD), *(machine(pod.id, host="8.8.4.4") for pod in pods))
+    planned = plan(seen(*FOUR_OLD, *pods, rollout=rollout(), machines=there), FOUR)
+    assert {fail.worker_id for fail in of_kind(planned.actions, Fail)} == {"n4", "n5"}
+    assert rollout_of(planned).failed_hosts == ("8.8.4.4",)
     assert rollout_of(planned).is_running
 
 

@@ -55,6 +55,8 @@ class Rollout:
     owed: int = 0
     # Ids of workers of the new version that failed before they had proven to work.
     failed: tuple[str, ...] = ()
+    # Hosts on which a check of the host failed for such a worker. These workers are not in `failed`.
+    failed_hosts: tuple[str, ...] = ()
     # When a worker was last spawned or drained for it.
     changed_at: datetime | None = None
     ended_at: datetime | None = None

@@ -174,7 +174,7 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """A worker that was spawned, and whether it failed before it had proven to work."""
+    """A worker that was spawned, and whether it failed before it had proven to work. None if its host is avoided."""
 
     at: datetime
     has_failed: bool
@@ -260,6 +260,8 @@ class HealthState:
     outage_ended_at: datetime | None = None
     # When a worker was last replaced as a trial, without evidence from other workers (policy/quarantine.py).
     quarantine_trial_at: datetime | None = None
+    # startup_grace_s of a fleet whose workers need a GPU, for the view windlass.health. None: they need none.
+    gpu_grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,8 @@ class FailureRateState:
     judged_until: datetime | None = None
     # Consecutive workers that failed before they had proven to work, and when the last of them failed.
     failed_starts: int = 0
+    # The same for machines that were not used because their host is avoided. They are not in `failed_starts`.
+    avoided_starts: int = 0
     last_failure_at: datetime | None = None
 
 
@@ -340,7 +344,7 @@ class PlannerState:
     """State that plan() passes from one cycle to the next: an input in the snapshot, an output of the plan.
 
     It is stored as JSON with the fleet and grouped by feature. Queries read `cadence`, `alerts`, `hold`,
-    `fingerprint` and `rollout`.
+    `fingerprint`, `rollout` and `gpu_grace_s`.
     """
 
     cadence: Cadence = Cadence()

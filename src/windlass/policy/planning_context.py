@@ -213,6 +213,7 @@ def build_context(snapshot: Snapshot, fleet: FleetConfig) -> PlanningContext:
         "health",
         idle_since={s.worker.id: s.idle_since for s in states if s.idle_since is not None},
         unclaimed_since={s.worker.id: s.unclaimed_since for s in states if s.unclaimed_since is not None},
+        gpu_grace_s=fleet.startup_grace_s if fleet.has_gpu else None,
     )
     unlisted_since = (before.machines.unlisted_since or snapshot.now) if snapshot.machines is None else None
     context.remember_in("machines", unlisted_since=unlisted_since)

@@ -154,10 +154,39 @@ async def test_volume_is_billed_at_each_size_that_it_had(
         clock.advance(1800)
     # The last half hour was not seen yet.
     (cost,) = await store.volume_costs(since, fleet="f")
-    assert cost == VolumeCost("v1", "f", 200, "USD", 9_000 + 9_000, 18_000)
+    assert cost == VolumeCost("v1", ("f",), 200, "USD", 9_000 + 9_000, 18_000)
     assert await store.volume_costs(since, fleet="other") == []
     (recent,) = await store.volume_costs(clock() - timedelta(seconds=2700))
     assert recent.amount_micros == 4_500
+
+
+async def test_volume_of_two_fleets_is_billed_once(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
+    since, small, large = clock(), Volume("v1", 100, 9_000, "USD"), Volume("v1", 200, 18_000, "USD")
+    # Fleet b sees the volume half an hour after fleet a, and its new size too.
+    for fleet, volume in (("a", small), ("b", small), ("a", large), ("b", large), ("a", large)):
+        await store.record_volume(fleet, volume)
+        clock.advance(1800)
+    await store.record_volume("c", Volume("v2", 10, 1_000, "USD"))
+    # An hour at 9,000 and an hour at 18,000.
+    shared, own = await store.volume_costs(since)
+    assert shared == VolumeCost("v1", ("a", "b"), 200, "USD", 9_000 + 18_000, 18_000)
+    assert (own.volume_id, own.fleets, own.amount_micros) == ("v2", ("c",), 0)
+    assert await store.volume_costs(since, fleet="b") == [shared]
+    (recent,) = await store.volume_costs(since + timedelta(minutes=90), fleet="a")
+    assert recent.amount_micros == 9_000
+    assert shared.month_micros == 18_000 * 24 * 30
+
+
+async def test_time_without_a_fleet_of_the_volume_is_not_billed(
+    store: ControlStores, clock: VirtualClock, ann: Leader
+) -> None:
+    since = clock()
+    for fleet in ("a", "b"):
+        for _ in range(2):
+            await store.record_volume(fleet, Volume("v1", 100, 9_000, "USD"))
+            clock.advance(3600)
+    (cost,) = await store.volume_costs(since)
+    assert (cost.fleets, cost.amount_micros) == (("a", "b"), 18_000)
 
 
 async def test_hosts_count_lost_machines_and_failed_checks(

@@ -293,6 +293,12 @@ async def test_snapshot_has_launches_and_failures_in_window(
     assert (await ann.observe()).launches == ()
 
 
+async def test_machine_on_an_avoided_host_is_no_launch(store: ControlStores, ann: Leader) -> None:
+    await ann.spawn_worker(0, 1)
+    await ann.commit(Fail("w0", "HOST_AVOIDED", "bad host"), Fail("w1", "SPAWNING_TIMEOUT", "too slow"))
+    assert [(launch.slot, launch.has_failed) for launch in (await ann.observe()).launches] == [(1, True)]
+
+
 async def test_snapshot_has_slot_restarts_within_window(store: ControlStores, clock: VirtualClock, ann: Leader) -> None:
     await ann.spawn_worker(0, 1)
     await ann.commit(Fail("w0", "CRASHED", "x"))

@@ -239,6 +239,7 @@ def _launches(spawned: Sequence[MemoryWorker], since: datetime, now: datetime) -
             worker.created_at, worker.spawned.failed_at is not None and not worker.spawned.is_proven, worker.slot
         )
         for worker in spawned
+        if worker.code != "HOST_AVOIDED"
         for failed_at in [worker.spawned.failed_at or worker.created_at]
         if max(worker.created_at, failed_at) > since and max(worker.created_at, failed_at) <= now
     ]

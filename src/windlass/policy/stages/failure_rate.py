@@ -8,6 +8,9 @@ failed one trips it again for twice as long, up to MAX_HOLD_S.
 A process of this host costs nothing to launch. There the limit of restarts per slot (stages/termination.py) comes
 first: the hold acts only after a slot has failed, and failures in failed slots do not count.
 
+A machine on an avoided host says nothing about the image. It counts by itself: that many in a row hold spawning too,
+because the provider would most likely place the next one there.
+
 `windlass restart` resets it: failures before the restart no longer count.
 
 A worker is proven when it got through its first tasks, worked on them for a minute, or was ready for a long time while
@@ -18,6 +21,7 @@ from dataclasses import replace
 
 from windlass.model.action import Action, FailSlot
 from windlass.model.snapshot import FailureRateState
+from windlass.policy.placement import HOST_AVOIDED
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.worker_state import WorkerState
 
@@ -102,7 +106,13 @@ def _update_state(context: PlanningContext, failing: list[WorkerState]) -> Failu
     unproven = _counted_failures(context, rate, failing)
     if not unproven:
         return rate
-    return replace(rate, failed_starts=rate.failed_starts + len(unproven), last_failure_at=context.now)
+    avoided = sum(state.code == HOST_AVOIDED for state in unproven)
+    return replace(
+        rate,
+        failed_starts=rate.failed_starts + len(unproven) - avoided,
+        avoided_starts=rate.avoided_starts + avoided,
+        last_failure_at=context.now,
+    )
 
 
 def _counted_failures(
@@ -117,7 +127,8 @@ def _trip_reason(context: PlanningContext, rate: FailureRateState, failing: list
     """Why spawning must stop, or None. Workers that this plan fails count as failed."""
     fleet, is_local = context.fleet, context.snapshot.traits.host is not None
     launches = [h for h in context.snapshot.launches if rate.judged_until is None or h.at > rate.judged_until]
-    failing = _counted_failures(context, rate, failing)
+    counted = _counted_failures(context, rate, failing)
+    failing = [state for state in counted if state.code != HOST_AVOIDED]
     max_failed_starts = fleet.min_spawns_for_rate
     if is_local:
         launches = [launch for launch in launches if launch.slot not in context.failed_slots]
@@ -126,6 +137,8 @@ def _trip_reason(context: PlanningContext, rate: FailureRateState, failing: list
         max_failed_starts = max(max_failed_starts, fleet.max_restarts * len(slots) + 1)
     if rate.failed_starts >= max_failed_starts:
         return f"{rate.failed_starts} workers in a row failed before they proved to work"
+    if rate.avoided_starts >= fleet.min_spawns_for_rate:
+        return f"{rate.avoided_starts} machines in a row were on avoided hosts"
     # Spawned before the window and failed in this plan: not among the launches yet.
     late = [state for state in failing if context.age_s(state.worker.created_at) >= fleet.failure_window_s]
     total = len(launches) + len(late)
@@ -133,6 +146,6 @@ def _trip_reason(context: PlanningContext, rate: FailureRateState, failing: list
     has_rate = total >= fleet.min_spawns_for_rate and (not is_local or bool(context.failed_slots))
     if has_rate and failed / total > fleet.max_failure_rate:
         return f"failure rate {failed} of {total} in {fleet.failure_window_s / 60:g} min"
-    if rate.trips and failed:
+    if rate.trips and (failed or counted):
         return "the probe failed too"
     return None

@@ -5,9 +5,10 @@ a minute, or when it was ready without a task: for two heartbeats while there is
 of them. A worker imports its handler before it registers. Old workers drain only for new ones that passed.
 
 A version is rejected when MAX_FAILED of its workers failed, one was quarantined, several tasks failed on one, or
-the provider refused its settings. Its workers that passed no probe drain, old workers stay, and the fleet spawns none
-of it until a person deploys again or the version changes. If the settings of the last working version could be restored
-(control/deployment.py), that is the current version meanwhile. If not, no old worker is spare: none could be spawned.
+the provider refused its settings. A failed check of the host counts once it failed on a second host. The version's
+workers that passed no probe drain, old workers stay, and the fleet spawns none of it until a person deploys again or
+the version changes. If the settings of the last working version could be restored (control/deployment.py), that is the
+current version meanwhile. If not, no old worker is spare: none could be spawned.
 
 A surge takes free slots: there are never more than max_workers machines. Where billing periods are long, an old worker
 stays until its period nearly ends, at most for one period, unless the request says otherwise. One new worker is spawned
@@ -25,6 +26,7 @@ from windlass.model.rollout import DeployRequest, Rollout, RolloutStatus, Workin
 from windlass.model.worker import WorkerStatus
 from windlass.policy.billing import TerminationWindow
 from windlass.policy.boot import boot_limit
+from windlass.policy.placement import HOST_AVOIDED, MISPLACED
 from windlass.policy.planning_context import PlanningContext
 from windlass.policy.quarantine import QUARANTINED
 from windlass.policy.stages.spawning import slots_to_fill, spawnable_slots
@@ -43,7 +45,9 @@ BUSY_PROBE_S = 60.0
 # A rollout without progress for this long raises an alert. A slow boot takes minutes.
 STALL_S = 1800.0
 # Failures that say nothing about the version: a person, the vendor or the placement ended the worker.
-NOT_OF_VERSION = frozenset({"MANUAL", "MISPLACED", "NO_MACHINE_ID"})
+NOT_OF_VERSION = frozenset({"MANUAL", "NO_MACHINE_ID", MISPLACED, HOST_AVOIDED})
+# Checks that most often fail because of the host. 10_observe.sql avoids hosts by them, whatever the version.
+CHECKS_OF_HOST = frozenset({"GPU_NOT_DETECTED", "STORAGE_NOT_MOUNTED"})
 INVALID_REQUEST = "INVALID_REQUEST"
 _END_CODES = {
     RolloutStatus.COMPLETE: "DEPLOY_COMPLETE",
@@ -154,9 +158,7 @@ def _judge(context: PlanningContext, rollout: Rollout) -> list[Action]:
     """Reject the version, or complete the rollout. Otherwise it goes on."""
     new = [s for s in context.states.values() if s.is_managed and s.worker.fingerprint == rollout.target]
     failing = [s for s in new if _has_failed(context, s) and s.worker.created_at >= rollout.started_at]
-    known = [s for s in failing if s.worker.id not in rollout.failed]
-    failed = (*rollout.failed, *(s.worker.id for s in known))[:MAX_FAILED]
-    rollout = replace(rollout, failed=failed)
+    rollout = _add_failures(context, rollout, failing)
     context.remember(rollout=rollout)
     if (why := _rejection(context, rollout, failing, new)) is not None:
         return _end(context, rollout, RolloutStatus.ROLLED_BACK, why)
@@ -196,14 +198,35 @@ def _has_failed(context: PlanningContext, state: WorkerState) -> bool:
     return not state.is_proven or worker.failing_since is not None
 
 
+def _add_failures(context: PlanningContext, rollout: Rollout, failing: list[WorkerState]) -> Rollout:
+    """Count each worker once, and each host once of which a check failed."""
+    failed, hosts = list(rollout.failed), list(rollout.failed_hosts)
+    for state in failing:
+        host = _failed_host(context, state)
+        known, new = (failed, state.worker.id) if host is None else (hosts, host)
+        if new not in known:
+            known.append(new)
+    return replace(rollout, failed=tuple(failed[:MAX_FAILED]), failed_hosts=tuple(hosts[:MAX_FAILED]))
+
+
+def _failed_host(context: PlanningContext, state: WorkerState) -> str | None:
+    """The host that may be at fault. None: the failure has another code, or the host is unknown."""
+    if (state.code or state.worker.code) not in CHECKS_OF_HOST:
+        return None
+    machine = context.machine_of(state.worker)
+    return state.worker.machine_host or (machine.host if machine is not None else None)
+
+
 def _rejection(
     context: PlanningContext, rollout: Rollout, failing: list[WorkerState], new: list[WorkerState]
 ) -> str | None:
     last = f": {failing[-1].reason or failing[-1].worker.reason}" if failing else ""
     if any((s.code or s.worker.code) == QUARANTINED for s in failing):
         return f"tasks fail on its workers{last}"
-    if len(rollout.failed) >= MAX_FAILED:
-        return f"{len(rollout.failed)} of its workers failed before they worked{last}"
+    # One host may be bad. The same check on a second one shows that the version is.
+    count = len(rollout.failed) + (len(rollout.failed_hosts) if len(rollout.failed_hosts) > 1 else 0)
+    if count >= MAX_FAILED:
+        return f"{count} of its workers failed before they worked{last}"
     ids, min_failures = {s.worker.id for s in new}, context.fleet.quarantine_min_failures
     for streak in context.snapshot.failure_streaks:
         alone = len(streak.failed) - len(streak.failed_elsewhere)

@@ -142,6 +142,8 @@ begin
                 w.created_at > v_now - make_interval(secs => p_failure_window_s)
                 or w.failed_at > v_now - make_interval(secs => p_failure_window_s)
               )
+              -- The host was at fault, not the image.
+              and w.code is distinct from 'HOST_AVOIDED'
               -- Written before the clock was set back.
               and greatest(w.created_at, w.failed_at) <= v_now
             order by w.created_at desc, w.id collate "C" desc limit 1000
