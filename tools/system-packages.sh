@@ -1,6 +1,6 @@
 #!/bin/sh
 # What some tests use from the system: PostgreSQL 15, pgbouncer, OpenSSH, systemd-analyze, shellcheck, cloud-init,
-# promtool, nginx and Caddy, Chromium, ffmpeg, buildah, Hetzner's own client. Root on Debian gets them; elsewhere the tests that need them are skipped and say so.
+# promtool, kubectl, nginx and Caddy, Chromium, ffmpeg, buildah, Hetzner's own client. Root on Debian gets them; elsewhere the tests that need them are skipped and say so.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 missing=""
@@ -21,7 +21,7 @@ command -v cloud-init >/dev/null || [ -d "$cloud_init" ] || unpack="cloud-init p
 # Only the programs that check configurations: installed, these packages would start servers.
 programs="${XDG_CACHE_HOME:-$HOME/.cache}/windlass-tests"
 checkers=""
-for pair in prometheus:promtool caddy:caddy nginx:nginx; do
+for pair in prometheus:promtool kubernetes-client:kubectl caddy:caddy nginx:nginx; do
   command -v "${pair#*:}" >/dev/null || [ -x "$programs/${pair#*:}" ] || checkers="$checkers $pair"
 done
 [ -n "$missing${unpack:-}$checkers" ] || exit 0

@@ -1,4 +1,4 @@
-"""Operations on rollouts: start one, stop it, and report how far it is.
+"""Operations on rollouts: start one, abort it, and report how far it is.
 
 Like in operations.py, each operation is one function over the store's ports, and the API, the dashboard and the command
 line format its result. The next cycles execute it.

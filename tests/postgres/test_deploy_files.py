@@ -1,7 +1,7 @@
 """The files in deploy/ and the release workflow: each is checked by the tool that reads it, as far as one can be
 installed.
 
-Not run here: an image build, a cluster, a Terraform apply and Supabase itself.
+Not run here: an image build, a cluster, a Terraform apply, Grafana and Supabase itself.
 """
 
 import asyncio
@@ -160,6 +160,15 @@ def test_release_workflow_pins_actions_and_separates_rights() -> None:
     assert described["jobs"]["publish"]["environment"] == "pypi"
 
 
+def test_release_is_tested_by_what_must_be_green_before_a_change_lands() -> None:
+    steps = yaml.safe_load(RELEASE_WORKFLOW.read_text())["jobs"]["test"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    # As root: .ci/run then runs `make test` as an ordinary user, and the tests that need root.
+    assert commands == ['sudo env "PATH=$PATH" bash .ci/run']
+    script = (DEPLOY.parent / ".ci" / "run").read_text()
+    assert re.findall(r"make test[\w-]*", script) == ["make test", "make test", "make test-root"]
+
+
 def pod_of(name: str) -> dict[str, Any]:
     """The specification of the pod that a manifest describes."""
     spec = yaml.safe_load((DEPLOY / "kubernetes" / name).read_text())["spec"]
@@ -205,6 +214,21 @@ def test_kustomization_names_files_that_exist() -> None:
     assert [name for name in files if not (folder / name).is_file()] == []
     manifests = [yaml.safe_load((folder / name).read_text()) for name in described["resources"]]
     assert [manifest["kind"] for manifest in manifests] == ["Deployment", "Service", "PodMonitor"]
+
+
+def test_kustomization_builds_what_the_api_accepts(tmp_path: Path) -> None:
+    built = list(yaml.safe_load_all(run(system_program("kubectl"), "kustomize", DEPLOY / "kubernetes")))
+    found = {each["kind"]: each for each in built}
+    assert found.keys() == {"ConfigMap", "Deployment", "Service", "PodMonitor"}
+    assert {each["metadata"]["namespace"] for each in built} == {"windlass"}
+    # The name has a hash of the file: a change of windlass.toml replaces the pods.
+    volumes = found["Deployment"]["spec"]["template"]["spec"]["volumes"]
+    mounted = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    assert mounted == [found["ConfigMap"]["metadata"]["name"]] != ["windlass-config"]
+    for kind in ("ConfigMap", "Deployment", "Service"):
+        path = tmp_path / f"{kind}.yaml"
+        path.write_text(yaml.safe_dump(found[kind]))
+        run(BIN / "kubernetes-validate", "--strict", path)
 
 
 def test_podmonitor_follows_the_definition_of_the_operator() -> None:

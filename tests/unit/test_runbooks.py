@@ -21,7 +21,7 @@ ORDINARY_EVENTS = """
     ALERT ATTEMPTS_REFUNDED FLEET_PAUSED FLEET_RESUMED LINK_CREATED MACHINE_ADOPTED MACHINE_PREPARED
     MACHINE_PREPARING MACHINE_REFUSED ORPHAN_DELETED SESSION_ENDED SESSION_OPENED SESSION_REVOKED SLOTS_RESTARTED
     TASKS_PURGED TASK_CANCELLED TASK_ERROR TASK_FAILED TASK_RELEASED TASK_REQUEUED TASK_RETRIED TOKEN_CREATED
-    TOKEN_REVOKED VOLUME_GROWN WORKERS_REQUESTED WORKER_ACTIVATED WORKER_DEREGISTERED WORKER_ERROR WORKER_JOINED
+    TOKEN_REVOKED VOLUME_GROWN WORKERS_REQUESTED WORKER_ACTIVATED WORKER_DEREGISTERED WORKER_JOINED
     WORKER_PAUSED WORKER_REGISTERED WORKER_RESUMED WORKER_SPAWNED WORKER_TERMINATED WORKER_TERMINATING
 """
 # Environment variables, and settings of other products that a fleet accepts.
@@ -81,6 +81,28 @@ def test_every_code_has_a_runbook() -> None:
     assert found - NO_CODES - runbooks().keys() == set()
 
 
+def task_error_codes() -> set[str]:
+    """Codes with which an attempt ends: in the worker, in Ray, in SQL, and in the table of docs/worker.md."""
+    source = "\n".join(file.read_text() for suffix in ("py", "sql") for file in SOURCE.rglob(f"*.{suffix}"))
+    patterns = (
+        r'AttemptFailure\(\s*"([A-Z_]+)"',
+        r'self\._fail\(\s*"([A-Z_]+)"',
+        r"requeue_tasks_of\([^;]*?'([A-Z_]+)'",
+        r"error_code = '([A-Z_]+)'",
+    )
+    table = (ROOT / "docs" / "worker.md").read_text().partition("| code | cause |")[2].partition("\n\n")[0]
+    found = [set(re.findall(pattern, source)) for pattern in patterns]
+    found.append(set(re.findall(r"^\| `([A-Z_]+)` \|", table, re.MULTILINE)))
+    assert all(found)
+    return set[str]().union(*found)
+
+
+def test_every_task_error_has_a_runbook_of_its_own() -> None:
+    codes = task_error_codes()
+    assert codes >= {"HANDLER_ERROR", "WORKER_ERROR", "OUTPUT_LIMIT", "NODE_LOST", "WORKER_LOST", "CANCELLED"}
+    assert {code for code in codes if not has_row(code, "Task errors")} == set()
+
+
 def test_every_exemption_is_in_use_and_has_no_runbook() -> None:
     assert NO_CODES - names_in_source() == set()
     assert NO_CODES & runbooks().keys() == set()
@@ -102,6 +124,13 @@ def test_every_row_has_a_cause_and_what_to_do() -> None:
     assert [row.code for row in rows if "what to do" not in row.columns] == []
     severities = {row.columns["severity"] for row in rows if row.section == "Alerts and holds"}
     assert severities == {severity.value for severity in Severity}
+
+
+def test_what_to_do_names_a_command_a_setting_or_a_code() -> None:
+    """Unless there is nothing to do."""
+    rows = [row for found in runbooks().values() for row in found]
+    to_do = {(row.code, row.section): row.columns["what to do"] for row in rows}
+    assert [key for key, text in to_do.items() if "`" not in text and not text.startswith("Nothing")] == []
 
 
 def test_runbook_page_has_an_anchor_for_every_code_and_no_dead_link() -> None:

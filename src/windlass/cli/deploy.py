@@ -1,4 +1,4 @@
-"""`windlass deploy`: replaces a fleet's workers, reports how far that is, or stops it."""
+"""`windlass deploy`: replaces a fleet's workers, reports how far that is, or aborts it."""
 
 import asyncio
 from typing import Annotated

@@ -21,7 +21,10 @@ def runbook(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print what a code means and what to do about it, with the procedures that it names."""
+    """Print what a code means and what to do about it.
+
+    The procedures that its row names follow.
+    """
     known = runbooks()
     name = code.upper()
     if not known:

@@ -78,7 +78,7 @@ class Operations(Protocol):
         """Ask for the replacement of all workers by workers of the current version. Returns the request's id."""
 
     async def abort_deploy(self, fleet: str) -> bool:
-        """Ask to stop the running rollout, or the last request. False if there is none, or if it was aborted before."""
+        """Ask to abort the running rollout, or the last request. False if there is none, or it was aborted before."""
 
     async def pause_fleet(self, fleet: str, is_paused: bool) -> int:
         """Pause or resume all its workers, also future ones. Returns how many changed. A paused fleet spawns none."""

@@ -101,7 +101,7 @@ begin
 end
 $$;
 
--- Stop the fleet's rollout. False if there is nothing to stop, or if that was requested before. A rollout that began
+-- Abort the fleet's rollout. False if there is nothing to abort, or if that was requested before. A rollout that began
 -- without a request since the last abort (`windlass up --watch`) gets a request of its own, which is aborted.
 create function windlass_internal.abort_deploy(p_fleet text) returns boolean
 language plpgsql
