@@ -48,7 +48,7 @@ hypothesis.settings.load_profile("windlass")
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if os.geteuid() != 0 and item.get_closest_marker("needs_root"):
-        pytest.skip("only root can change to another user; .ci/run runs this test as root")
+        pytest.skip("needs root; .ci/run runs this test as root")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,20 +1,25 @@
 """`windlass up` at a terminal: short lines, what to do next, reload, a second `up`, and the end of the terminal."""
 
+import asyncio
+import json
 import os
 import pty
 import re
 import select
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import asyncpg
 import httpx
 import psutil
 import pytest
 
 from support.local_fleet import FleetHost, open_fleet_host
-from support.worker_harness import until
+from support.worker_harness import PATIENCE_S, until
 from windlass.cli.options import os_actor
 
 LOGIN_LINK = re.compile(r"http://\S+/login\?key=wll_[\w-]+(?=\s)")
@@ -28,8 +33,8 @@ class Terminal:
         self.pid, self._master = pty.fork()
         if self.pid == 0:
             os.chdir(host.folder)
-            if is_started_with_nohup:
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            # Not inherited: the tests themselves may run with nohup.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if is_started_with_nohup else signal.SIG_DFL)
             program = [sys.executable, "-m", "windlass", "up", *arguments]
             os.execve(program[0], program, host.windlass.with_env(**env).environment())  # noqa: S606
 
@@ -150,6 +155,74 @@ async def test_reload_command_reaches_the_leader(host: FleetHost) -> None:
         2,
         "windlass: no running `windlass up` was found in this database: start it, or check --data-dir.\n",
     )
+
+
+async def test_hangup_and_reload_do_not_end_a_running_cycle(host: FleetHost, dsn: str) -> None:
+    host.configure(min_workers=1, lease_s=120)
+    blocker = await asyncpg.connect(dsn)
+    await blocker.execute("begin; lock table windlass.cycles in access exclusive mode")
+    cycle = host.windlass.start("cycle", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    await until(host.store.leader, "the cycle's lease")
+    refused = host.windlass("reload")
+    assert (refused.code, refused.err) == (
+        2,
+        "windlass: no running `windlass up` was found in this database. The process with pid "
+        f"{cycle.pid} on host {socket.gethostname()} leads: a `windlass cycle`, which reads its configuration at each "
+        "start, or an `up` that has ended.\n",
+    )
+    cycle.send_signal(signal.SIGHUP)
+    assert cycle.poll() is None
+    await blocker.close()
+    out, err = await asyncio.to_thread(cycle.communicate, timeout=PATIENCE_S)
+    assert cycle.returncode == 0, err
+    assert json.loads(out)["actions"]["workers_spawned"] == 1
+    loaded = next(line for line in map(json.loads, err.splitlines()) if line["event"] == "loaded configuration")
+    assert loaded["settings"]["fleets.default.min_workers"] == {"value": 1, "source": "windlass.toml"}
+
+
+async def test_reload_reaches_up_while_a_cycle_leads(host: FleetHost, dsn: str) -> None:
+    host.configure(min_workers=1)
+    up = host.up()
+    await host.until_workers(1)
+    connection = await asyncpg.connect(dsn)
+    holder = f"{socket.gethostname()}-{os.getpid()}-abc"
+    await connection.execute(
+        "update windlass.leases set holder = $1, ttl_s = 600, expires_at = windlass.now() + '5 minutes'", holder
+    )
+    assert await host.store.leader() == holder
+    host.configure(min_workers=2)
+    assert host.windlass("reload", "--json").json["pid"] == up.pid
+    await until(lambda: "reloaded configuration" in host.log(), f"the reload\n{host.log()}")
+    await connection.execute("update windlass.leases set expires_at = windlass.now()")
+    await connection.close()
+    # A standby stops without its workers.
+    await host.until_workers(2)
+    await host.stop(up)
+
+
+async def test_reload_names_processes_of_up_that_it_cannot_signal(host: FleetHost, dsn: str) -> None:
+    connection = await asyncpg.connect(dsn)
+
+    async def record(where: str, pid: int) -> None:
+        await connection.execute(
+            "insert into windlass.processes (id, kind, number, host, pid, version) values"
+            " (gen_random_uuid(), 'control', 0, $1, $2, '1')",
+            where,
+            pid,
+        )
+
+    await record("elsewhere", 7)
+    refused = host.windlass("reload")
+    assert refused.err == "windlass: `windlass up` runs on host elsewhere with pid 7: run `windlass reload` there.\n"
+    await record("elsewhere", 8)
+    refused = host.windlass("reload")
+    assert "2 processes of `windlass up` use this database, and none of them is the leader" in refused.err
+    # The record of a killed process stays for some seconds.
+    await connection.execute("delete from windlass.processes")
+    await record(socket.gethostname(), os.getpid())
+    ended = host.windlass("reload")
+    assert (ended.code, f"`windlass up` with pid {os.getpid()} has ended" in ended.err) == (2, True)
+    await connection.close()
 
 
 async def test_second_up_names_the_first(host: FleetHost) -> None:

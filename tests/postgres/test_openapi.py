@@ -114,7 +114,7 @@ def allowed_roles(method: str, path: str) -> tuple[Role | None, ...]:
         return ANY_CALLER
     if path.startswith("/internal/") and path != "/internal/cycle":
         return ()
-    if path.startswith("/api/v1/tokens"):
+    if path.startswith(("/api/v1/tokens", "/api/v1/sessions")):
         return (Role.ADMIN,)
     if method.upper() == "GET" and path != "/api/v1/audit":
         readers = (Role.VIEWER, Role.OPERATOR, Role.ADMIN)

@@ -308,7 +308,8 @@ async def test_standby_replaces_a_lost_dispatcher(ray: RayFixture, number: signa
     reasons = [
         event.detail["error_code"] for id_ in lost for event in await ray.store.events(task_id=id_) if event.detail
     ]
-    assert set(reasons) == {"DISPATCHER_LOST"}
+    # A node may notice the silent dispatcher before the standby takes over.
+    assert set(reasons) <= {"DISPATCHER_LOST", "WORKER_LOST"}
     if number is signal.SIGSTOP:
         # After it resumes, its results are ignored, and it exits because it lost the lease.
         first.send_signal(signal.SIGCONT)

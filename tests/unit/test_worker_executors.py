@@ -63,9 +63,16 @@ async def isolated(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IsolatedExe
 
 
 def live_children() -> list[psutil.Process]:
-    """Without the database servers that other tests of this session have started."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and p.name() not in ("postgres", "pgbouncer")]
+    """Without the servers that other tests of this session have started."""
+    return [p for p in psutil.Process().children(recursive=True) if not is_gone_or_shared(p)]
+
+
+def is_gone_or_shared(child: psutil.Process) -> bool:
+    try:
+        is_shared = child.name() in ("postgres", "pgbouncer") or "support.forked_programs" in child.cmdline()
+        return is_shared or child.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def child_pid(executor: IsolatedExecutor) -> int:

@@ -72,7 +72,7 @@ def known_pairs() -> list[tuple[str, str]]:
 def known_event_codes() -> tuple[str, ...]:
     """Codes of events: those in statements of the schema that record one, and those of the planner's events.
 
-    A code with a runbook is that of an error or an alert, which the event carries.
+    A code with a runbook outside of the section of events is that of an error or an alert, which the event carries.
     """
     found = {"ALERT"}
     for path in (_SOURCE / "store" / "schema").glob("*.sql"):
@@ -82,7 +82,11 @@ def known_event_codes() -> tuple[str, ...]:
     for path in (_SOURCE / "policy").rglob("*.py"):
         if "RecordEvent(" in path.read_text():
             found.update(code for code in _CODE.findall(path.read_text()) if code.startswith("DEPLOY_"))
-    others = (code for code in runbooks() if code in ADVICE or not code.startswith("DEPLOY_"))
+    others = (
+        code
+        for code, rows in runbooks().items()
+        if code in ADVICE or not (code.startswith("DEPLOY_") or any(row.section == "Events" for row in rows))
+    )
     return tuple(sorted(found - {*others, "MANUAL"}))
 
 
