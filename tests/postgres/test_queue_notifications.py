@@ -111,6 +111,33 @@ async def test_revoked_token_is_announced_to_servers(connection: Any) -> None:
     assert await asyncio.wait_for(announced.get(), LIMIT_S) == "abcd"
 
 
+async def test_only_workers_of_a_token_are_announced_with_it(connection: Any) -> None:
+    """Thousands of workers need no new lookup because another token was created or revoked."""
+    create = "select count(*) from windlass_internal.create_token($1, 'worker', $2, '{}', '{}', null)"
+    for name, hash_ in (("mine", b"\xaa"), ("other", b"\xbb")):
+        await connection.execute(create, name, hash_)
+    await connection.execute("insert into windlass.fleets (name) values ('f')")
+    await connection.execute(
+        "insert into windlass.workers (id, fleet, status, queues, token_hash, registered_by) "
+        "select 'of-' || t.name, 'f', 'active', '{q}', 'hash of ' || t.name::text::bytea, t.id from windlass.tokens t"
+    )
+    announced: list[str] = []
+    ended = asyncio.Event()
+
+    def listener(*notified: Any) -> None:
+        announced.append(notified[-1])
+        if notified[-1] == "end":
+            ended.set()
+
+    await connection.add_listener("windlass_identities", listener)
+    await connection.execute(create, "new", b"\xcc")
+    await connection.execute("update windlass.tokens set queues = '{q}' where name = 'new'")
+    assert await connection.fetchval("select windlass_internal.revoke_token('mine')")
+    await connection.execute("notify windlass_identities, 'end'")
+    await asyncio.wait_for(ended.wait(), LIMIT_S)
+    assert announced == ["cc", "cc", "aa", b"hash of mine".hex(), "end"]
+
+
 OPERATIONS = {
     "restart": ("select windlass_internal.restart_slots('f')", True),
     "spawn": ("select windlass_internal.request_workers('f', 1)", True),

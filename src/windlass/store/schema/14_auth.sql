@@ -215,23 +215,24 @@ create trigger notify_deleted_worker_identity
   when (old.token_hash is not null and old.status not in ('error', 'terminated'))
   execute function windlass_internal.notify_worker_identity();
 
--- The first token closes the server to requests without one. A token of role worker ends all workers that it
--- registered.
+-- The first token closes the server to requests without one. The identities of workers end with the token that
+-- registered them.
 create function windlass_internal.notify_token_identity() returns trigger
 language plpgsql
 as $$
 begin
-  if tg_op = 'INSERT' or old.role = 'worker' then
-    perform pg_notify('windlass_identities', '');
-  else
-    perform pg_notify('windlass_identities', encode(old.hash, 'hex'));
+  perform pg_notify('windlass_identities', encode(coalesce(old.hash, new.hash), 'hex'));
+  if old.role = 'worker' then
+    perform pg_notify('windlass_identities', encode(w.token_hash, 'hex'))
+    from windlass.workers w
+    where w.registered_by = old.id and w.token_hash is not null;
   end if;
   return null;
 end
 $$;
 
 create trigger notify_token_identity
-  after insert or delete or update of name, role, hash, revoked_at on windlass.tokens
+  after insert or delete or update of name, role, hash, queues, fleets, expires_at, revoked_at on windlass.tokens
   for each row
   execute function windlass_internal.notify_token_identity();
 
