@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 from urllib.parse import quote
 
@@ -27,7 +28,7 @@ import pytest
 
 from support.command_line import CommandLine
 from windlass.config_sources import fields, is_secret, read_sources
-from windlass.model.auth import Role
+from windlass.model.auth import API_PREFIX, Role, hash_of, new_token
 from windlass.model.config import Config
 from windlass.server import routes
 from windlass.server.routes.login import create_login_link
@@ -208,6 +209,7 @@ auto_start_worker = false
 env = {{POD_SECRET = {marks.in_toml("podFleetEnv")}}}
 [fleets.pods.runpod]
 image = "any"
+env = {{POD_IMAGE_TOKEN = {marks.in_toml("podEnv")}}}
 """
         )
         # The password is not asked for on this socket, but it is a secret of the settings.
@@ -314,6 +316,8 @@ async def test_marker_secrets_are_found_nowhere_they_must_not_be(installation: I
         assert found.pop(f"windlass tasks show {task_id}") == {"privatePrompt"}
     # The machine runs these commands before it joins.
     assert found.pop("user data") == {"packageIndex", "gitToken"}
+    # The image of the pod gets these variables from the vendor.
+    assert found.pop("pod environments") == {"podEnv"}
     assert found == {}
 
 
@@ -348,7 +352,9 @@ def _pages() -> Iterator[str]:
 
 
 async def _read_pages(it: Installation) -> dict[str, str]:
-    """Every page and every GET of the API as an administrator, the tasks as a viewer, and the stream as both."""
+    """Every page and every GET of the API as an administrator, the tasks as a viewer, and the stream as both.
+
+    Also a requested cycle, as pg_cron asks for it."""
     from support.stores import PostgresStores
 
     url = f"http://127.0.0.1:{it.port}"
@@ -377,6 +383,10 @@ async def _read_pages(it: Installation) -> dict[str, str]:
                 filled = re.sub(r"\{.+\}", quote(str(value)), path)
                 found[filled] = (await browser.get(filled, follow_redirects=True)).raise_for_status().text
     async with PostgresStores(it.dsn) as store, httpx.AsyncClient(base_url=url, timeout=60) as viewer:
+        token = new_token(API_PREFIX, SystemRandom())
+        await store.create_token("scheduler", Role.OPERATOR, hash_of(token))
+        cycle = await viewer.post("/internal/cycle", headers={"Authorization": f"Bearer {token}"})
+        found["POST /internal/cycle"] = cycle.raise_for_status().text
         (await viewer.get(await create_login_link(store, url, Role.VIEWER))).raise_for_status()
         near = [task.id for task in await store.tasks(queue="near")]
         for task_id in near:

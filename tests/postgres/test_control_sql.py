@@ -9,6 +9,7 @@ from typing import Any
 import asyncpg
 import pytest
 
+from support.known_secrets import known_secrets
 from support.queue_sql import eventually, is_blocked
 from support.stores import PostgresStores
 from windlass.cost.ledger import settle
@@ -17,7 +18,8 @@ from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseLost, Standby
 from windlass.model.machine import Machine, MachineState
 from windlass.model.outcome import Created, Deleted, Intent
-from windlass.model.snapshot import MAX_QUEUED, PlannerState, Snapshot
+from windlass.model.redaction import HIDDEN
+from windlass.model.snapshot import MAX_QUEUED, Hold, PlannerState, Snapshot
 from windlass.model.worker import Registration, WorkerStatus
 from windlass.store import control
 
@@ -235,3 +237,27 @@ async def test_cycle_counts_a_bounded_number_of_queued_tasks(connection: Any) ->
     assert [tuple(row) for row in await connection.fetch(counted)] == [("deep", 11), ("due", 1)]
     body = await connection.fetchval("select prosrc from pg_proc where proname = 'observe_queues'")
     assert f"count_queued(p_queues, p_now, {MAX_QUEUED})" in body
+
+
+async def test_plan_and_outcomes_are_stored_whatever_the_secrets_are(each_dsn: str, connection: Any) -> None:
+    """A setting such as MAX_TOKENS counts as a secret. Its value may be a price, and a mode may be a part of a key."""
+    ann, machine = Candidate("ann", 60.0), replace(MACHINE, price_micros_per_hour=100_000, note="token 100000")
+    async with PostgresStores(each_dsn) as store:
+        with known_secrets("100000", "worker", "machine", "w0", "running"):
+            term, snapshot = await observed(store, ann)
+            state = PlannerState(hold=Hold("DENIED", "the worker has token 100000", snapshot.now))
+            plan = Plan((Spawn(0, "token 100000"),), state, "spawn 1: token 100000")
+            intents = [Intent("w0", 0, "token 100000", 30.0)]
+            found = replace(snapshot, machines=(machine,))
+            committed = await store.commit_plan(ann, term, found, plan, intents)
+            assert committed.granted == {"w0"}
+            summary = {"fleet": "f", "duration_s": 100000, "hold": "token 100000"}
+            await store.record_outcomes("f", committed.cycle_id, [Created("w0", machine)], summary)
+            _, seen = await observed(store, ann)
+        assert seen.planner_state.hold == Hold("DENIED", f"the {HIDDEN} has token {HIDDEN}", snapshot.now)
+        stored = await store.cycle(committed.cycle_id)
+    assert stored is not None and stored.snapshot.machines == (replace(machine, note=f"token {HIDDEN}"),)
+    assert stored.cycle.summary == {"fleet": "f", "duration_s": 100000, "hold": f"token {HIDDEN}"}
+    row = await connection.fetchrow("select id, machine_id, price_micros_per_hour from windlass.workers")
+    assert tuple(row) == ("w0", "m1", 100_000)
+    assert set(await connection.fetch("select reason from windlass.events")) == {(f"token {HIDDEN}",)}

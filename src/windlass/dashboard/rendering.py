@@ -17,6 +17,7 @@ from windlass.dashboard import filters, ray_nodes
 from windlass.dashboard.charts import RANGE_LABELS
 from windlass.dashboard.runbooks import runbook_link, runbook_url
 from windlass.model.listing import Page
+from windlass.model.masked_values import without_secrets_inside
 from windlass.model.money import amount
 from windlass.runbooks import codes_in
 
@@ -65,9 +66,10 @@ def asset(name: str) -> str:
 
 
 def render(template: str, page_context: PageContext, *, here: str = "", **variables: Any) -> str:
-    """`here`: the entry of the navigation to highlight."""
+    """The page without known secrets in its variables. `here`: the entry of the navigation to highlight."""
     context = {name: getattr(page_context, name) for name in PageContext.__dataclass_fields__}
-    return _environment().get_template(template).render(here=here, **context, **variables)
+    masked = without_secrets_inside({**variables, "notice": page_context.notice})
+    return _environment().get_template(template).render(here=here, **{**context, **masked})
 
 
 @cache
@@ -136,7 +138,7 @@ def confirm_page(
         explanation=explanation,
         button=button,
         back_to=back_to,
-        fields=fields,
+        inputs=fields,
     )
 
 

@@ -6,7 +6,13 @@ to the length of the text, whatever it contains. Keys, hexadecimal digits and ba
 between their characters, and each longer line of a secret with several lines is hidden without the others.
 
 A process has one list of the secrets it knows (`set_known_secrets`). `without_known_secrets` hides their values alone,
-and leaves everything else as it is: for JSON and pages, which the patterns above could damage.
+and leaves everything else as it is. It is for one text: masked_values.py applies it to the values of JSON and pages,
+whose numbers, keys and markup it could damage.
+
+A secret that is an ordinary word or number, such as `windlass`, `service-role` or `100000`, is hidden where it stands
+alone, and not as a part of a longer word, file name or number, such as `worker_id`, `windlass.css` and `1.100000`.
+These are the secrets of fewer than MIN_PART_LENGTH characters that are digits only, or letters with `-` or `_` between
+them. In hexadecimal digits and base64 they are hidden like others.
 """
 
 import base64
@@ -37,8 +43,15 @@ _LINE_END_OR_QUOTE = re.compile(r"""[\r\n"']|\\+[rn"']""")
 _PEM_LABEL = re.compile(r"-----(?:BEGIN|END) [^-]*-----")
 # Texts that programs break into lines at any place. No quotes, as above.
 _WRAPPABLE = re.compile(rf"[A-Za-z0-9+/=_.~-]{{{MIN_PART_LENGTH},}}")
-# Line ends as JSON and Python print them, also in a string of a string.
-_ESCAPED_LINE_ENDS = (r"\\n", r"\\r", r"\n", r"\r")
+# Line ends and tabs as JSON and Python print them, also in a string of a string.
+_ESCAPED_SPACES = (r"\\n", r"\\r", r"\\t", r"\n", r"\r", r"\t")
+# A shorter secret of this form is a part of other words, numbers and names too.
+_ORDINARY = re.compile(r"[0-9]+|[A-Za-z]+(?:[_-][A-Za-z]+)*")
+# The end of an escape sequence, as in `\n` and `%3A`, is no part of the word after it.
+_ESCAPES_BEFORE_WORD = (
+    *(r"\\[nrtbf]", r"\\x[0-9a-fA-F]{2}", r"\\u[0-9a-fA-F]{4}"),
+    *("%[0-9a-fA-F]{2}", "%25[0-9a-fA-F]{2}", "%2525[0-9a-fA-F]{2}"),
+)
 # Shorter values are more likely versions, dates and names.
 _KEY = re.compile(r"[A-Za-z0-9_+=-]{20,}")
 _HEX_KEY = re.compile(r"[0-9a-f]{32,}|[0-9A-F]{32,}")
@@ -114,7 +127,9 @@ def _replace_passwords(text: str, replacement: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EscapedSecret:
-    """A secret with characters that encodings change. `part` is in all its encoded forms, so most texts are skipped."""
+    """A secret with characters that encodings change, or an ordinary word.
+
+    `part` is in all its encoded forms, so most texts are skipped."""
 
     secret: str
     part: str
@@ -128,6 +143,8 @@ class Mask:
     escaped: tuple[EscapedSecret, ...] = ()
     # Forms that programs wrap, without white space.
     wrapped: tuple[str, ...] = ()
+    # Secrets that are ordinary words or numbers.
+    words: tuple[EscapedSecret, ...] = ()
 
     def hide(self, text: str) -> str:
         """Hide the secrets, and nothing else. The text keeps its number of lines."""
@@ -139,17 +156,33 @@ class Mask:
         for value in self.values:
             if value in text:
                 text = text.replace(value, _hidden(value))
+        # Last: a longer secret may contain the word.
+        for each in self.words:
+            if each.part in text:
+                text = each.pattern.sub(HIDDEN, text)
         return text
+
+    def occurs_in(self, text: str) -> bool:
+        """Whether `hide` would change this text, or a string of it if the text is JSON. Quicker than `hide`."""
+        return (
+            any(value in text for value in self.values)
+            or any(e.part in text and e.pattern.search(text) is not None for e in (*self.escaped, *self.words))
+            or bool(self._wrapped_in(_spaced(text)))
+        )
+
+    def _wrapped_in(self, spaced: str) -> list[str]:
+        if not self.wrapped:
+            return []
+        solid = "".join(spaced.split())
+        return [value for value in self.wrapped if value in solid]
 
     def _hide_wrapped(self, text: str) -> str:
         """Hide secrets with white space between their characters."""
-        if "\\" in (spaced := text):
-            for escape in _ESCAPED_LINE_ENDS:
-                spaced = spaced.replace(escape, " " * len(escape))
-        solid = "".join(spaced.split())
-        found = [value for value in self.wrapped if value in solid]
+        spaced = _spaced(text)
+        found = self._wrapped_in(spaced)
         if not found:
             return text
+        solid = "".join(spaced.split())
         places = [place for place, character in enumerate(spaced) if not character.isspace()]
         spans = sorted(
             (places[match.start()], places[match.end() - 1] + 1)
@@ -166,11 +199,11 @@ class Mask:
         return "".join([*parts, text[end:]])
 
     def __or__(self, other: "Mask") -> "Mask":
-        escaped = {each.secret: each for each in (*self.escaped, *other.escaped)}
         return Mask(
             _longest_first({*self.values, *other.values}),
-            tuple(escaped[key] for key in _longest_first(escaped)),
+            _longest_secret_first(*self.escaped, *other.escaped),
             _longest_first({*self.wrapped, *other.wrapped}),
+            _longest_secret_first(*self.words, *other.words),
         )
 
     def __call__(self, text: str) -> str:
@@ -182,6 +215,14 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"Mask({len(self.values)} values)"
+
+
+def _spaced(text: str) -> str:
+    """The text with spaces in place of escaped line ends and tabs, each as long as before."""
+    if "\\" in text:
+        for escape in _ESCAPED_SPACES:
+            text = text.replace(escape, " " * len(escape))
+    return text
 
 
 def _hidden(text: str) -> str:
@@ -199,8 +240,12 @@ def _without_patterns(text: str) -> str:
 
 def mask_of(secrets: Iterable[str]) -> Mask:
     known = _long_enough(secrets)
+    ordinary = {each for each in known if len(each) < MIN_PART_LENGTH and _ORDINARY.fullmatch(each)}
     escaped = [each for each in known if len(each) <= MAX_ESCAPED_LENGTH and not _UNCHANGED.fullmatch(each)]
-    return quick_mask_of(known) | Mask((), tuple(map(_escaped_secret, escaped)))
+    encoded = {form for each in ordinary for form in _forms(each)} - ordinary
+    return quick_mask_of(known - ordinary) | Mask(
+        tuple(encoded), tuple(map(_escaped_secret, set(escaped) - ordinary)), (), tuple(map(_word, ordinary))
+    )
 
 
 def quick_mask_of(texts: Iterable[str]) -> Mask:
@@ -237,9 +282,22 @@ def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(texts, key=len, reverse=True))
 
 
+def _longest_secret_first(*secrets: EscapedSecret) -> tuple[EscapedSecret, ...]:
+    by_text = {each.secret: each for each in secrets}
+    return tuple(by_text[text] for text in _longest_first(by_text))
+
+
 def _escaped_secret(secret: str) -> EscapedSecret:
     part = max(_ALPHANUMERIC.findall(secret), key=len, default="")
     return EscapedSecret(secret, part, re.compile("".join(map(_encoded_character, secret))))
+
+
+def _word(secret: str) -> EscapedSecret:
+    """An ordinary word, whose characters no encoding changes, where it stands alone."""
+    escapes = "".join(f"|(?<={escape}{secret})" for escape in _ESCAPES_BEFORE_WORD)
+    # The word comes first, because the search for a constant is quick; then come conditions on the text before it.
+    start = rf"(?:(?<![\w-]{secret}){escapes})(?<!(?<!\\)\w\.{secret})"
+    return EscapedSecret(secret, secret, re.compile(rf"{secret}{start}(?![\w-])(?!\.\w)"))
 
 
 def _encoded_character(character: str) -> str:
@@ -317,6 +375,11 @@ def mask_known_lines(lines: Sequence[str]) -> list[str]:
 def without_known_secrets(text: str) -> str:
     """Hide the values of known secrets, plain and encoded, and nothing else."""
     return _known.hide(text)
+
+
+def has_known_secret(text: str) -> bool:
+    """Whether a known secret occurs in a text, or in a string of it if the text is JSON."""
+    return _known.occurs_in(text)
 
 
 def secrets_in(environment: Mapping[str, str]) -> set[str]:

@@ -25,8 +25,8 @@ from starlette.types import Receive, Scope, Send
 
 from windlass.model.errors import WindlassError
 from windlass.model.event import Event
+from windlass.model.masked_values import masked_json
 from windlass.model.overview import Overview
-from windlass.model.redaction import without_known_secrets
 from windlass.ports.queries import QueryStore
 from windlass.server.errors import unavailable
 
@@ -330,13 +330,12 @@ class EventStream(StreamingResponse):
 
 
 def _message(kind: str, data: str, event_id: int | None = None) -> str:
-    data = without_known_secrets(data)
     return f"{f'id: {event_id}' + chr(10) if event_id is not None else ''}event: {kind}\ndata: {data}\n\n"
 
 
 def _overview_message(overview: Overview) -> str:
-    return _message("overview", _OVERVIEW.dump_json(overview).decode())
+    return _message("overview", masked_json(lambda shown: _OVERVIEW.dump_json(shown).decode(), overview))
 
 
 def _event_message(event: Event) -> str:
-    return _message("event", _EVENT.dump_json(event).decode(), event.id)
+    return _message("event", masked_json(lambda shown: _EVENT.dump_json(shown).decode(), event), event.id)

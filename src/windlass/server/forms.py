@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from windlass.dashboard.rendering import confirm_page
+from windlass.model.redaction import without_known_secrets
 from windlass.operations import OperationResult
 from windlass.server.auth import check_csrf
 from windlass.server.context import AppContext
@@ -48,7 +49,7 @@ async def submit_form(context: AppContext, request: Request, operate: Operation)
     result = await operate(fields)
     raise_if_refused(result)
     context.overview_feed.mark_changed()
-    message = f"{result.message[:1].upper()}{result.message[1:]}."
+    message = without_known_secrets(f"{result.message[:1].upper()}{result.message[1:]}.")
     if "application/json" in request.headers.get("accept", ""):
         return JSONResponse({"message": message})
     response = RedirectResponse(back, 303)

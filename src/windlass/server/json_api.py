@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from windlass.model.auth import TokenScope
 from windlass.model.errors import BadInput, OutOfScope
 from windlass.model.listing import MAX_PAGE, Page
-from windlass.model.redaction import without_known_secrets
+from windlass.model.masked_values import masked_json
 from windlass.model.task import MAX_TASK_ID
 from windlass.operations import OperationResult
 from windlass.server.auth import (
@@ -162,17 +162,19 @@ class LargeBody(Generic[Body]):
         return body, check(large or b"null")
 
 
-def json_response(kind: Any, *, has_secrets: bool = False) -> Callable[[Any], Response]:
+def json_response(kind: Any, *, is_masked: bool = True) -> Callable[[Any], Response]:
     """A function that serialises values of this type. Faster than FastAPI, which copies and validates responses.
 
-    Known secrets are hidden, unless the caller needs them (`has_secrets`): a worker gets its fleet's environment.
+    Known secrets are hidden, except in what only programs read (`is_masked` False): a worker gets its fleet's
+    environment, and a cursor is no text.
     """
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
+    def dump(value: Any) -> str:
+        return adapter.dump_json(value).decode()
+
     def respond(value: Any) -> Response:
-        content = adapter.dump_json(value)
-        if not has_secrets:
-            content = without_known_secrets(content.decode()).encode()
+        content = masked_json(dump, value) if is_masked else dump(value)
         return Response(content, media_type="application/json")
 
     return respond

@@ -12,7 +12,6 @@ from starlette.types import Scope
 
 from windlass.dashboard.rendering import PageContext, Viewer, asset_version, error_page
 from windlass.model.auth import Role, TokenCaller
-from windlass.model.redaction import without_known_secrets
 from windlass.server.auth import expected_csrf_token, viewer
 from windlass.server.context import AppContext
 from windlass.server.errors import ApiError
@@ -67,7 +66,7 @@ def page_context(
 
 
 def html(request: Request, page: str, status: int = 200) -> Response:
-    response = HTMLResponse(without_known_secrets(page), status, {"Vary": "Cookie"})
+    response = HTMLResponse(page, status, {"Vary": "Cookie"})
     if NOTICE_COOKIE in request.cookies:
         response.delete_cookie(NOTICE_COOKIE, path="/")
     return response

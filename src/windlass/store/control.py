@@ -11,11 +11,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from windlass.model.action import Plan, actions_to_plain
+from windlass.model.action import Action, Plan, actions_to_plain
 from windlass.model.cost import BillingAccount, Settlement
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
 from windlass.model.machine import Machine, Volume
+from windlass.model.masked_values import masked_json
 from windlass.model.outcome import (
     Committed,
     Created,
@@ -131,11 +132,11 @@ class PostgresControlStore(PostgresLeaseStore):
                 candidate.holder,
                 term,
                 snapshot.fleet,
-                without_known_secrets(snapshot_adapter().dump_json(snapshot).decode()) if is_stored else None,
-                without_known_secrets(json.dumps(actions_to_plain(plan.actions))),
-                without_known_secrets(_PLANNER_STATE.dump_json(plan.planner_state).decode()),
+                masked_json(_snapshot_to_json, snapshot) if is_stored else None,
+                masked_json(_actions_to_json, plan.actions),
+                masked_json(_state_to_json, plan.planner_state),
                 without_known_secrets(plan.decision),
-                json.dumps([_intent_to_plain(intent) for intent in intents]),
+                masked_json(_intents_to_json, intents),
             )
         written: dict[str, Any] = json.loads(text)
         return written
@@ -148,8 +149,8 @@ class PostgresControlStore(PostgresLeaseStore):
             "windlass_internal.record_outcomes",
             fleet,
             cycle_id,
-            without_known_secrets(json.dumps([_outcome_to_plain(outcome) for outcome in outcomes])),
-            without_known_secrets(json.dumps(summary)) if summary is not None else None,
+            masked_json(_outcomes_to_json, outcomes),
+            masked_json(json.dumps, summary) if summary is not None else None,
         )
 
     async def record_volume(self, fleet: str, volume: Volume) -> None:
@@ -205,6 +206,26 @@ def _settlement_to_plain(settlement: Settlement) -> dict[str, Any]:
         "settle_at": settlement.settle_at,
         "charges": [asdict(charge) for charge in settlement.charges],
     }
+
+
+def _snapshot_to_json(snapshot: Snapshot) -> str:
+    return snapshot_adapter().dump_json(snapshot).decode()
+
+
+def _actions_to_json(actions: Sequence[Action]) -> str:
+    return json.dumps(actions_to_plain(actions))
+
+
+def _state_to_json(state: PlannerState) -> str:
+    return _PLANNER_STATE.dump_json(state).decode()
+
+
+def _intents_to_json(intents: Sequence[Intent]) -> str:
+    return json.dumps(list(map(_intent_to_plain, intents)))
+
+
+def _outcomes_to_json(outcomes: Sequence[Outcome]) -> str:
+    return json.dumps(list(map(_outcome_to_plain, outcomes)))
 
 
 def _intent_to_plain(intent: Intent) -> dict[str, Any]:

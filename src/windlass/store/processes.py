@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 from windlass.model.counters import CounterValue
+from windlass.model.masked_values import masked_json
 from windlass.model.process import PROCESS_TTL_S, ProcessKind, ProcessRecord, RayHeadAddress
 from windlass.ports.processes import CYCLE_REQUEST_TTL_S, MAX_CYCLE_REQUESTS
 from windlass.store.channel import watch_channel
@@ -19,16 +20,18 @@ CYCLE_REQUEST_CHANNEL = "windlass_cycle_requests"
 MAX_COUNTERS = 20_000
 
 
-class PostgresProcessStore(DatabaseStore):
+class PostgresProcessQueries(DatabaseStore):
+    async def processes(self) -> list[ProcessRecord]:
+        rows = await self._database.fetch("listing processes", QUERIES["processes"], PROCESS_TTL_S)
+        return [_process(row) for row in rows]
+
+
+class PostgresProcessStore(PostgresProcessQueries):
     async def record_process(self, process: ProcessRecord) -> None:
         p = process
         ray_head = json.dumps(asdict(p.ray_head)) if p.ray_head is not None else None
         about = (p.id, p.kind, p.number, p.host, p.pid, p.version, p.url, ray_head, json.dumps(dict(p.gauges)))
         await self._database.call("recording a process", "windlass_internal.record_process", *about)
-
-    async def processes(self) -> list[ProcessRecord]:
-        rows = await self._database.fetch("listing processes", QUERIES["processes"], PROCESS_TTL_S)
-        return [_process(row) for row in rows]
 
     async def remove_process(self, process_id: UUID) -> None:
         await self._database.call("removing a process", "windlass_internal.remove_process", process_id)
@@ -64,7 +67,7 @@ class PostgresProcessStore(DatabaseStore):
         return [row["id"] for row in rows]
 
     async def answer_cycle_requests(self, request_ids: Sequence[int], summaries: Sequence[Mapping[str, Any]]) -> None:
-        answer = json.dumps([dict(summary) for summary in summaries])
+        answer = masked_json(json.dumps, [dict(summary) for summary in summaries])
         function = "windlass_internal.answer_cycle_requests"
         await self._database.call("answering requests for cycles", function, list(request_ids), answer)
 

@@ -62,6 +62,7 @@ class WheelResponse:
 _health = json_response(Health)
 _readiness = json_response(Readiness)
 _wheel = json_response(WheelResponse)
+_summaries = json_response(list[dict[str, Any]])
 _UNREADY = Readiness(is_ready=False, has_database=False, has_leader=False, has_control_loop=False, fleets={})
 _NOT_READY = asdict(_UNREADY)
 
@@ -89,10 +90,10 @@ def health_routes(context: WorkerApiContext) -> APIRouter:
         return response
 
     @router.post("/internal/cycle", **documented(list[dict[str, Any]], "Run a cycle"))
-    async def cycle(_operator: Operator) -> list[dict[str, Any]]:
+    async def cycle(_operator: Operator) -> Response:
         """Run one cycle of every fleet and return the summaries, for pg_cron and similar schedulers."""
         try:
-            return await context.control.run_cycle()
+            return _summaries(await context.control.run_cycle())
         except TimeoutError:
             raise unavailable("the cycles did not finish in time: see the log of `windlass up`") from None
 

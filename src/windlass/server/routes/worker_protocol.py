@@ -31,14 +31,14 @@ Worker = Annotated[WorkerCaller, Depends(worker_caller)]
 JoiningMachine = Annotated[JoinCaller, Depends(joining_caller)]
 WorkerToken = Annotated[TokenCaller, Depends(self_registering_caller)]
 
-_order = json_response(WorkOrder, has_secrets=True)
+_order = json_response(WorkOrder, is_masked=False)
 _worker_status = json_response(WorkerStatus)
 _self_registered = json_response(http.SelfRegisterReply)
 _recovered = json_response(list[RecoveredTasks])
 _task_status = json_response(TaskStatus | None)
 _is_released = json_response(bool)
 _run_after = json_response(datetime | None)
-_cursor = json_response(str)
+_cursor = json_response(str, is_masked=False)
 
 
 def worker_protocol_routes(context: WorkerApiContext) -> APIRouter:
