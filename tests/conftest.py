@@ -52,7 +52,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # Of several processes, pytest-xdist names failed tests only at the end of the run.
+    # With several processes, pytest-xdist names failed tests only at the end of the run.
     if report.failed and hasattr(report, "node"):
         message = f"failed after {report.duration:.1f} s: {report.nodeid} ({report.when})"
         print(f"\n{message}", file=sys.__stderr__, flush=True)

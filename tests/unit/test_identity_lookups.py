@@ -88,7 +88,7 @@ def test_caller_is_answered_503_when_lookups_take_too_long() -> None:
         callers = Callers()
         replies = await asyncio.gather(*(callers.send(number) for number in range(100)))
         assert set(replies) == {(503, "1", LOOKUP_WAIT_S)}
-        # Those that waited are gone: after the outage, the requests that are open then are answered.
+        # The former waits have ended. After the outage, open requests are answered.
         callers.store.gate.set()
         assert (await callers.send(200))[0] == 200
         assert len(callers.store.lookups) == MAX_LOOKUPS + 1
