@@ -330,6 +330,8 @@ async def test_doctor_checks_everything_a_runpod_fleet_needs(site: Site) -> None
     assert found["volume"] == ("ok", "models (100 GB in EU-RO-1)")
     assert found["gpu type"] == ("ok", f"{OTHER_GPU} in SECURE/EU-RO-1, 0.27 USD per hour")
     assert found["ssh key"][0] == "ok"
+    assert found["boot time"][0] == "warn", "spawn_timeout_s is 120"
+    assert found["boot time"][1].startswith("a new pod of fleet gpu has 240 s to pull its image")
     assert {method for _, method, path in site.emulator.requests if path != "/v2/network-volumes"} == {"GET"}
 
 

@@ -24,7 +24,15 @@ from windlass.control.orchestrator import (
     SHUTDOWN_PER_MACHINE_S,
     SWEEP_INTERVAL_S,
 )
-from windlass.model.errors import DatabaseUnavailable, ProviderUnreachable, Unavailable, WindlassError
+from windlass.model.cycle_actions import done_actions
+from windlass.model.errors import (
+    DatabaseUnavailable,
+    LimitReached,
+    NoCapacity,
+    ProviderUnreachable,
+    Unavailable,
+    WindlassError,
+)
 from windlass.model.lease import Candidate
 from windlass.model.task import NewTask
 from windlass.model.worker import Registration, WorkerStatus
@@ -216,6 +224,24 @@ def test_shutdown_with_nothing_created_ends_at_once(creation: str) -> None:
         else:
             await asyncio.sleep(STOP_S)
             assert not running.task.done()
+
+    run_in_virtual_time(scenario)
+
+
+def test_cycle_is_stored_with_its_refused_creations() -> None:
+    async def scenario(fixture: OrchestratorFixture) -> None:
+        fixture.fleets = {"red": config("red", min_workers=3, max_workers=3)}
+        red = fixture.clouds["red"]
+        red.next_create(raises=NoCapacity("no capacity"))
+        red.next_create()
+        red.next_create(raises=LimitReached("limit reached"))
+        fixture.start()
+        await asyncio.sleep(3.0)
+        first = (await fixture.store.cycles("red", 20))[-1]
+        assert first.decision.startswith("spawn 3")
+        assert first.summary is not None
+        assert first.summary["creations_refused"] == {"NO_CAPACITY": 1, "LIMIT_REACHED": 1}
+        assert done_actions(first) == ["spawned 1 of 3", "1 refused: limit reached", "1 refused: no capacity"]
 
     run_in_virtual_time(scenario)
 

@@ -5,6 +5,7 @@ that was sent arrives, even if its sender is cancelled.
 """
 
 import asyncio
+from collections.abc import Callable
 from datetime import datetime
 from random import Random
 from typing import Any
@@ -33,14 +34,23 @@ TOKEN = f"{JOIN_PREFIX}{'5' * 64}"
 
 
 class Network(httpx.AsyncBaseTransport):
-    """Carries requests to the emulator and responses back."""
+    """Carries requests to the emulator and responses back. While `is_down()`, no connection is made."""
 
-    def __init__(self, inner: httpx.BaseTransport, rng: Random, latency_s: tuple[float, float] = (0.02, 0.2)) -> None:
+    def __init__(
+        self,
+        inner: httpx.BaseTransport,
+        rng: Random,
+        latency_s: tuple[float, float] = (0.02, 0.2),
+        is_down: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._inner = inner
         self._rng = rng
         self._latency_s = latency_s
+        self._is_down = is_down
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._is_down():
+            raise httpx.ConnectError("Name or service not known", request=request)
         response: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
         await request.aread()
         start_detached(self._carry(request, response))
@@ -74,13 +84,15 @@ class EmulatedRunpod:
         self.emulator = RunpodEmulator(virtual_now, RunpodEmulatorSettings(**settings), self.host)
         self.front: Emulator = CheckedEmulator(self.emulator, Contract.find()) if checks_contract else self.emulator
         self.rng = Random(1)  # noqa: S311
+        # While true, the vendor's name does not resolve.
+        self.is_unreachable = False
 
     @property
     def faults(self) -> Any:
         return self.emulator.faults
 
     def account(self, key: str = "any", limiter: RunpodLimiter | None = None) -> RunpodAccount:
-        transport = Network(InProcessTransport(self.front), self.rng)
+        transport = Network(InProcessTransport(self.front), self.rng, is_down=lambda: self.is_unreachable)
         return RunpodAccount(
             key, endpoint=ENDPOINT, timeout_s=TIMEOUT_S, limiter=limiter, transport=transport, rng=self.rng
         )

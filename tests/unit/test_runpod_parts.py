@@ -116,13 +116,27 @@ def test_retry_after_is_read_if_it_is_a_number() -> None:
     [
         (httpx.ReadTimeout(""), "request timed out"),
         (TimeoutError(), "request timed out"),
-        (httpx.ConnectError("Connection refused"), "API unreachable (Connection refused)"),
+        (httpx.WriteTimeout(""), "request timed out"),
         (httpx.ReadError(""), "API unreachable (ReadError)"),
+        (httpx.WriteError("Broken pipe"), "API unreachable (Broken pipe)"),
+        (httpx.RemoteProtocolError("Server disconnected"), "API unreachable (Server disconnected)"),
         (ValueError("no JSON"), "unreadable response (ValueError: no JSON)"),
     ],
 )
 def test_missing_response_is_lost(error: Exception, words: str) -> None:
     assert (transport_error(error).kind, str(transport_error(error))) == (ErrorKind.LOST, words)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (httpx.ConnectError("Connection refused"), "API unreachable (Connection refused)"),
+        (httpx.ConnectTimeout(""), "API unreachable (ConnectTimeout)"),
+        (httpx.PoolTimeout(""), "API unreachable (PoolTimeout)"),
+    ],
+)
+def test_request_without_a_connection_was_not_sent(error: Exception, words: str) -> None:
+    assert (transport_error(error).kind, str(transport_error(error))) == (ErrorKind.UNSENT, words)
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,12 @@ class RunpodAccount:
         return self._client
 
     async def read(self, path: str) -> Json:
-        """A GET request, repeated if its response is lost. Raises VendorError or Throttled."""
+        """A GET request, repeated if it was not sent or its response is lost. Raises VendorError or Throttled."""
         for attempt in range(1, READ_ATTEMPTS + 1):
             try:
                 return await self.request("GET", path)
             except VendorError as error:
-                if error.kind is not ErrorKind.LOST or attempt == READ_ATTEMPTS:
+                if error.kind not in (ErrorKind.LOST, ErrorKind.UNSENT) or attempt == READ_ATTEMPTS:
                     raise
             await asyncio.sleep(READ_PAUSE_S * 2 ** (attempt - 1) * (0.5 + self._rng.random()))
         raise AssertionError("the last attempt returns or raises")

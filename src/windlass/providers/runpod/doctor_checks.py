@@ -23,7 +23,7 @@ async def run_checks(
         pods = (await account.list_pods(asyncio.get_running_loop().time())).pods
     except (VendorError, Throttled) as error:
         is_denied = isinstance(error, VendorError) and error.is_denied
-        yield Diagnostic("runpod", str(error), TOKEN_HINT if is_denied else "try again", is_error=True)
+        yield Diagnostic("runpod", str(error), TOKEN_HINT if is_denied else "retry later", is_error=True)
         return
     if identity is None:
         yield Diagnostic("runpod", f"key valid, pods in the account: {len(pods)}")
@@ -47,7 +47,7 @@ async def run_checks(
             offers = read_offers(await account.read(offers_path(cloud, count)), cloud)
         except (VendorError, Throttled, KeyError, TypeError, ValueError, AttributeError) as error:
             message = f"{cloud}: {str(error) or type(error).__name__}"
-            yield Diagnostic("gpu type", message, "try again", is_error=True)
+            yield Diagnostic("gpu type", message, "retry later", is_error=True)
             continue
         for choice in sorted(choices):
             yield _check_gpu(choice, count, offers)

@@ -34,6 +34,9 @@ _NO_FUNDS = re.compile(
 # A person locked the pod. It refuses to be stopped or deleted, and is billed, until a person unlocks it.
 _LOCKED = re.compile(r"\bpod is locked\b|\blocked pod\b|\bunlock\b", re.IGNORECASE)
 
+# Without a connection, or without a free one, no byte of the request was sent: no pod can exist.
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
 
 def response_error(response: httpx.Response, *, is_creation: bool = False) -> VendorError:
     """Classify a response that is not a success. `is_creation`: of a pod, which cannot be locked yet."""
@@ -56,7 +59,9 @@ def response_error(response: httpx.Response, *, is_creation: bool = False) -> Ve
 
 
 def transport_error(error: Exception) -> VendorError:
-    """Classify a request without a response, or with an unreadable one."""
+    """Classify a request without a response, or with an unreadable one. One that got no connection was not sent."""
+    if isinstance(error, _UNSENT):
+        return VendorError(ErrorKind.UNSENT, f"API unreachable ({shorten(error) or type(error).__name__})")
     if isinstance(error, TimeoutError | httpx.TimeoutException):
         message = "request timed out"
     elif isinstance(error, httpx.TransportError):

@@ -6,7 +6,7 @@ Guarantees:
 - `create` sends at most one request per choice of GPU, cloud and data centers. A choice without capacity is skipped and
   remembered. A choice that this account may not use is skipped too, and reported in `traits`. If any choice had no
   capacity, the error is NoCapacity, which is temporary, whatever is wrong with the others. A request without a clear
-  rejection is Ambiguous. If a pod with this name exists, it is adopted.
+  rejection is Ambiguous, unless no connection was made. If a pod with this name exists, it is adopted.
 - `list_machines` is complete or raises (pod_list.py).
 - `delete` returns when a pod whose deletion was requested is not found by its id. An accepted deletion is not enough.
   A new pod may be hidden from reads by id, so a complete list must confirm that it is gone. If the deletion itself
@@ -172,7 +172,7 @@ class RunpodProvider:
         except TimeoutError:
             raise ProviderUnreachable(f"{doing}: no list of pods within {CREATE_TIMEOUT_S:g} s", _PAUSE_S) from None
         except VendorError as error:
-            if error.kind is ErrorKind.LOST:
+            if error.kind in (ErrorKind.LOST, ErrorKind.UNSENT):
                 # Nothing was sent that could create a pod.
                 raise ProviderUnreachable(f"{doing}: no list of pods ({error})", _PAUSE_S) from error
             raise self._creation_error(error, doing) from error
@@ -241,6 +241,8 @@ class RunpodProvider:
                 )
             case ErrorKind.THROTTLED:
                 return self._throttled(error, message)
+            case ErrorKind.UNSENT:
+                return ProviderUnreachable(message, _PAUSE_S)
             case ErrorKind.LOST:
                 return Ambiguous(message)
             case _:
@@ -302,8 +304,8 @@ class RunpodProvider:
             except VendorError as error:
                 if error.kind is ErrorKind.PROTECTED:
                     raise Refused(f"{doing}: {error}: {UNLOCK_HINT}") from error
-                # Not found, a temporary state, or no response: check whether it is gone.
-                if error.kind not in (ErrorKind.NOT_FOUND, ErrorKind.BUSY, ErrorKind.LOST):
+                # Not found, a temporary state, no connection or no response: check whether it is gone.
+                if error.kind not in (ErrorKind.NOT_FOUND, ErrorKind.BUSY, ErrorKind.LOST, ErrorKind.UNSENT):
                     raise
                 last_error = f" ({error})"
             await asyncio.sleep(interval_s)

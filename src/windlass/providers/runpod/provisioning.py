@@ -111,7 +111,7 @@ class Preparer:
         return Preparation(attempt.host_key)
 
     async def _try_once(self, attempt: "_ProvisioningAttempt", find_endpoint: FindEndpoint) -> bool:
-        """Whether the worker was started. False: try again."""
+        """Whether the worker was started. False: retry."""
         attempt.code = SSH_UNREACHABLE
         is_address_uncertain = False
         try:
