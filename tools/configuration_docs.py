@@ -104,8 +104,9 @@ Their environment variables still work.
   policy; so does any fleet that is configured by variables alone.
   Ten queued tasks then start four GPUs, as the first original did.
   Names that only the later original had select `buffered`.
-- A Runpod fleet that is configured by variables alone keeps at least two workers, as the original did.
-  A fleet in `windlass.toml` has `min_workers = 0` unless the file says otherwise.
+- A Runpod fleet that is configured by variables alone, at least one of them an original's, keeps at least two workers,
+  as the original did.
+  Every other fleet, in `windlass.toml` or with `WINDLASS_FLEETS__` names only, has `min_workers = 0` unless it is set.
 - `GPU_IDLE_TIMEOUT_SEC` is the heartbeat timeout.
   One of the original documents used it for idle workers instead; here that is `GPU_OVERCAPACITY_IDLE_TIMEOUT_SEC`.
 - If two variables set the same setting, for example `RGRID_MAX_WORKERS` and `MAX_ACTIVE_GPUS`, the last name applies.

@@ -244,7 +244,9 @@ def _apply_original_behaviour(values: Values, fleets_in_file: set[str]) -> None:
             chosen_by = variables & _LIMIT_VARIABLES
         if chosen_by and "policy" not in given and not variables & _BUFFERED_VARIABLES:
             values["fleets", name, "policy"] = ("threshold", min(chosen_by))
-        if is_on_runpod and name not in fleets_in_file and "min_workers" not in given:
+        # Without a name of the originals, nothing says that their default is expected, and it costs money.
+        has_original_name = bool(variables & ENVIRONMENT_ALIASES.keys())
+        if is_on_runpod and name not in fleets_in_file and has_original_name and "min_workers" not in given:
             values["fleets", name, "min_workers"] = (_ORIGINAL_MIN_GPUS, "default of MIN_ACTIVE_GPUS")
 
 

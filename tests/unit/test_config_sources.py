@@ -473,9 +473,19 @@ def test_policy_in_the_file_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert ["tasks_per_worker" in warning for warning in loaded.warnings] == [True]
 
 
-def test_minimum_is_two_only_for_a_fleet_of_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_in_dotenv", [False, True])
+def test_minimum_is_two_only_for_a_fleet_with_original_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_dotenv: bool
+) -> None:
     monkeypatch.setenv("WINDLASS_FLEETS__DEFAULT__PROVIDER", "runpod")
     monkeypatch.setenv("WINDLASS_FLEETS__DEFAULT__RUNPOD__IMAGE", "a/b:1")
+    # Not a setting of a fleet: it says nothing about the number of machines.
+    monkeypatch.setenv("RUNPOD_API_KEY", "rp_1")
+    assert load_config().config.fleets["default"].min_workers == 0
+    if is_in_dotenv:
+        (tmp_path / ".env").write_text("MAX_ACTIVE_GPUS=10\n")
+    else:
+        monkeypatch.setenv("MAX_ACTIVE_GPUS", "10")
     assert load_config().config.fleets["default"].min_workers == 2
     monkeypatch.setenv("MIN_ACTIVE_GPUS", "1")
     assert load_config().config.fleets["default"].min_workers == 1

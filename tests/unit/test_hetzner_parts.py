@@ -10,13 +10,11 @@ from hcloud import APIException
 
 from support.simulator.loop import run
 from windlass.model.errors import Refused, Throttled
-from windlass.model.fleet import FleetConfig
 from windlass.model.hetzner import Choice
 from windlass.model.machine import MachineRequest
 from windlass.providers.fingerprint import fingerprint
 from windlass.providers.hetzner import naming
 from windlass.providers.hetzner.catalog import order_choices, read_prices
-from windlass.providers.hetzner.doctor_checks import check_boot_time
 from windlass.providers.hetzner.errors import to_vendor_error
 from windlass.providers.hetzner.limiter import BURST, RATE_PER_S, HetznerLimiter
 from windlass.providers.rate_limiter import FIRST_PAUSE_S, MAX_PAUSE_S
@@ -355,22 +353,6 @@ def test_rate_is_halved_when_few_requests_remain() -> None:
     halved_s = (BURST - 1) / (RATE_PER_S / 2)
     assert run(waited({"RateLimit-Limit": "3600", "RateLimit-Remaining": "10"})) == pytest.approx(halved_s)
     assert run(waited({"RateLimit-Limit": "what", "RateLimit-Remaining": "-"})) == 0
-
-
-def test_doctor_warns_if_boot_time_is_too_short_for_images() -> None:
-    def message(**settings: Any) -> str | None:
-        config = FleetConfig.model_validate({"provider": "hetzner", **settings})
-        found = check_boot_time("red", config)
-        return found and found.message
-
-    docker = {"bootstrap": {"has_docker": True, "images": ["postgres:16"]}}
-    assert message() is None
-    assert message(**docker) is None
-    assert message(**docker, spawn_timeout_s=300) is None
-    assert message(**docker, spawn_timeout_s=120) == (
-        "a new server of fleet red has 120 s to install Docker, pull 1 image and start its worker; "
-        "after that it is replaced"
-    )
 
 
 def test_spare_requests_leave_half_of_the_burst() -> None:

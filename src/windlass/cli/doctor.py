@@ -23,7 +23,7 @@ from windlass.cli.up import check_fleets
 from windlass.config_loader import Loaded
 from windlass.model.config import Config
 from windlass.model.errors import BadInput, ConfigError, WindlassError
-from windlass.wiring import adoption, providers, reachability, stores
+from windlass.wiring import adoption, providers, reachability, stores, timeout_checks
 from windlass.wiring.handlers import CHECK_TIMEOUT_S, handler_checks
 from windlass.wiring.rehearsal import rehearse
 from windlass.wiring.schema import LATEST_VERSION, DatabaseCheck, check_schema_version
@@ -188,6 +188,7 @@ async def _rehearse(config: Config, fleet: str) -> AsyncGenerator[Finding, None]
 async def _check_providers(config: Config) -> AsyncGenerator[Finding, None]:
     for name, run_checks in (
         ("control plane", reachability.check_address),
+        ("boot time", timeout_checks.check_spawn_timeouts),
         ("hetzner", providers.check_hetzner),
         ("runpod", providers.check_runpod),
     ):

@@ -197,13 +197,11 @@ def _hetzner_account(token: str, endpoint: str) -> "HetznerAccount":
 async def check_hetzner(config: Config) -> AsyncGenerator[Diagnostic, None]:
     """Diagnose the Hetzner fleets, and what else is in the account; with a token also if no fleet uses it. Only reads.
     Raises ConfigError."""
-    from windlass.providers.hetzner.doctor_checks import check_boot_time, check_network_sizes, run_checks
+    from windlass.providers.hetzner.doctor_checks import check_network_sizes, run_checks
 
     fleets = {name: fleet.hetzner for name, fleet in config.fleets.items() if fleet.provider == "hetzner"}
     if not fleets and config.hetzner_api_token is None:
         return
-    for slow in filter(None, (check_boot_time(name, config.fleets[name]) for name in fleets)):
-        yield slow
     for crowded in check_network_sizes({name: config.fleets[name] for name in fleets}, config.hetzner_network_id):
         yield crowded
     timeouts_s = (settings.call_timeout_s for settings in fleets.values())
