@@ -14,7 +14,7 @@ from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Promote
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, Standby
-from windlass.model.machine import Machine, MachineState
+from windlass.model.machine import Machine, MachineState, Volume
 from windlass.model.outcome import Created, Deleted, Intent
 from windlass.model.snapshot import PlannerState
 from windlass.model.task import Finished, NewTask
@@ -131,6 +131,22 @@ def test_cost_by_day_shows_kinds_of_use_and_a_forecast(windlass: CommandLine) ->
     assert lines[1].split() == ["2030-01-31", "EUR", "2.88", "0.12", "1.80", "0.60", "1.80", "~7.20", "47%"]
     assert lines[2].split() == ["total", "EUR", "2.88", "0.12", "1.80", "0.60", "1.80", "~7.20", "47%"]
     assert lines[3] == "this month: EUR 7.20 so far, EUR 61.20 at month end with 1 worker at 3.60 per hour"
+
+
+async def test_volume_of_two_fleets_has_one_line_and_a_total(windlass: CommandLine, dsn: str) -> None:
+    clock = Clock()
+    async with PostgresStores(dsn, virtual_now=clock) as store:
+        for _ in range(2):
+            for fleet in ("red", "blue"):
+                await store.record_volume(fleet, Volume("vol-1", 500, 1_000_000, "EUR"))
+            clock.advance(minutes=30)
+    lines = windlass("cost", "--since", "1d").out.splitlines()
+    begun = "since 2030-01-30 09:00 UTC"
+    assert lines[4] == f"volume vol-1 of fleets blue, red: 500 GB, EUR 0.50 {begun}, EUR 720.00 per month"
+    assert lines[5] == f"machines and volumes: ~EUR 7.70 {begun}"
+    report = windlass("cost", "--json").json
+    assert (report["volumes"][0]["fleets"], report["volumes"][0]["amount_micros"]) == (["blue", "red"], 500_000)
+    assert report["sums"][0]["total_micros"] == 7_700_000
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 from datetime import timedelta
 from decimal import Decimal
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from support.api_fixture import API, FLEET, ApiFixture, problem_of
+from windlass.model.machine import Volume
 from windlass.server.cpu_executor import SerialExecutor
 from windlass.server.errors import ApiError
 from windlass.store.connection import connected
@@ -90,6 +92,20 @@ async def test_cost_page_is_loaded_once_for_concurrent_readers(
     assert reports[0].json()["costs"] == reports[2].json()["costs"]
 
 
+async def test_cost_page_without_cost_in_its_period_shows_the_month(api: ApiFixture, clock: Any) -> None:
+    assert "No cost yet" in (await api.localhost.get("/cost?days=7")).text
+    async with connected(api.dsn, "adding cost") as connection:
+        await connection.execute(
+            "insert into windlass.spending (fleet, hour, currency, task_micros) values ('gpus', $1, 'EUR', 7000000)",
+            clock(),
+        )
+    clock.advance(10 * 86_400)
+    page = (await api.localhost.get("/cost?days=1")).text
+    assert "No cost yet" not in page
+    assert re.search(r"<dt>Cost</dt><dd>0 <small>EUR</small></dd><dd class=\"note\">none in this period", page)
+    assert re.search(r"<dt>This month</dt><dd>7.00 <small>EUR</small></dd>", page)
+
+
 async def test_cost_page_shows_every_day_in_each_currency(api: ApiFixture, clock: Any) -> None:
     async with connected(api.dsn, "adding cost") as connection:
         await connection.execute(
@@ -102,6 +118,56 @@ async def test_cost_page_shows_every_day_in_each_currency(api: ApiFixture, clock
     for days_ago in range(7):
         day = f"{clock() - timedelta(days=days_ago):%Y-%m-%d}"
         assert page.count(f'<th scope="row">{day}</th>') == 2
+
+
+async def test_shared_volume_is_shown_once_with_the_total(api: ApiFixture, clock: Any) -> None:
+    await api.run_cycle()
+    for _ in range(2):
+        for fleet in ("gpus", "other"):
+            await api.store.record_volume(fleet, Volume("vol-1", 500, 2_000_000, "USD"))
+        clock.advance(3600)
+    async with connected(api.dsn, "adding cost") as connection:
+        await connection.execute(
+            "insert into windlass.spending (fleet, hour, currency, task_micros) values ('gpus', $1, 'USD', 3000000)",
+            clock(),
+        )
+    found = (await api.localhost.get(f"{API}/cost")).json()
+    assert found["volumes"] == [
+        {
+            "volume_id": "vol-1",
+            "fleets": ["gpus", "other"],
+            "size_gb": 500,
+            "currency": "USD",
+            "amount_micros": 2_000_000,
+            "price_micros_per_hour": 2_000_000,
+            "month_micros": 1_440_000_000,
+        }
+    ]
+    assert found["total"][0]["total_micros"] == 3_000_000
+    assert found["sums"] == [
+        {
+            "currency": "USD",
+            "machines_micros": 3_000_000,
+            "volumes_micros": 2_000_000,
+            "is_estimate": False,
+            "total_micros": 5_000_000,
+        }
+    ]
+    page = (await api.localhost.get("/cost")).text
+    assert page.count('<th scope="row">vol-1</th>') == 1
+    assert '<a href="/fleets/gpus">gpus</a>, <a href="/fleets/other">other</a>' in page
+    assert "<dd>5.00 <small>USD</small></dd>" in page
+    assert "3.00 for tasks, 2.00 for volumes" in page
+
+
+async def test_cost_page_shows_volumes_without_machines(api: ApiFixture, clock: Any) -> None:
+    await api.run_cycle()
+    for _ in range(2):
+        await api.store.record_volume("gpus", Volume("vol-1", 500, 2_000_000, "USD"))
+        clock.advance(3600)
+    page = (await api.localhost.get("/cost")).text
+    assert "<dd>2.00 <small>USD</small></dd>" in page
+    assert "No cost yet" not in page
 
 
 async def test_cost_page_shows_unused_budget(api: ApiFixture) -> None:

@@ -23,8 +23,6 @@ from windlass.model.plural import plural
 from windlass.wiring import stores
 
 DEFAULT_ROWS = 50
-# The vendors' month has 30 days.
-HOURS_PER_MONTH = 30 * 24
 KINDS = (ChargeKind.TASK, ChargeKind.BOOT, ChargeKind.IDLE, ChargeKind.TAIL, ChargeKind.AHEAD)
 
 
@@ -67,6 +65,7 @@ async def cost(
                 "costs": [plain_cost(cost) for cost in report.costs],
                 "total": [plain_cost(cost) for cost in report.total],
                 "volumes": report.volumes,
+                "sums": [{**asdict(one), "total_micros": one.total_micros} for one in report.sums],
                 "forecast": [{**asdict(one), "month_micros": one.month_micros} for one in report.forecasts],
             }
         )
@@ -98,14 +97,18 @@ def _print_report(report: CostReport) -> None:
 
 
 def _print_volumes(report: CostReport) -> None:
-    """Volumes belong to no worker, so they are not in the table."""
+    """Volumes belong to no worker, so they are not in the table. One that fleets share has one line."""
+    since = f"since {report.since:%Y-%m-%d %H:%M} UTC"
     for volume in report.volumes:
-        month = with_currency(volume.price_micros_per_hour * HOURS_PER_MONTH, volume.currency)
+        fleets = f"fleet{'s' if len(volume.fleets) > 1 else ''} {', '.join(volume.fleets)}"
         print(
-            f"volume {volume.volume_id} of fleet {volume.fleet}: {volume.size_gb} GB, "
-            f"{with_currency(volume.amount_micros, volume.currency)} since {report.since:%Y-%m-%d %H:%M} UTC, "
-            f"{month} per month"
+            f"volume {volume.volume_id} of {fleets}: {volume.size_gb} GB, "
+            f"{with_currency(volume.amount_micros, volume.currency)} {since}, "
+            f"{with_currency(volume.month_micros, volume.currency)} per month"
         )
+    for one in report.sums if report.volumes else ():
+        mark = "~" if one.is_estimate else ""
+        print(f"machines and volumes: {mark}{with_currency(one.total_micros, one.currency)} {since}")
 
 
 def _row(name: str, cost: Cost, kinds: tuple[ChargeKind, ...]) -> tuple[object, ...]:

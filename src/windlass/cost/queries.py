@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from windlass.cost.ledger import estimate
-from windlass.cost.report import By, Forecast, add_up, forecasts, merged, spread, total
+from windlass.cost.report import By, Forecast, TotalCost, add_up, forecasts, merged, spread, total, with_volumes
 from windlass.model.cost import BillingAccount, Cost, VolumeCost, hour_of, month_of
 from windlass.ports.costs import CostStore
 
@@ -25,6 +25,7 @@ class CostReport:
     total: list[Cost]
     forecasts: list[Forecast]
     volumes: list[VolumeCost]
+    sums: list[TotalCost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class CostReportInputs:
     costs: Mapping[By, list[Cost]]
     total: list[Cost]
     forecasts: list[Forecast]
+    volumes: list[VolumeCost]
     # All that are not fully settled.
     accounts: Sequence[BillingAccount]
 
@@ -51,8 +53,8 @@ async def build_report(
 ) -> CostReport:
     """`is_spread`: by task, with boot, idle and tail spread over the tasks of each billing period."""
     read = await read_costs(store, {by: limit}, since, now, fleet, is_spread=is_spread)
-    volumes = await store.volume_costs(read.since, fleet=fleet)
-    return CostReport(by, read.since, read.costs[by], read.total, read.forecasts, volumes)
+    sums = with_volumes(read.total, read.volumes)
+    return CostReport(by, read.since, read.costs[by], read.total, read.forecasts, read.volumes, sums)
 
 
 async def read_costs(
@@ -89,6 +91,7 @@ async def read_costs(
         costs,
         total([*everything, *add_up(open_charges, By.FLEET, is_estimate=True)]),
         forecasts(this_month, accounts, month_of(now), now),
+        await store.volume_costs(since, fleet=fleet),
         accounts,
     )
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from windlass.cost.ledger import apportion
-from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, day_of, next_month
+from windlass.model.cost import Bill, BillingAccount, Charge, ChargeKind, Cost, VolumeCost, day_of, next_month
 from windlass.policy.billing import charged, charged_between, cost, unit_end
 
 
@@ -82,6 +82,37 @@ def merged(*parts: Iterable[Cost]) -> list[Cost]:
 def total(costs: Iterable[Cost]) -> list[Cost]:
     """One row per currency."""
     return merged([replace(row, key=None) for row in costs])
+
+
+@dataclass(frozen=True, slots=True)
+class TotalCost:
+    """The cost of machines and of volumes in one currency."""
+
+    currency: str
+    machines_micros: int
+    volumes_micros: int
+    is_estimate: bool
+
+    @property
+    def total_micros(self) -> int:
+        return self.machines_micros + self.volumes_micros
+
+
+def with_volumes(totals: Iterable[Cost], volumes: Iterable[VolumeCost]) -> list[TotalCost]:
+    """One row per currency. `totals`: of machines."""
+    machines = {cost.currency: cost for cost in totals}
+    of_volumes: dict[str, int] = {}
+    for volume in volumes:
+        of_volumes[volume.currency] = of_volumes.get(volume.currency, 0) + volume.amount_micros
+    return [
+        TotalCost(
+            currency,
+            machines[currency].total_micros if currency in machines else 0,
+            of_volumes.get(currency, 0),
+            is_estimate=currency in machines and machines[currency].is_estimate,
+        )
+        for currency in sorted({*machines, *of_volumes})
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from windlass.cost.report import Forecast
+from windlass.cost.report import Forecast, TotalCost, with_volumes
 from windlass.dashboard.rendering import PageContext, render
-from windlass.model.cost import ChargeKind, Cost
+from windlass.model.cost import ChargeKind, Cost, VolumeCost
 
 KINDS = {
     ChargeKind.TASK: "Time in which the worker ran tasks",
@@ -59,19 +59,23 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True)
 class CurrencySummary:
-    """Cost in one currency: of the chosen period, and of the current month."""
+    """Cost in one currency: of the chosen period, and of the current month. `sum`: machines and volumes together."""
 
     currency: str
     total: Cost | None
     forecast: Forecast | None
+    sum: TotalCost | None
 
 
-def currency_summaries(totals: Sequence[Cost], forecasts: Sequence[Forecast]) -> list[CurrencySummary]:
+def currency_summaries(
+    totals: Sequence[Cost], forecasts: Sequence[Forecast], volumes: Sequence[VolumeCost]
+) -> list[CurrencySummary]:
     by_currency = {cost.currency: cost for cost in totals}
     months = {forecast.currency: forecast for forecast in forecasts}
+    sums = {each.currency: each for each in with_volumes(totals, volumes)}
     return [
-        CurrencySummary(currency, by_currency.get(currency), months.get(currency))
-        for currency in sorted({*by_currency, *months})
+        CurrencySummary(currency, by_currency.get(currency), months.get(currency), sums.get(currency))
+        for currency in sorted({*sums, *months})
     ]
 
 
@@ -157,6 +161,7 @@ def cost_page(
     by_queue: Sequence[Cost],
     totals: Sequence[Cost],
     forecasts: Sequence[Forecast],
+    volumes: Sequence[VolumeCost],
     budgets: Sequence[BudgetView],
 ) -> str:
     tables = (("By fleet", "Fleet", by_fleet), ("By queue", "Queue", by_queue), ("By day", "Day", by_day))
@@ -175,6 +180,8 @@ def cost_page(
             (title, heading, sorted(costs, key=lambda cost: cost.currency)) for title, heading, costs in tables if costs
         ],
         wasted_text=WASTED,
-        summaries=currency_summaries(totals, forecasts) if totals else [],
+        # A period without cost still shows the current month.
+        summaries=currency_summaries(totals, forecasts, volumes),
+        volumes=volumes,
         budgets=budgets,
     )

@@ -133,16 +133,25 @@ class Cost:
         return (used - self.task_micros) / used if used else None
 
 
+# The vendors' month has 30 days.
+HOURS_PER_MONTH = 30 * 24
+
+
 @dataclass(frozen=True, slots=True)
 class VolumeCost:
-    """What a fleet's shared volume cost since a moment, as far as cycles have seen it, and its price now."""
+    """What a shared volume cost since a moment, as far as cycles have seen it, and its price now."""
 
     volume_id: str
-    fleet: str
+    # All that use it. It is billed once.
+    fleets: tuple[str, ...]
     size_gb: int
     currency: str
     amount_micros: int
     price_micros_per_hour: int
+
+    @property
+    def month_micros(self) -> int:
+        return self.price_micros_per_hour * HOURS_PER_MONTH
 
 
 # ---------------------------------------------------------------------------------------------- ledger calendar

@@ -18,7 +18,7 @@ class CostStore(Protocol):
         over the tasks of that period, so the sum is the bill. A period without a task has no key."""
 
     async def volume_costs(self, since: datetime, *, fleet: str | None = None) -> list[VolumeCost]:
-        """What each shared volume cost since then, by fleet and volume."""
+        """What each shared volume cost since then. With `fleet`, those that it uses, at their whole cost."""
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
         """Settled charges of a task, oldest first."""

@@ -196,18 +196,48 @@ group by d.task_id, d.currency
 order by sum(d.micros) desc, d.task_id::text collate "C" nulls last, d.currency limit $3;
 
 -- name: volume_costs
--- `windlass cost`; volume_sizes, which has few rows.
+-- `windlass cost`, the cost route and its page; volume_sizes, which has few rows. Fleets that share a volume record it
+-- each: at any moment it is billed once, at the highest price that was seen, because a volume never shrinks.
+with seen as (
+  select v.volume_id, v.currency, v.price_micros_per_hour, greatest(v.from_at, $1) as from_at, v.until_at
+  from windlass_internal.volume_sizes v
+  where v.until_at > $1
+),
+moments as (
+  select s.volume_id, s.currency, s.from_at as at from seen s
+  union
+  select s.volume_id, s.currency, s.until_at from seen s
+),
+periods as (
+  select
+    m.volume_id, m.currency, m.at as from_at,
+    lead(m.at) over (partition by m.volume_id, m.currency order by m.at) as until_at
+  from moments m
+),
+amounts as (
+  select
+    p.volume_id, p.currency,
+    sum(price.highest * extract(epoch from p.until_at - p.from_at) / 3600) as micros
+  from periods p
+  cross join lateral (
+    select max(s.price_micros_per_hour) as highest
+    from seen s
+    where s.volume_id = p.volume_id and s.currency = p.currency
+      and s.from_at <= p.from_at and s.until_at >= p.until_at
+  ) as price
+  group by p.volume_id, p.currency
+)
 select
-  v.volume_id, v.fleet, (array_agg(v.size_gb order by v.from_at desc))[1] as size_gb, v.currency,
-  round(sum(v.price_micros_per_hour * extract(epoch from v.until_at - greatest(v.from_at, $1)) / 3600) filter (
-    where v.until_at > $1
-  ))::bigint as amount_micros,
+  v.volume_id, array_agg(distinct v.fleet order by v.fleet) as fleets,
+  (array_agg(v.size_gb order by v.from_at desc))[1] as size_gb, v.currency,
+  round(coalesce(a.micros, 0))::bigint as amount_micros,
   (array_agg(v.price_micros_per_hour order by v.from_at desc))[1] as price_micros_per_hour
 from windlass_internal.volume_sizes v
-where $2::text is null or v.fleet = $2
-group by v.volume_id, v.fleet, v.currency
-having max(v.until_at) > $1
-order by v.fleet, v.volume_id limit 1000;
+join amounts a using (volume_id, currency)
+where v.until_at > $1
+group by v.volume_id, v.currency, a.micros
+having $2::text is null or bool_or(v.fleet = $2)
+order by v.volume_id, v.currency limit 1000;
 
 -- name: machine_places
 -- `windlass workers hosts --by place` and the page of a fleet; the view machine_hosts, all hosts of a place in one row.

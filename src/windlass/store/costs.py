@@ -25,7 +25,7 @@ class PostgresCostStore(DatabaseStore):
 
     async def volume_costs(self, since: datetime, *, fleet: str | None = None) -> list[VolumeCost]:
         rows = await self._database.fetch("reading costs of volumes", QUERIES["volume_costs"], since, fleet)
-        return [VolumeCost(**dict(row)) for row in rows]
+        return [VolumeCost(**{**row, "fleets": tuple(row["fleets"])}) for row in rows]
 
     async def charges_of_task(self, task_id: int) -> list[Charge]:
         rows = await self._database.fetch("reading a task's cost", QUERIES["charges_of_task"], task_id)

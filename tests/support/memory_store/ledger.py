@@ -6,6 +6,7 @@ Bills and spans are part of the worker's row and are written by functions here. 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 
 from support.memory_store.tasks import MemoryTask
 from support.memory_store.workers import MemoryWorker
@@ -124,15 +125,24 @@ class ChargeLedger:
             sizes.append(_VolumeSize(volume.size_gb, price, currency, now, now))
 
     def volume_costs(self, since: datetime, fleet: str | None) -> list[VolumeCost]:
+        """A volume is billed once at any moment, at the highest price that a fleet has seen."""
+        by_volume: dict[tuple[str, str], list[tuple[str, _VolumeSize]]] = {}
+        for (name, volume_id), sizes in self._volumes.items():
+            for size in sizes:
+                if size.until_at > since:
+                    by_volume.setdefault((volume_id, size.currency), []).append((name, size))
         found = []
-        for (name, volume_id), sizes in sorted(self._volumes.items()):
-            if fleet in (None, name) and sizes[-1].until_at > since:
-                spans = [(size, size.until_at - max(size.from_at, since)) for size in sizes if size.until_at > since]
-                micros = sum(size.micros_per_hour * span.total_seconds() / 3600 for size, span in spans)
-                last = sizes[-1]
-                found.append(
-                    VolumeCost(volume_id, name, last.size_gb, last.currency, round(micros), last.micros_per_hour)
-                )
+        for (volume_id, currency), seen in sorted(by_volume.items(), key=lambda entry: entry[0]):
+            fleets = tuple(sorted({name for name, _ in seen}))
+            if fleet is not None and fleet not in fleets:
+                continue
+            moments = sorted({max(moment, since) for _, size in seen for moment in (size.from_at, size.until_at)})
+            micros = 0.0
+            for begin, end in pairwise(moments):
+                prices = [size.micros_per_hour for _, size in seen if size.from_at <= begin and size.until_at >= end]
+                micros += max(prices, default=0) * (end - begin).total_seconds() / 3600
+            last = max((size for _, size in seen), key=lambda size: size.from_at)
+            found.append(VolumeCost(volume_id, fleets, last.size_gb, currency, round(micros), last.micros_per_hour))
         return found
 
     def spread_costs(self, since: datetime, fleet: str | None, limit: int) -> list[Cost]:

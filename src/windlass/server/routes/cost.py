@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import AwareDatetime
 
 from windlass.cost.queries import CostReport, CostReportInputs, build_report, read_costs
-from windlass.cost.report import By, Forecast, forecasts
+from windlass.cost.report import By, Forecast, TotalCost, forecasts
 from windlass.dashboard.cost import BudgetView, cost_page
-from windlass.model.cost import BillingAccount, Cost, day_of, hour_of, month_of
+from windlass.model.cost import BillingAccount, Cost, VolumeCost, day_of, hour_of, month_of
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.money import to_micros
@@ -42,6 +42,8 @@ class CostReportResponse:
     costs: list[dict[str, Any]]
     total: list[dict[str, Any]]
     forecasts: list[dict[str, Any]]
+    volumes: list[dict[str, Any]]
+    sums: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ def routes(context: AppContext) -> APIRouter:
         fleet: FleetFilter = None,
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
     ) -> Response:
-        """Sums by day, fleet, queue or task, the wasted share, and a forecast for the month. Amounts are in micros."""
+        """Sums by day, fleet, queue or task, the wasted share, and a forecast for the month. Amounts are in micros.
+
+        `total` is of machines. `volumes` has each shared volume once, with all fleets that use it; `sums` has machines
+        and volumes together."""
         found = await reports.get((by, since, fleet, limit))
         return _report(
             CostReportResponse(
@@ -95,6 +100,8 @@ def routes(context: AppContext) -> APIRouter:
                 [_plain(cost, "total_micros", "wasted_share") for cost in found.costs],
                 [_plain(cost, "total_micros", "wasted_share") for cost in found.total],
                 [_plain(forecast, "month_micros") for forecast in found.forecasts],
+                [_plain(volume, "month_micros") for volume in found.volumes],
+                [_plain(each, "total_micros") for each in found.sums],
             )
         )
 
@@ -115,6 +122,7 @@ def routes(context: AppContext) -> APIRouter:
             by_queue=data.report.costs[By.QUEUE],
             totals=data.report.total,
             forecasts=data.report.forecasts,
+            volumes=data.report.volumes,
             budgets=data.budgets,
         )
         return html(request, shown)
@@ -123,7 +131,7 @@ def routes(context: AppContext) -> APIRouter:
     return router
 
 
-def _plain(value: Cost | Forecast, *properties: str) -> dict[str, Any]:
+def _plain(value: Cost | Forecast | VolumeCost | TotalCost, *properties: str) -> dict[str, Any]:
     """A dataclass as JSON object, with some of its properties."""
     return {name: getattr(value, name) for name in (*(field.name for field in fields(value)), *properties)}
 
