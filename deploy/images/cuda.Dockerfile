@@ -3,6 +3,8 @@
 #   docker build -f deploy/images/cuda.Dockerfile -t ghcr.io/example/worker:1-cuda .
 # Weights: read them from a network volume (/workspace), or bake them in with the argument WEIGHTS, a folder of the
 # build context: --build-arg WEIGHTS=weights copies it to /weights. Without it, an empty folder is copied.
+# Downloaded weights (HF_HOME) are in the container, which starts without them. The entrypoint moves them to
+# /workspace/huggingface where the user of the worker may write there, and the next pods find them. See WORKER_USER.
 ARG CUDA=12.8.1-cudnn-runtime-ubuntu24.04
 ARG WEIGHTS=deploy/images/no-weights
 
@@ -31,7 +33,8 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends python3 ca-certificates \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --create-home --home-dir /home/windlass windlass \
- && install -d -m 700 -o windlass -g windlass /var/lib/windlass
+ && install -d -m 700 -o windlass -g windlass /var/lib/windlass \
+ && install -d -o windlass -g windlass /home/windlass/huggingface
 COPY --from=build /opt/windlass /opt/windlass
 # Before the code: a new version of the code does not pull the weights again.
 COPY ${WEIGHTS} /weights
@@ -41,11 +44,12 @@ ENV PATH=/opt/windlass/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    HF_HOME=/workspace/huggingface \
+    HF_HOME=/home/windlass/huggingface \
     WORKER_NEEDS_GPU=1
 WORKDIR /app
-# Runpod mounts its network volumes as root, and only root may write there. If your handler writes to the volume, build
-# with --build-arg WORKER_USER=root.
+# Runpod mounts its network volumes as root, and only root may write there. If your handler writes to the volume, or
+# weights are cached on it, build with --build-arg WORKER_USER=root; or run `install -d -o 10001 /workspace/huggingface`
+# once as root in a pod with the volume. For another mount point set WORKER_VOLUME in the fleet's env.
 ARG WORKER_USER=10001
 USER ${WORKER_USER}
 VOLUME /var/lib/windlass

@@ -6,6 +6,14 @@
 # Without it, the arguments are those of `windlass worker`, for example: --queue renders --handler app:generate
 set -eu
 
+# The CUDA image caches weights in the container. A volume keeps them for later containers, where this user may write to
+# it. A folder that a person chose stays.
+cache=${WORKER_VOLUME:-/workspace}/huggingface
+if [ "${HF_HOME:-}" = /home/windlass/huggingface ] && [ -d "${cache%/*}" ] &&
+  mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ]; then
+  export HF_HOME="$cache"
+fi
+
 state=${WORKER_STATE:-/var/lib/windlass}
 join=$state/join.json
 if [ -n "${WINDLASS_JOIN:-}" ] || [ -s "$join" ]; then

@@ -1,4 +1,5 @@
-"""The worker images in deploy/images: linted, complete, and their scripts run. Built only where Docker runs."""
+"""The worker images in deploy/images: linted, complete, and their scripts run. Built by root where buildah works, and
+where Docker runs."""
 
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.image_builder import ImageBuilder, reason_not_to_build
+from support.image_builder import ImageBuilder, has_buildah
 from support.wheel_folder import write_wheels
 from support.wheel_server import tiny_wheel
 
@@ -22,6 +23,8 @@ BIN = Path(sys.executable).parent
 TIMEOUT_S = 60
 BUILD_TIMEOUT_S = 1800
 JOIN = {"worker_id": "gpu-0-aa", "url": "https://windlass.example.com", "join_token": "wlj_secret"}
+# Where the CUDA image keeps downloaded weights while there is no volume that its user may write to.
+CACHE = "/home/windlass/huggingface"
 # Stands for the installed program: it prints its arguments and whether the token is in its environment.
 PROGRAM = '#!/bin/sh\necho "$@"\nenv | grep -c WINDLASS_JOIN\ncat "$WORKER_STATE/join.json"\n'
 
@@ -88,6 +91,51 @@ def test_entrypoint_without_join_data_takes_arguments_or_says_what_is_missing(tm
     )
     refused = start(tmp_path)
     assert (refused.returncode, "WINDLASS_JOIN is not set" in refused.stderr) == (2, True)
+
+
+def test_weights_are_cached_in_a_folder_that_the_images_user_owns() -> None:
+    text = (IMAGES / "cuda.Dockerfile").read_text()
+    assert re.findall(r"\bHF_HOME=(\S+)", text) == [CACHE]
+    assert f"install -d -o windlass -g windlass {CACHE}" in text
+    # The entrypoint moves this folder only, not one that a person chose.
+    assert CACHE in (IMAGES / "entrypoint.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("home", "volume", "cache"),
+    [
+        pytest.param(CACHE, "writable", "volume", id="volume"),
+        pytest.param(CACHE, "prepared", "volume", id="prepared folder of a volume of root"),
+        pytest.param(CACHE, "file", "image", id="volume that refuses a folder"),
+        pytest.param(CACHE, "none", "image", id="no volume"),
+        pytest.param("/elsewhere", "writable", "elsewhere", id="chosen"),
+        pytest.param(None, "writable", None, id="CPU image"),
+    ],
+)
+def test_entrypoint_caches_weights_on_a_volume_where_it_may_write(
+    tmp_path: Path, home: str | None, volume: str, cache: str | None
+) -> None:
+    folder = tmp_path / "workspace"
+    if volume != "none":
+        folder.mkdir()
+    if volume == "prepared":
+        (folder / "huggingface").mkdir()
+    if volume == "file":
+        # Root may write to every folder: a file in its place is refused to root, too.
+        (folder / "huggingface").write_text("")
+    (tmp_path / "program").mkdir()
+    env = {"WORKER_VOLUME": str(folder), **({"HF_HOME": home} if home is not None else {})}
+    program = tmp_path / "program" / "windlass"
+    program.write_text('#!/bin/sh\necho "${HF_HOME-unset}"\n')
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [IMAGES / "entrypoint.sh", "--queue", "q"], env={"PATH": path, **env},
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    places = {"volume": f"{folder}/huggingface", "image": CACHE, "elsewhere": "/elsewhere", None: "unset"}
+    assert (done.stdout, done.stderr, done.returncode) == (f"{places[cache]}\n", "", 0)
+    assert (folder / "huggingface").is_dir() is (cache == "volume")
 
 
 def as_first_process(words: list[str], folder: Path, **env: str) -> str:
@@ -170,17 +218,26 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NO_BUILDAH = pytest.mark.skipif(
+    not has_buildah(), reason="no buildah here: on Debian, tools/system-packages.sh installs it (as root)"
+)
+
+
 @pytest.fixture
 def builder(tmp_path: Path, wheels: Path) -> Iterator[ImageBuilder]:
     folder = tmp_path / "images"
     folder.mkdir()
-    yield ImageBuilder(folder, wheels)
+    builder = ImageBuilder(folder, wheels)
+    if (problem := builder.problem()) is not None:
+        pytest.skip(f"buildah runs no container here: {problem}")
+    yield builder
     # pytest keeps the folders of the last runs, and an image has 400 MB.
     shutil.rmtree(folder)
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-@pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
+@pytest.mark.needs_root
+@NO_BUILDAH
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_image_is_built_on_a_base_without_registry_and_runs_as_an_ordinary_user(
     dockerfile: Path, tmp_path: Path, builder: ImageBuilder
@@ -198,6 +255,10 @@ def test_image_is_built_on_a_base_without_registry_and_runs_as_an_ordinary_user(
     seen = "import app, importlib.util as i, os; print(os.getuid(), os.access('/var/lib/windlass', os.W_OK)"
     ran = builder.run(worker, ["python", "-c", f"{seen}, i.find_spec('app_needs') is not None)"])
     assert ran.stdout == f"10001 True {has_requirements}\n", ran.stderr
+    # What a handler downloads without a volume, as `from_pretrained` does.
+    download = "import os, pathlib as p; (p.Path(os.environ['HF_HOME']) / 'hub').mkdir(); print(os.environ['HF_HOME'])"
+    if "cuda" in dockerfile.name:
+        assert builder.run(worker, ["python", "-c", download]).stdout == f"{CACHE}\n"
     assert builder.run(worker, ["windlass", "--version"]).stdout.startswith("windlass ")
 
 
@@ -209,7 +270,8 @@ def make_bases(builder: ImageBuilder, dockerfile: Path) -> None:
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-@pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
+@pytest.mark.needs_root
+@NO_BUILDAH
 def test_control_plane_image_is_built_on_a_base_without_registry(tmp_path: Path, builder: ImageBuilder) -> None:
     dockerfile = REPOSITORY / "deploy" / "docker" / "Dockerfile"
     make_bases(builder, dockerfile)

@@ -27,10 +27,8 @@ ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LD_LIBRARY
 """
 
 
-def reason_not_to_build() -> str | None:
-    if shutil.which("buildah") is None:
-        return "no buildah here: on Debian, tools/system-packages.sh installs it (as root)"
-    return None if os.geteuid() == 0 else "buildah needs root to change the root folder"
+def has_buildah() -> bool:
+    return shutil.which("buildah") is not None
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,15 @@ class ImageBuilder:
         folders = {**{place: place for place in _HOST_FOLDERS if Path(place).is_dir()}, sys.base_prefix: "/python"}
         folders[str(self.wheels)] = "/wheels"
         return [word for source, target in folders.items() for word in ("--volume", f"{source}:{target}:ro")]
+
+    def problem(self) -> str | None:
+        """Why buildah runs no container here, for example in a container that may mount nothing; None if it does."""
+        made = self._buildah("from", "--name", "probe", "scratch")
+        if made.returncode == 0:
+            links = (f"/usr/{each}:/{each}" for each in ("lib", "lib64") if (Path("/usr") / each).is_dir())
+            volumes = [word for pair in ("/usr:/usr", *links) for word in ("--volume", f"{pair}:ro")]
+            made = self._buildah("run", *volumes, "probe", "--", "/usr/bin/env", "true")
+        return (made.stderr or made.stdout).strip()[-300:] or "no output" if made.returncode != 0 else None
 
     def make_base(self, name: str) -> None:
         """The stand-in of a public image."""
