@@ -63,6 +63,25 @@ async def test_scheduled_tasks_are_listed_until_due(store: AnyStore, clock: Any)
     assert await scheduled() == [second]
 
 
+async def test_cancelled_tasks_are_listed_apart_from_failed_ones(store: AnyStore) -> None:
+    await register(store, "w1")
+    failed = await add(store)
+    await fail(store, await claim_one(store), retry=False)
+    cancelled = [await add(store) for _ in range(3)]
+    for task_id in cancelled:
+        await store.cancel_task(task_id, "not needed")
+
+    async def listed(is_cancelled: bool | None, limit: int = 50) -> list[int]:
+        found = await store.task_summaries(status=TaskStatus.FAILED, limit=limit, is_cancelled=is_cancelled)
+        return [task.id for task in found.rows]
+
+    newest_first = cancelled[::-1]
+    assert await listed(None) == [*newest_first, failed]
+    assert await listed(True) == newest_first
+    assert await listed(True, limit=2) == newest_first[:2]
+    assert await listed(False, limit=1) == [failed]
+
+
 async def test_known_queues_have_tasks_or_workers(store: AnyStore, clock: Any) -> None:
     assert await store.known_queues() == []
     await register(store, "w1")

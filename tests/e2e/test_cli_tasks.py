@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -222,14 +223,19 @@ async def test_control_characters_in_errors_are_escaped(windlass: CommandLine, d
 
 
 async def test_list_names_states_as_status_does(windlass: CommandLine, dsn: str) -> None:
-    for options in ((), ("--run-after", "1h"), (), ()):
+    for options in ((), ("--run-after", "1h"), (), (), ()):
         windlass("enqueue", "q", "1", *options)
     await set_status(dsn, "error", 3)
+    await set_status(dsn, "failed", 5)
     windlass("tasks", "cancel", 4)
     rows = [line.split() for line in windlass("tasks", "list").out.splitlines()[1:]]
-    assert {row[0]: row[2] for row in rows} == {"1": "queued", "2": "scheduled", "3": "retrying", "4": "cancelled"}
-    assert [task["id"] for task in windlass("tasks", "list", "--status", "retrying", "--json").json] == [3]
-    assert "0 failed" in windlass("status").out, "a cancelled task is no failure"
+    names = {"1": "queued", "2": "scheduled", "3": "retrying", "4": "cancelled", "5": "failed"}
+    assert {row[0]: row[2] for row in rows} == names
+    for name, task_id in (("retrying", 3), ("cancelled", 4), ("failed", 5)):
+        for search in ((), ("--search", "1")):
+            found = windlass("tasks", "list", "--status", name, "--json", *search).json
+            assert [task["id"] for task in found] == [task_id], (name, search)
+    assert re.search(r"\b1 failed", windlass("status").out), "a cancelled task is no failure"
 
 
 def test_enqueue_names_the_configured_fleet_that_is_not_running(windlass: CommandLine) -> None:
@@ -321,6 +327,22 @@ async def test_list_shows_due_time_and_progress(windlass: CommandLine, dsn: str)
     assert running.endswith("20 % half way")
     assert "progress       20 %" in windlass("tasks", "show", 2).out
     assert ["queues", "q"] in [line.split() for line in windlass("workers", "show", "w1").out.splitlines()]
+
+
+async def test_workers_started_by_hand_are_marked(windlass: CommandLine, dsn: str) -> None:
+    windlass("db", "migrate")
+    await ask(dsn, "select windlass.register_worker('hand', 'default', '{q}')")
+    await ask(dsn, "insert into windlass.slots (fleet, slot) values ('default', 0)")
+    await ask(
+        dsn,
+        "insert into windlass.workers (id, fleet, slot, status, paused) values ('own', 'default', 0, 'active', true)",
+    )
+    listed = windlass("workers", "list").out
+    assert re.search(r"^hand +default +active, started by hand  ", listed, re.MULTILINE), listed
+    assert re.search(r"^own +default +0 +active, paused  ", listed, re.MULTILINE), listed
+    assert re.search(r"^status +active, started by hand$", windlass("workers", "show", "hand").out, re.MULTILINE)
+    assert windlass("workers", "show", "hand", "--json").json["worker"]["status"] == "active"
+    assert "by hand" not in windlass("workers", "show", "own").out
 
 
 async def test_worker_is_shown_with_type_and_place_of_its_machine(windlass: CommandLine, dsn: str) -> None:

@@ -10,6 +10,7 @@ from windlass.model.auth import Role, TokenScope, csrf_token
 from windlass.model.task import new_task
 from windlass.model.worker import Registration, WorkerKind
 from windlass.model.worker_log import LogChunk
+from windlass.store.connection import connected
 
 
 async def test_worker_is_listed_paused_restarted_and_terminated(api: ApiFixture, clock: Any) -> None:
@@ -38,6 +39,27 @@ async def test_worker_is_listed_paused_restarted_and_terminated(api: ApiFixture,
     assert ([line["text"] for line in log["lines"]], log["cursor"]) == ([f"{first} says hello"], 0)
     explanation = (await operator.get(f"{API}/explain/{second}")).json()
     assert "requested over the API" in " ".join(explanation["answer"])
+
+
+async def test_overview_and_page_of_a_fleet_show_what_was_done(api: ApiFixture) -> None:
+    for _ in range(2):
+        await api.store.enqueue(new_task("a"))
+    await api.run_cycle()
+
+    async def done() -> list[str]:
+        (fleet,) = (await api.localhost.get(f"{API}/overview")).json()["fleets"]
+        found: list[str] = fleet["done"]
+        return found
+
+    assert await done() == ["spawned 2"]
+    for path in ("/", "/fleets/gpus"):
+        assert '<span class="soft">(spawned 2)</span>' in (await api.localhost.get(path)).text
+    async with connected(api.dsn, "changing what was done") as connection:
+        await connection.execute(
+            """update windlass.cycles set summary = '{"workers_spawned": 1, "creations_refused": {"NO_CAPACITY": 1}}'"""
+        )
+    api.feed.mark_changed()
+    assert await done() == ["spawned 1 of 2", "1 refused: no capacity"]
 
 
 async def test_worker_page_shows_own_tasks_and_is_static_when_terminated(

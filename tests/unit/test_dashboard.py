@@ -16,6 +16,7 @@ from windlass.dashboard.alerts import attention_items
 from windlass.dashboard.charts import fleet_charts
 from windlass.dashboard.cost import BudgetView, cost_page, day_charts, round_up
 from windlass.dashboard.cycles import cycle_lines, replay_cycle, replay_options
+from windlass.dashboard.fleets import fleet_card, fleet_page
 from windlass.dashboard.overview import overview_page
 from windlass.dashboard.rendering import PageContext, Viewer, in_code, query
 from windlass.dashboard.tasks import attempts_of, tasks_page, waited_s
@@ -498,6 +499,7 @@ def test_budget_shows_used_share_and_action() -> None:
         by_queue=[],
         totals=[spent],
         forecasts=[],
+        volumes=[],
         budgets=[budget],
     )
     assert "per day: EUR 9.00 of 10.00" in page
@@ -534,6 +536,20 @@ def test_event_does_not_repeat_its_label() -> None:
     page = overview_page(PAGE, overview(standing(fleet())), {}, events)
     assert "registered</strong> on vm<" in page
     assert "activated</strong>: heartbeat 0 s ago<" in page
+
+
+def test_card_and_head_of_a_fleet_show_what_was_done() -> None:
+    done = ("spawned 1 of 3", "2 refused: no capacity")
+    standing_fleet = standing(fleet(), decision="spawn 3: 3 queued", done=done)
+    note = '<strong>spawn 3</strong>: 3 queued <span class="soft">(spawned 1 of 3, 2 refused: no capacity)</span>'
+    assert note in overview_page(PAGE, overview(standing_fleet), {}, [])
+    card = fleet_card(standing_fleet, [], NOW)
+    assert note in fleet_page(
+        PAGE, card, items=[], chosen=None, settings=None, budgets=[], slots=slot_map(fleet(), []), changes=[],
+        events=[], places=[], boots=[],
+    )  # fmt: skip
+    # What screen readers announce is the decision alone: results follow within seconds.
+    assert card.decision_kind == "spawn"
 
 
 def test_list_of_cycles_shows_what_was_done_not_what_was_planned() -> None:

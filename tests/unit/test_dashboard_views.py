@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from windlass.cost.report import TotalCost
 from windlass.dashboard.alerts import MAX_UNSERVED_ITEMS, attention_items, fleet_items
 from windlass.dashboard.charts import RANGE_S, ChartRange, fleet_charts, history_s
 from windlass.dashboard.cost import MIN_CHART_DAYS, currency_summaries, days_with_cost
@@ -17,11 +18,12 @@ from windlass.dashboard.queues import queues_page
 from windlass.dashboard.rendering import PageContext, Viewer
 from windlass.dashboard.tasks import tasks_page
 from windlass.dashboard.workers import slot_map, worker_page, workers_page
-from windlass.model.cost import Cost
+from windlass.model.cost import Cost, VolumeCost
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.fleet import FleetConfig
 from windlass.model.listing import Page, WorkerRow
 from windlass.model.overview import FleetOverview, Leader, OpenAlert, Overview, Work
+from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS, reason_without_effect
 from windlass.model.worker import WorkerKind, WorkerStatus
 
 NOW = datetime(2026, 11, 18, 3, 0, tzinfo=UTC)
@@ -60,11 +62,18 @@ def test_fleet_page_lists_its_own_conditions_only() -> None:
 
 
 def test_each_currency_has_its_own_summary() -> None:
-    summaries = currency_summaries([Cost(None, "USD", 5), Cost(None, "EUR", 3)], [])
+    summaries = currency_summaries([Cost(None, "USD", 5), Cost(None, "EUR", 3)], [], [])
     assert [(one.currency, one.total and one.total.task_micros, one.forecast) for one in summaries] == [
         ("EUR", 3, None),
         ("USD", 5, None),
     ]
+
+
+def test_summary_of_cost_includes_volumes() -> None:
+    volumes = [VolumeCost("v1", ("a", "b"), 100, "USD", 7, 1), VolumeCost("v2", ("c",), 10, "GBP", 2, 1)]
+    summaries = currency_summaries([Cost(None, "USD", 5, is_estimate=True)], [], volumes)
+    assert [one.sum for one in summaries] == [TotalCost("GBP", 0, 2, False), TotalCost("USD", 5, 7, True)]
+    assert [one.sum and one.sum.total_micros for one in summaries] == [2, 12]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +98,56 @@ def test_settings_are_masked_and_changed_ones_come_first() -> None:
     assert [setting.name for setting in settings][: len(changed)] == changed
 
 
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        pytest.param({"provider": "hetzner"}, {"provider"}, id="hetzner"),
+        pytest.param({"provider": "local"}, set(), id="local"),
+        pytest.param({"provider": "ray-local", "engine": "ray"}, {"provider"}, id="ray-local"),
+        pytest.param({"provider": "runpod", "runpod": {"image": "app:1"}}, {"provider", "runpod"}, id="runpod"),
+        # One is the default of the class, and two that of the provider.
+        pytest.param(
+            {"provider": "hetzner", "concurrency": 1}, {"provider", "concurrency"}, id="a default of other providers"
+        ),
+        pytest.param({"provider": "local", "policy": "threshold"}, {"policy"}, id="a policy"),
+        # idle_timeout_s selects the policy buffered.
+        pytest.param({"provider": "local", "idle_timeout_s": 7}, {"idle_timeout_s"}, id="a policy that follows"),
+    ],
+)
+def test_settings_are_compared_with_the_defaults_of_the_provider(given: dict[str, Any], changed: set[str]) -> None:
+    settings = settings_of(FleetConfig.model_validate({"handler": "app:work", **given}))
+    assert {setting.name for setting in settings if not setting.is_default} == {"handler", *changed}
+
+
+POLICIES = get_args(FleetConfig.model_fields["policy"].annotation)
+
+
+def replayed_fleet(**settings: Any) -> FleetConfig:
+    return FleetConfig.model_validate({"queues": ("renders",), "handler": "app:work", **settings})
+
+
 def test_every_replay_setting_has_a_group_label_and_description() -> None:
-    options = replay_options(FleetConfig(queues=("renders",), handler="app:work"), {})
-    assert [option.name for option in options] == list(REPLAY_SETTINGS)
-    assert all(option.group and option.label != option.name and option.description for option in options)
+    offered = set()
+    for policy in POLICIES:
+        options = replay_options(replayed_fleet(policy=policy), {})
+        offered |= {option.name for option in options}
+        assert all(option.group and option.label != option.name and option.description for option in options)
+    assert offered == set(REPLAY_SETTINGS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("provider", ["local", "hetzner", "ray"])
+def test_replay_offers_the_scaling_settings_that_the_policy_reads(policy: str, provider: str) -> None:
+    def is_read(setting: str) -> bool:
+        return reason_without_effect(provider, policy, setting, has_gpu=False, has_volume=False) is None
+
+    scaling = {*POLICY_SETTINGS, *IGNORED_BY_ADAPTIVE, "min_scaling_interval_s", "min_workers", "max_workers"}
+    read = {setting for setting in scaling if is_read(setting)}
+    settings = replayed_fleet(provider=provider, policy=policy, engine="ray" if provider == "ray" else None)
+    assert {option.name for option in replay_options(settings, {})} & scaling == read
+    # A replay with another policy offers the settings of that policy.
+    other = replay_options(settings.model_copy(update={"policy": "threshold"}), {"policy": policy})
+    assert {option.name for option in other} & scaling == read
 
 
 def test_empty_pages_show_commands_as_code() -> None:
@@ -163,7 +218,7 @@ def worker(**changed: Any) -> WorkerRow:
 def page_of_fleet(standing: FleetOverview) -> str:
     return fleet_page(
         OPERATOR, fleet_card(standing, [], NOW), items=[], chosen=None, settings=None, budgets=[],
-        slots=slot_map(standing.fleet, []), changes=[], events=[], places=[],
+        slots=slot_map(standing.fleet, []), changes=[], events=[], places=[], boots=[],
     )  # fmt: skip
 
 

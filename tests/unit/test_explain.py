@@ -358,9 +358,24 @@ def test_fleet_shows_decision_pause_hold_and_failed_slots() -> None:
             id="all refused",
         ),
         pytest.param(None, ("2 spawns not confirmed", "1 deletion not confirmed"), id="no outcome yet"),
+        pytest.param(
+            {"workers_spawned": 1, "creations_refused": {"NO_CAPACITY": 1}, "workers_terminated": 1},
+            ("spawned 1 of 2, 1 refused: no capacity", "deleted 1"),
+            id="one refused, with its code",
+        ),
+        pytest.param(
+            {"workers_spawned": 0, "creations_refused": {"NO_CAPACITY": 1, "REFUSED": 1}, "workers_terminated": 1},
+            ("1 spawn refused: no capacity, 1 spawn refused", "deleted 1"),
+            id="all refused, with their codes",
+        ),
+        pytest.param(
+            {"workers_spawned": 0, "creations_refused": {"LIMIT_REACHED": 1}, "workers_terminated": 1},
+            ("1 spawn refused: limit reached, 1 spawn not confirmed", "deleted 1"),
+            id="one refused, one without an answer",
+        ),
     ],
 )
-def test_fleet_explanation_tells_what_was_done(summary: dict[str, int] | None, provider_calls: tuple[str, str]) -> None:
+def test_fleet_explanation_tells_what_was_done(summary: dict[str, Any] | None, provider_calls: tuple[str, str]) -> None:
     spawns = (Spawn(0, "x"), Spawn(1, "x"))
     actions = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"), *spawns)
     explanation = explain_fleet(FLEET, [replace(CYCLE, actions=actions, summary=summary)], now=NOW)

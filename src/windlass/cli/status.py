@@ -15,6 +15,7 @@ from windlass.cli.output import TextTable, one_line, print_json, print_text_tabl
 from windlass.cli.queues import check_queue_is_known
 from windlass.control.explanation import no_orchestrator_reason
 from windlass.model.cycle import Cycle, Fleet
+from windlass.model.cycle_actions import done_actions, done_note
 from windlass.model.errors import DatabaseUnavailable
 from windlass.model.event import QueueDepth
 from windlass.model.node import NodeView
@@ -195,10 +196,16 @@ def _fleet_table(report: StatusReport, *, is_short: bool) -> TextTable:
         # A fleet without a plan exists only because of workers started by hand; the table of workers has those.
         for fleet, cycle in report.fleets
         if fleet.planned_at is not None
-        for decided in [(one_line(cycle.decision, 80) if is_short else cycle.decision) if cycle else None]
+        for decided in [_decided(cycle, is_short=is_short) if cycle is not None else None]
     ]
     headings = ("fleet", "workers", "limits", "notes", "last cycle", "decision")
     return TextTable(rows, headings, ("workers", "last cycle"))
+
+
+def _decided(cycle: Cycle, *, is_short: bool) -> str:
+    """What the cycle decided, and what it did."""
+    decision = one_line(cycle.decision, 80) if is_short else cycle.decision
+    return f"{decision}{done_note(cycle)}"
 
 
 def _notes(fleet: Fleet, report: StatusReport, decided: str | None) -> str | None:
@@ -293,6 +300,7 @@ def _plain(report: StatusReport) -> dict[str, Any]:
                 "without_orchestrator_s": fleet.without_orchestrator_s(report.at),
                 "outdated_workers": count_versions(fleet, report.workers)[0],
                 "decision": cycle.decision if cycle else None,
+                "done": done_actions(cycle) if cycle else [],
                 "cycle_id": cycle.id if cycle else None,
                 "cycle_at": (cycle.repeated_at or cycle.started_at) if cycle else None,
             }

@@ -55,7 +55,10 @@ TaskIds = Annotated[list[int] | None, typer.Argument(help="Ids of tasks.", metav
 
 
 class StatusFilter(StrEnum):
-    """The statuses of tasks as people see them: `scheduled` is queued for later, `retrying` is stored as error."""
+    """The statuses of tasks as people see them, and as `windlass status` counts them.
+
+    `scheduled` is queued for later, `retrying` is stored as error, and `cancelled` as failed.
+    """
 
     QUEUED = "queued"
     SCHEDULED = "scheduled"
@@ -63,11 +66,17 @@ class StatusFilter(StrEnum):
     COMPLETE = "complete"
     RETRYING = "retrying"
     FAILED = "failed"
+    CANCELLED = "cancelled"
     # The database and the JSON output call a retrying task this.
     ERROR = "error"
 
 
-_STORED_STATUS = {StatusFilter.SCHEDULED: TaskStatus.QUEUED, StatusFilter.RETRYING: TaskStatus.ERROR}
+_STORED_STATUS = {
+    StatusFilter.SCHEDULED: TaskStatus.QUEUED,
+    StatusFilter.RETRYING: TaskStatus.ERROR,
+    StatusFilter.CANCELLED: TaskStatus.FAILED,
+}
+_IS_CANCELLED = {StatusFilter.CANCELLED: True, StatusFilter.FAILED: False}
 
 
 class FinishedFilter(StrEnum):
@@ -80,7 +89,10 @@ class FinishedFilter(StrEnum):
 async def list_(
     queue: QueueFilter = None,
     status: Annotated[
-        StatusFilter | None, typer.Option("--status", "-s", help="Only this status; scheduled: queued for later.")
+        StatusFilter | None,
+        typer.Option(
+            "--status", "-s", help="Only this status; scheduled: queued for later; failed: without cancelled ones."
+        ),
     ] = None,
     search: Annotated[
         str | None,
@@ -117,7 +129,12 @@ async def list_(
             found = await search_tasks(store, search, queue=queue, which=which, limit=limit, privacy=privacy)
         else:
             page = await store.task_summaries(
-                queue=queue, status=wanted, limit=limit, before_id=before, is_scheduled=is_scheduled
+                queue=queue,
+                status=wanted,
+                limit=limit,
+                before_id=before,
+                is_scheduled=is_scheduled,
+                is_cancelled=_IS_CANCELLED.get(status) if status is not None else None,
             )
             found, following = page.rows, page.next_cursor
         if not found and following is None:

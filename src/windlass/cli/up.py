@@ -22,6 +22,7 @@ from windlass.model.errors import BadInput, ConfigError
 from windlass.model.worker import DEFAULT_FLEET
 from windlass.wiring.processes import ServeOptions, run_serve, run_up
 from windlass.wiring.providers import startup_problem
+from windlass.wiring.signals import survive_hangup
 from windlass.wiring.up import NO_FLEET, ControlOptions, run_cycles
 from windlass.worker.handler_user import runs_handlers_as_root
 
@@ -191,14 +192,16 @@ async def cycle(
     For cron and Kubernetes CronJobs. While another orchestrator is the leader, nothing is changed, `is_leader` is
     false, and the exit code is 0.
     """
+    # A cycle that ends between a create request and its record would leave an orphaned machine.
+    survive_hangup()
     configure_logs("auto")
     loaded = load(config, data_dir)
     hide(secrets_of(loaded.config))
     if not loaded.config.fleets:
         raise BadInput(f"{NO_FLEET}.")
     check_fleets(loaded)
-    log_warnings(loaded)
-    summaries = [summary.to_plain() for summary in await run_cycles(loaded.config, __version__)]
+    done = await run_cycles(loaded.config, __version__, lambda: log_settings(loaded))
+    summaries = [summary.to_plain() for summary in done]
     print_json(summaries[0] if len(summaries) == 1 else summaries)
 
 

@@ -69,7 +69,7 @@ async def list_(
             worker.id,
             worker.fleet,
             worker.slot,
-            f"{worker.status}{', paused' if worker.is_paused else ''}",
+            _status_text(worker),
             duration((now - worker.created_at).total_seconds()),
             duration((now - worker.last_heartbeat).total_seconds()) if worker.last_heartbeat else "never",
             *(_machine_cells(worker, now) if rented else ()),
@@ -83,6 +83,11 @@ async def list_(
         print_table(rows, "worker", "fleet", "slot", "status", "age", "heartbeat", *machine, "reason", right=numbers)
     else:
         print("no workers")
+
+
+def _status_text(worker: Worker) -> str:
+    notes = ["started by hand"] if worker.is_by_hand else []
+    return ", ".join([worker.status, *notes, *(["paused"] if worker.is_paused else [])])
 
 
 def _machine_cells(worker: Worker, now: datetime) -> tuple[str | None, str | None, str | None, str | None]:
@@ -115,7 +120,11 @@ async def show(worker: WorkerId, config: ConfigFile = None, data_dir: DataDir = 
         print_json({"worker": shown, "events": events})
         return
     fields = [(name, getattr(found, name)) for name in Worker.__dataclass_fields__ if name not in ("bill", *PHASES)]
-    rows = [(name, _text(value)) for name, value in fields if value not in (None, {}, ())]
+    rows = [
+        (name, _status_text(found) if name == "status" else _text(value))
+        for name, value in fields
+        if value not in (None, {}, ())
+    ]
     moments = ((name, getattr(found, name)) for name in PHASES)
     for name, moment in moments:
         if moment is not None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import structlog
 
@@ -20,10 +21,11 @@ from windlass.control.deployment import Deployment
 from windlass.control.executor import CALL_TIMEOUT_S, ProviderExecutor
 from windlass.control.outcome_log import OutcomeLog
 from windlass.control.provider_in_use import CLOSE_TIMEOUT_S, ProviderInUse
-from windlass.control.summary import Summary, count_actions, summarize
+from windlass.control.summary import Summary, count_actions, count_refused_creations, summarize
 from windlass.cost.ledger import settle
 from windlass.model.action import Plan, Spawn
 from windlass.model.auth import JOIN_PREFIX, SECRET_PREFIX, hash_of, new_token
+from windlass.model.cycle_actions import REFUSED_CREATIONS
 from windlass.model.errors import DatabaseUnavailable, WindlassError
 from windlass.model.fleet import FleetConfig
 from windlass.model.lease import Candidate, LeaseGuard, LeaseLost, Standby
@@ -267,10 +269,13 @@ class FleetCycle:
         """
 
         async def write(outcomes: list[Outcome]) -> None:
-            summary = None
+            summary: dict[str, Any] | None = None
             if self._planned is not None:
                 planned, requeued = self._planned
-                summary = count_actions(planned, [*self._recorded, *outcomes], requeued)
+                known = [*self._recorded, *outcomes]
+                summary = {**count_actions(planned, known, requeued)}
+                if refused := count_refused_creations(known):
+                    summary[REFUSED_CREATIONS] = refused
             await self._store.record_outcomes(self.name, self._cycle_id, outcomes, summary)
 
         recorded = await self._outcomes.record(write)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from windlass.model.action import ACTION_KINDS, Fail
 from windlass.model.cycle import Cycle, CycleDetail, Explanation, Fleet
-from windlass.model.cycle_actions import done_actions
+from windlass.model.cycle_actions import done_note
 from windlass.model.error_text import error_headline
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
@@ -271,7 +271,7 @@ def explain_fleet(fleet: Fleet, cycles: Sequence[Cycle], *, now: datetime, by_ha
         )
     answer = _fleet_sentences(fleet, cycles, now)
     history = [
-        (cycle.started_at, f"cycle {cycle.id}: {cycle.decision}{_done_note(cycle)}{_repeated_note(cycle)}")
+        (cycle.started_at, f"cycle {cycle.id}: {cycle.decision}{done_note(cycle)}{_repeated_note(cycle)}")
         for cycle in cycles
     ]
     return Explanation(answer, sorted(history))
@@ -284,7 +284,7 @@ def _fleet_sentences(fleet: Fleet, cycles: Sequence[Cycle], now: datetime) -> li
     without_orchestrator_s = fleet.without_orchestrator_s(now)
     seen_at = cycle.repeated_at or cycle.started_at
     if without_orchestrator_s is None:
-        sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}{_done_note(cycle)}."]
+        sentences = [f"Fleet {fleet.name}, {_since_s(seen_at, now):.0f} s ago: {cycle.decision}{done_note(cycle)}."]
     else:
         sentences = [
             f"Fleet {fleet.name} has no orchestrator: {no_orchestrator_reason(fleet, without_orchestrator_s)}.",
@@ -329,11 +329,6 @@ def no_orchestrator_reason(fleet: Fleet, without_orchestrator_s: float) -> str:
         if fleet.is_led
         else f"{silent}; start `windlass up`"
     )
-
-
-def _done_note(cycle: Cycle) -> str:
-    parts = done_actions(cycle)
-    return f" [{', '.join(parts)}]" if parts else ""
 
 
 def _repeated_note(cycle: Cycle) -> str:

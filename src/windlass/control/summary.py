@@ -157,6 +157,11 @@ def count_actions(plan: Plan, outcomes: list[Outcome], requeued: int) -> dict[st
     }
 
 
+def count_refused_creations(outcomes: list[Outcome]) -> dict[str, int]:
+    """By error code."""
+    return dict(Counter(outcome.code for outcome in outcomes if isinstance(outcome, CreationRefused)))
+
+
 def call_of(outcome: Outcome) -> tuple[str, str]:
     """The provider call of an outcome, and its result: ok, refused or error."""
     match outcome:

@@ -15,10 +15,11 @@ from windlass.model.cycle_actions import COUNTED_ACTIONS, done_actions
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.listing import Page
+from windlass.model.provider_defaults import reason_without_effect
 from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 
-# Settings that a replay can change, by group, with their labels.
+# Settings that a replay can change, by group, with their labels. A form offers those that the fleet reads.
 REPLAY_GROUPS: Mapping[str, Mapping[str, str]] = {
     "Size": {
         "min_workers": "Minimum workers",
@@ -28,6 +29,8 @@ REPLAY_GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Scaling": {
         "policy": "Policy",
+        "wait_goal_s": "Longest wait, s",
+        "price_of_waiting": "Price of waiting",
         "tasks_per_worker": "Tasks per worker",
         "idle_buffer": "Idle buffer",
         "scale_up_multiplier": "Scale-up multiplier",
@@ -79,7 +82,14 @@ class ReplayResult:
 
 
 def replay_options(settings: FleetConfig, given: Mapping[str, str]) -> list[ReplayOption]:
-    """The stored settings, with those in `given` replaced."""
+    """The stored settings that the fleet reads under the chosen policy, with those in `given` replaced."""
+    policy = given.get("policy", settings.policy)
+    has_volume = settings.runpod.network_volume_id is not None
+
+    def is_read(name: str) -> bool:
+        reason = reason_without_effect(settings.provider, policy, name, has_gpu=settings.has_gpu, has_volume=has_volume)
+        return reason is None
+
     return [
         ReplayOption(
             name,
@@ -92,6 +102,7 @@ def replay_options(settings: FleetConfig, given: Mapping[str, str]) -> list[Repl
         )
         for group, labels in REPLAY_GROUPS.items()
         for name, label in labels.items()
+        if is_read(name)
     ]
 
 
@@ -218,7 +229,7 @@ def cycle_page(
         worker_counts={status: number for status, number in counts.items() if number},
         hold=snapshot.planner_state.hold,
         options=options,
-        groups=list(REPLAY_GROUPS),
+        groups=list(dict.fromkeys(option.group for option in options or ())),
         replayed=replayed,
         problem=problem,
     )

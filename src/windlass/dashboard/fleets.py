@@ -19,6 +19,7 @@ from windlass.model.event import Event
 from windlass.model.fleet import FleetConfig
 from windlass.model.listing import HostRecord
 from windlass.model.overview import BootQuantiles, FleetOverview, Sample
+from windlass.model.provider_defaults import PROVIDER_DEFAULTS, policy_by_settings
 from windlass.model.redaction import shown_settings
 
 # Labels of the phases of a boot, each with what is reached then.
@@ -76,11 +77,17 @@ def fleet_card(
 
 
 def settings_of(config: FleetConfig) -> list[FleetSetting]:
-    """All settings without secrets; first those that differ from their defaults, then by name."""
+    """All settings without secrets; first those that differ from the defaults of the fleet's provider, then by name."""
     shown: Mapping[str, Any] = shown_settings(config.model_dump(mode="json"))
+    fields = FleetConfig.model_fields
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    # The provider itself is a choice.
+    defaults |= PROVIDER_DEFAULTS.get(config.provider, {})
+    given = {name for name, default in defaults.items() if getattr(config, name) != default} - {"policy"}
+    defaults["policy"] = policy_by_settings(config.provider, given)
     found = []
-    for name, field in FleetConfig.model_fields.items():
-        is_default = getattr(config, name) == field.get_default(call_default_factory=True)
+    for name, field in fields.items():
+        is_default = getattr(config, name) == defaults[name]
         found.append(FleetSetting(name, _value_text(shown[name]), field.description or "", is_default))
     return sorted(found, key=lambda setting: (setting.is_default, setting.name))
 

@@ -88,6 +88,8 @@ class FleetOverview:
     by_hand: int = 0
     # Whether the process that reads the overview has the fleet in its configuration.
     is_configured: bool = False
+    # What the last cycle did, as opposed to what it decided, such as "spawned 1 of 3".
+    done: tuple[str, ...] = ()
 
     @property
     def is_by_hand(self) -> bool:

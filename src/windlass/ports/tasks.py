@@ -66,10 +66,12 @@ class TaskStore(DatabaseClock, Protocol):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
+        is_cancelled: bool | None = None,
     ) -> Page[ListedTask]:
         """Like `tasks` with the beginning of the payload instead of payload and result, which may be a MiB each.
 
-        `is_scheduled`: only future run_after. The page's `next_cursor` is the next `before_id`. A search for finished
+        `is_scheduled`: only future run_after. `is_cancelled`: of the failed tasks, only cancelled ones, or only others;
+        None for both. The page's `next_cursor` is the next `before_id`. A search for finished
         tasks stops after SEARCH_S, so its page may be incomplete; a list of unfinished tasks reads no finished ones.
         """
 

@@ -53,10 +53,14 @@ where w.status in ('spawning', 'active') group by q.name;
 -- name: last_cycles
 -- overview; one probe of cycles_fleet for each fleet.
 select f.name as fleet, c.id, coalesce(c.last_decision, c.decision) as decision,
-  coalesce(c.repeated_at, c.started_at) as decided_at
+  coalesce(c.repeated_at, c.started_at) as decided_at, c.summary,
+  (
+    select coalesce(jsonb_object_agg(k.kind, k.count), '{}')
+    from (select a.value ->> 'kind' as kind, count(*) as count from jsonb_array_elements(c.plan) as a group by 1) as k
+  ) as planned
 from windlass_internal.fleets f
 cross join lateral (
-  select l.id, l.decision, l.last_decision, l.repeated_at, l.started_at
+  select l.id, l.decision, l.last_decision, l.repeated_at, l.started_at, l.plan, l.summary
   from windlass_internal.cycles l where l.fleet = f.name order by l.id desc limit 1
 ) as c;
 

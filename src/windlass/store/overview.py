@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from windlass.model.cycle import Fleet
+from windlass.model.cycle_actions import done_of
 from windlass.model.overview import (
     COUNT_LIMIT,
     MAX_POINTS,
@@ -80,6 +81,7 @@ class PostgresOverview(DatabaseStore):
                     decision=cycles[fleet.name]["decision"] if fleet.name in cycles else None,
                     cycle_id=cycles[fleet.name]["id"] if fleet.name in cycles else None,
                     decided_at=cycles[fleet.name]["decided_at"] if fleet.name in cycles else None,
+                    done=_done(cycles[fleet.name]) if fleet.name in cycles else (),
                     burn=tuple(
                         Burn(row["currency"], row["micros_per_hour"], row["machines"])
                         for row in burn
@@ -151,6 +153,11 @@ class PostgresOverview(DatabaseStore):
             )
             for row in rows
         ]
+
+
+def _done(cycle: Any) -> tuple[str, ...]:
+    summary = json.loads(cycle["summary"]) if cycle["summary"] is not None else None
+    return tuple(done_of(json.loads(cycle["planned"]), summary))
 
 
 async def overview_queues(connection: Any) -> tuple[list[str], bool]:

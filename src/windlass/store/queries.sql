@@ -40,7 +40,8 @@ order by id desc limit $4;
 
 -- name: task_summaries
 -- task_summaries, of all or of finished tasks; the primary key backwards, before the id $3, at most $5 rows. Large
--- payloads are not unpacked for the first $6 characters; results are not read.
+-- payloads are not unpacked for the first $6 characters; results are not read. $7: of the failed tasks, only the
+-- cancelled ones, or only the others.
 select
   s.id, s.queue, s.status, s.priority, s.attempts, s.max_attempts, s.timeout_s, s.run_after, s.created_at, s.started_at,
   s.finished_at, s.worker_id, s.unique_key, s.progress, s.progress_note, s.error_code, s.error, s.owner,
@@ -50,6 +51,7 @@ from (
 ) as s
 where ($1::text is null or s.queue = $1)
   and ($2::text is null or s.status = $2)
+  and ($7::boolean is null or s.status <> 'failed' or (s.error_code is not distinct from 'CANCELLED') = $7)
 order by s.id desc limit $4;
 
 -- name: task_summaries_end

@@ -149,18 +149,20 @@ class PostgresTaskStore(DatabaseStore):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
+        is_cancelled: bool | None = None,
     ) -> Page[ListedTask]:
         is_unfinished = status in (TaskStatus.QUEUED, TaskStatus.RUNNING, TaskStatus.ERROR)
         is_search = not is_unfinished and (queue is not None or status is not None)
         query = QUERIES["unfinished_summaries" if is_unfinished else "task_summaries"]
         last = is_scheduled if is_unfinished else SCAN_LIMIT if is_search else limit
+        more = () if is_unfinished else (is_cancelled,)
         rows: list[Any] = []
         end: int | None = None
         until = time.monotonic() + SEARCH_S
         async with self._database.connection("listing tasks") as connection:
             while True:
                 wanted = limit - len(rows)
-                rows += await connection.fetch(query, queue, status, before_id, wanted, last, PREVIEW_CHARACTERS)
+                rows += await connection.fetch(query, queue, status, before_id, wanted, last, PREVIEW_CHARACTERS, *more)
                 if len(rows) == limit or not is_search:
                     break
                 before_id = end = await connection.fetchval(QUERIES["task_summaries_end"], before_id, SCAN_LIMIT)

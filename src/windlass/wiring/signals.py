@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C for programs that run until they are stopped."""
+"""SIGTERM and Ctrl-C for programs that run until they are stopped, and SIGHUP for one that must not end halfway."""
 
 import asyncio
 import signal
@@ -16,6 +16,15 @@ async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await work
+
+
+def survive_hangup() -> None:
+    """SIGHUP, also from a terminal that was closed, ends nothing: the work of this program is bounded.
+
+    Python's handler does nothing. The programs that this one starts do not inherit it, unlike an ignored signal.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
 
 
 def on_stop_signals(stop: Callable[[], None]) -> None:

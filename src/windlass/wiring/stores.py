@@ -26,6 +26,7 @@ from windlass.store.fleets import PostgresFleetQueries, PostgresOperations
 from windlass.store.history import PostgresHistoryStore
 from windlass.store.migration import applied_migrations, migrate
 from windlass.store.postgres_programs import PROGRAMS, package_dir
+from windlass.store.processes import PostgresProcessQueries
 from windlass.store.task_lists import PostgresTaskLists
 from windlass.store.tasks import PostgresTaskStore
 from windlass.store.worker_logs import PostgresWorkerLogs
@@ -209,8 +210,9 @@ class CommandStore(
     PostgresCostStore,
     PostgresHistoryStore,
     PostgresWorkerLogs,
+    PostgresProcessQueries,
 ):
-    """The ports of commands and of the client: tasks, fleets, operations, costs, history, output.
+    """The ports of commands and of the client: tasks, fleets, operations, costs, history, output, processes.
 
     No claims, leases or plans.
     """

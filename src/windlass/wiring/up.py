@@ -56,6 +56,7 @@ from windlass.wiring.reachability import check_control_plane_url
 from windlass.wiring.reload import ActiveConfig, ReloadRequests, check_fleets, reload_on_request
 from windlass.wiring.store_roles import OrchestratorStores
 from windlass.wiring.stores import database, database_as, described_database, has_embedded_database
+from windlass.wiring.timeout_checks import log_short_spawn_timeouts
 from windlass.wiring.tracing import trace_cycles
 
 # Leases without a leader before an alert fires: a restart or a failover takes one.
@@ -65,12 +66,16 @@ SEND_TIMEOUT_S = 90.0
 NO_FLEET = "no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml"
 
 
-async def run_cycles(config: Config, version: str) -> list[Summary]:
-    """Run one cycle of every fleet, send alerts, apply retention, and release the lease: for cron and the like."""
+async def run_cycles(config: Config, version: str, on_start: Callable[[], None] = lambda: None) -> list[Summary]:
+    """Run one cycle of every fleet, send alerts, apply retention, and release the lease: for cron and the like.
+
+    `on_start` is called when everything was checked.
+    """
     check_keys(config)
     check_worker_start(config)
     await check_control_plane_url(config)
     await check_ray(config)
+    on_start()
     async with database_as(ORCHESTRATOR, config) as dsn, Database(dsn, retention=config.retention) as opened:
         store, maintenance = PostgresControlStore(opened), PostgresControlMaintenance(opened)
         candidate, instance_id = make_candidate(config), await store.instance_id()
@@ -220,6 +225,7 @@ async def run_control(
             stored_log_lines(config, dsn, options.tap, lambda count: counters.add(LOG_LINES_DROPPED, (), count)),
             trace_cycles(config, options.version, listeners),
             background_task(log_minimum_costs(config)),
+            background_task(log_short_spawn_timeouts(config, PostgresOverview(opened).boot_times)),
             background_task(boots.run()),
         ):
             link.report_ready()

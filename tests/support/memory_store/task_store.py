@@ -10,7 +10,7 @@ from support.memory_store.interval import interval
 from support.memory_store.tables import TableStore
 from windlass.model.event import QueueDepth
 from windlass.model.listing import PREVIEW_CHARACTERS, ListedTask, Page
-from windlass.model.task import NewTask, Retried, Task, TaskStatus
+from windlass.model.task import CANCELLED, NewTask, Retried, Task, TaskStatus
 
 
 class MemoryTaskStore(TableStore):
@@ -107,11 +107,18 @@ class MemoryTaskStore(TableStore):
         limit: int = 50,
         before_id: int | None = None,
         is_scheduled: bool = False,
+        is_cancelled: bool | None = None,
     ) -> Page[ListedTask]:
-        scanned = self._tasks.last_id if is_scheduled else limit
+        scanned = limit if not is_scheduled and is_cancelled is None else self._tasks.last_id
         tasks = await self.tasks(queue=queue, status=status, limit=scanned, before_id=before_id)
         now = await self.now()
         found = [task for task in tasks if not is_scheduled or (task.run_after is not None and task.run_after > now)]
+        if is_cancelled is not None:
+            found = [
+                task
+                for task in found
+                if task.status is not TaskStatus.FAILED or (task.error_code == CANCELLED) is is_cancelled
+            ]
         rows = tuple(
             ListedTask(
                 **asdict(self._tasks.rows[task.id].as_summary()), payload_preview=task.payload[:PREVIEW_CHARACTERS]

@@ -16,6 +16,7 @@ from windlass.model.cost import Cost
 from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.listing import Page, TaskList, TaskRow
+from windlass.model.masked_values import masked_json
 from windlass.model.task import MAX_TASK_ID, NAME_PATTERN, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import (
     MAX_SELECTED_TASKS,
@@ -121,6 +122,10 @@ _TASK = TypeAdapter(TaskResponse)
 _tasks = json_response(PageResponse[TaskRow])
 
 
+def _task_without_values(task: TaskResponse) -> str:
+    return _TASK.dump_json(task, exclude={"payload", "result"}).decode()
+
+
 def routes(context: AppContext) -> APIRouter:
     router, viewer, producer, operator = APIRouter(), api_router(VIEWER), api_router(PRODUCER), api_router(OPERATOR)
     reader = api_router(TASK_READER)
@@ -191,7 +196,7 @@ def _add_read_routes(viewer: APIRouter, reader: APIRouter, context: AppContext) 
             else None,
         )
         # Payload and result are copied as stored: PostgreSQL accepts deeper nesting and longer numbers than Python.
-        rest = _TASK.dump_json(response, exclude={"payload", "result"}).removesuffix(b"}")
+        rest = masked_json(_task_without_values, response).removesuffix("}").encode()
         parts = (rest, found.payload.encode(), (found.result or "null").encode())
         return Response(b'%s,"payload":%s,"result":%s}' % parts, media_type="application/json")
 
