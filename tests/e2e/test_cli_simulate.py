@@ -131,6 +131,11 @@ def test_trace_is_divided_among_fleets_by_its_queues(windlass: CommandLine) -> N
     found = windlass("simulate", "--fleet", "gpus", "--fleet", "mail", "--trace", "t.csv", "--json").json
     assert {name: fleet["runs"][0]["tasks"] for name, fleet in found["fleets"].items()} == {"gpus": 30, "mail": 10}
     assert found["total"][0]["tasks"] == 40
+    # Each fleet with its own policy, as it is configured.
+    assert {name: fleet["runs"][0]["policy"] for name, fleet in found["fleets"].items()} == {
+        "gpus": "running: buffered",
+        "mail": "running: adaptive",
+    }
     (windlass.folder / "t.csv").write_text("arrival_s,duration_s\n0,1\n")
     refused = windlass("simulate", "--fleet", "gpus", "--fleet", "mail", "--trace", "t.csv")
     assert "the trace has no column queue" in refused.err

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.snapshots import NOW, ago, worker
 from support.snapshots import snapshot as seen_snapshot
-from support.snapshots import worker
 from windlass.model.action import Drain, Spawn
 from windlass.model.adaptive import AdaptiveMemory, ArrivalRecord
 from windlass.model.fleet import FleetConfig
-from windlass.model.snapshot import QueueView
+from windlass.model.machine import ProviderTraits
+from windlass.model.snapshot import PlannerState, QueueView, RunningView, ScalingState, WorkerView
 from windlass.policy.plan import plan
 from windlass.policy.scale.adaptive import DUE_TOLERANCE_S, decide
 from windlass.policy.scale.adaptive_boot import BootEstimate
@@ -235,8 +236,6 @@ def test_work_per_cycle_is_bounded() -> None:
 def test_memory_survives_storage_as_json() -> None:
     from pydantic import TypeAdapter
 
-    from windlass.model.snapshot import PlannerState, ScalingState
-
     memory = AdaptiveMemory(5.0, 2, 9.0, (ArrivalRecord(1.0, 2, 3.0),), {3: 1.0}, {1: (4.0, 5.0)}, {1: 7.0})
     adapter = TypeAdapter(PlannerState)
     state = PlannerState(scaling=ScalingState(adaptive=memory))
@@ -266,6 +265,40 @@ def test_decision_is_one_sentence_with_its_numbers() -> None:
     assert sum(isinstance(action, Spawn) for action in planned.actions) == 2
     full = plan(snapshot, FleetConfig(policy="adaptive", max_workers=1))
     assert full.decision.startswith("spawn 0 of 2") or "max_workers 1" in full.decision
+
+
+def decision_of(memory: AdaptiveMemory, queue: QueueView, *workers: WorkerView, unit_s: int = 1, **values: Any) -> str:
+    state = PlannerState(scaling=ScalingState(adaptive=memory))
+    seen = replace(
+        seen_snapshot(*workers), queue=queue, planner_state=state, traits=ProviderTraits(billing_unit_s=unit_s)
+    )
+    config = FleetConfig(policy="adaptive", max_workers=1000, max_changes_per_cycle=1000, **values)
+    return plan(seen, config).decision
+
+
+def test_decision_says_if_a_lost_backlog_set_the_number() -> None:
+    at = NOW.timestamp()
+    records = (ArrivalRecord(at - 300, 1, 0.0), ArrivalRecord(at - 15, 1, 0.0), ArrivalRecord(at - 3, 199, 0.0))
+    memory = AdaptiveMemory(at=at - 3, arrivals=records)
+    queue = QueueView(queued=200, oldest_queued_age_s=15.0, durations_s=(20.0,) * 50, duration_mean_s=20.0)
+    queue = replace(queue, boots_s=(90.0,))
+    text = "200 queued, 0 busy, tasks of 20 s, boot 90 s, goal 100 s"
+    assert decision_of(memory, queue, concurrency=2) == f"spawn 100: {text}"
+    found = decision_of(memory, queue, concurrency=2, unit_s=3600)
+    assert found == f"spawn 50: {text}, missed by the oldest: 50 more cost least, not 100"
+
+
+def test_decision_says_if_the_price_of_waiting_set_the_number() -> None:
+    at = NOW.timestamp()
+    records = tuple(ArrivalRecord(at - 1000 + seconds, 30, seconds * 9.0) for seconds in range(0, 1000, 10))
+    memory = AdaptiveMemory(at=at - 10, machines=9, machine_s=9000.0, arrivals=records)
+    durations = {"durations_s": (3.0,) * 50, "duration_mean_s": 3.0, "boots_s": (120.0,) * 9}
+    queue = QueueView(queued=30, running=9, oldest_queued_age_s=5.0, arrived=30, **durations)
+    busy = [worker(f"w{n}", n, created=500, running=(RunningView(n, ago(1), None),)) for n in range(9)]
+    text = "30 queued, 9 busy, tasks of 3 s, boot 120 s, goal 130 s"
+    assert decision_of(memory, queue, *busy) == f"no change: {text}"
+    found = decision_of(memory, queue, *busy, price_of_waiting=10.0)
+    assert found == f"spawn 14: {text}, price_of_waiting 10: 23 workers cost least, not 9"
 
 
 def test_idle_worker_of_a_rented_fleet_drains_through_plan() -> None:

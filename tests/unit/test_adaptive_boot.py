@@ -1,6 +1,7 @@
 """adaptive where boots vary: more workers start than tasks need, the others are cancelled, and the estimate is fair."""
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -125,6 +126,49 @@ def test_cancelled_starts_do_not_bias_the_estimate() -> None:
     assert estimate.median_s == pytest.approx(110.0, rel=0.05)
     assert sorted(boots)[1000] < 80.0
     assert estimate.share_within(110.0) == pytest.approx(0.5, abs=0.05)
+
+
+def test_cancelled_starts_expire_with_the_boots_beside_them() -> None:
+    """A smaller image boots in a minute. Its boots must not look slow because of starts of the larger image."""
+    slow = [80.0 + 3.4 * number for number in range(50)]
+    ages_s = tuple(sorted(80.0 + 1.7 * number for number in range(100)))
+    memory = AdaptiveMemory(at=990.0, boots=50, cancelled_boots_s=ages_s, cancelled_at_boot=(50,) * 100)
+    boots = deque(slow, maxlen=50)
+    for number in range(50):
+        assert memory.cancelled_boots_s == ages_s
+        boots.append(62.0 + 0.1 * (number % 20))
+        served = replace(load(boots=tuple(sorted(boots))), now=1000.0 + 600 * number, booted=1)
+        memory = decide(served, memory, None, None).memory
+    assert memory.cancelled_boots_s == memory.cancelled_at_boot == ()
+    estimate = estimate_boots(sorted(boots), memory.cancelled_boots_s, 60.0)
+    assert estimate.median_s == pytest.approx(63.0, abs=0.5)
+    decision = decide(replace(load(queued=1), boots=estimate, now=40_000.0), memory, None, None)
+    assert (round(decision.goal_s), decision.spawn) == (73, 1)
+
+
+def test_cancelled_starts_stay_while_boots_beside_them_are_known() -> None:
+    """Starts of a release that did not number them stay, too."""
+    memory = AdaptiveMemory(at=990.0, boots=3, cancelled_boots_s=(90.0, 95.0, 99.0), cancelled_at_boot=(2,))
+    for number in range(1, 20):
+        memory = decide(replace(load(), now=1000.0 + number, booted=1), memory, None, None).memory
+        # 20 boots are known: two starts were cancelled before any of them was counted, one after two of them.
+        assert len(memory.cancelled_boots_s) == (3 if number < 17 else 1 if number < 19 else 0)
+        assert len(memory.cancelled_at_boot) == len(memory.cancelled_boots_s)
+
+
+def test_boots_are_counted_once_through_plan() -> None:
+    config = FleetConfig(policy="adaptive", spawn_timeout_s=3600.0)
+    memory = AdaptiveMemory(at=NOW.timestamp() - 10, boots=7)
+    new, old = worker("w0", 0, created=100, activated=5), worker("w1", 1, created=300, activated=200)
+    states = seen_snapshot(new, old, worker("w2", 2, "spawning", created=20, heartbeat=None))
+    state = PlannerState(scaling=ScalingState(adaptive=memory))
+    planned = plan(replace(states, queue=QueueView(boots_s=VARYING), planner_state=state), config)
+    learned = planned.planner_state.scaling.adaptive
+    assert learned is not None
+    assert learned.boots == 8
+    again = plan(replace(states, queue=QueueView(boots_s=VARYING), planner_state=planned.planner_state), config)
+    assert again.planner_state.scaling.adaptive is not None
+    assert again.planner_state.scaling.adaptive.boots == 8
 
 
 def test_few_boots_and_impossible_goals_start_nothing_extra() -> None:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import math
 import random
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,7 @@ from windlass.model.cost import Tariff
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.policy.billing import charged
-from windlass.simulator.engine import MAX_ATTEMPTS, ClaimOrder, SimulatedFleet, World
+from windlass.simulator.engine import MAX_ATTEMPTS, MAX_STALLED_S, ClaimOrder, NoProgress, SimulatedFleet, World
 from windlass.simulator.measures import measure, quantile
 from windlass.simulator.optimum import optimal_billed_s
 from windlass.simulator.report import html_report
@@ -226,6 +227,69 @@ def test_tasks_that_arrive_after_a_crash_are_not_lost() -> None:
     fleet.run(Refill())
     assert fleet.crashed > 10
     assert len(fleet.completed) + fleet.failed == count
+
+
+class Idle:
+    """A controller that requests nothing, and wants to be called never again."""
+
+    interval_s = 10.0
+
+    def __init__(self) -> None:
+        self.cycles = 0
+
+    def act(self, fleet: SimulatedFleet, now: float) -> float:
+        self.cycles += 1
+        return math.inf
+
+
+def test_run_whose_tasks_get_no_worker_ends_after_a_bounded_time() -> None:
+    for arrivals in ((0.0,), (0.0, 1_000_000.0)):
+        fleet, controller = SimulatedFleet(Trace("t", arrivals, (1.0,) * len(arrivals)), World()), Idle()
+        with pytest.raises(NoProgress) as found:
+            fleet.run(controller)
+        assert (found.value.queued, found.value.requested) == (1, 0)
+        assert controller.cycles <= 4
+    assert fleet.now >= MAX_STALLED_S
+
+
+def test_waits_that_end_are_no_lack_of_progress() -> None:
+    """A silence, a long task with another one behind it, a long boot, and many refusals."""
+    silent = Trace("t", (0.0, 10 * MAX_STALLED_S), (1.0, 1.0))
+    assert run(silent, "reactive").tasks == 2
+    behind = Trace("t", (0.0, 0.0), (10 * MAX_STALLED_S, 1.0))
+    assert run(behind, "reactive", max_workers=1).wait_p99_s > 9 * MAX_STALLED_S
+    one = Trace("t", (0.0,), (1.0,))
+    for policy in ("reactive", "adaptive", "buffered"):
+        assert run(one, policy, World(boot_s=3 * MAX_STALLED_S), spawn_timeout_s=None).wait_p50_s >= 3 * MAX_STALLED_S
+        assert run(one, policy, World(refused_share=0.99)).refused > 0
+
+
+def test_refused_create_calls_are_repeated_after_a_back_off() -> None:
+    """The second refusal in a row is followed by 30 s, then by twice as long each time, up to five minutes."""
+    trace = Trace("t", (0.0,), (1.0,))
+    for policy in ("adaptive", "buffered"):
+        result = run(trace, policy, World(refused_share=0.95, seed=5))
+        assert result.refused >= 5
+        backed_off_s = sum(min(300.0, 30.0 * 2**times) for times in range(result.refused - 1))
+        assert result.wait_p50_s == pytest.approx(backed_off_s + 120.0, abs=11.0 * result.refused)
+
+
+def test_measured_boots_are_drawn_as_often_as_they_were_measured() -> None:
+    steps = tuple((20.0 if number < 30 else 300.0, 1 - (number + 1) / 40) for number in range(40))
+    fleet = SimulatedFleet(Trace("t", (0.0,), (1.0,)), World(boot_s=90.0, boot_steps=steps))
+    fleet.spawn(4000)
+    boots = [machine.boot_s for machine in fleet.machines.values()]
+    assert set(boots) == {20.0, 300.0}
+    assert boots.count(20.0) == pytest.approx(3000, abs=150)
+    # Starts that were cancelled: a tenth of the boots takes longer than the longest that ended.
+    censored = SimulatedFleet(fleet.trace, World(boot_steps=((10.0, 0.5), (30.0, 0.1))))
+    censored.spawn(4000)
+    assert {machine.boot_s for machine in censored.machines.values()} == {10.0, 30.0}
+
+
+def test_stuck_timeout_of_a_fleet_is_not_simulated() -> None:
+    result = run(Trace("t", (0.0,), (5000.0,)), "buffered", stuck_timeout_s=60.0)
+    assert (result.tasks, result.failed) == (1, 0)
 
 
 @pytest.mark.parametrize(

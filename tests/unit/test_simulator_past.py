@@ -79,6 +79,19 @@ def test_cancelled_starts_count_as_boots_that_take_longer() -> None:
     assert abs(counted.boot_sigma - complete.boot_sigma) < abs(ignored.boot_sigma - complete.boot_sigma)
 
 
+def test_many_boots_are_drawn_as_they_were_measured() -> None:
+    """Images that are cached or not: no lognormal distribution has two peaks."""
+    boots = [20.0, 21.0, 300.0, 310.0] * 5
+    past = fleet_past("gpu", HETZNER, TASKS, [machine(boot_s) for boot_s in boots])
+    assert {boot_s for boot_s, _ in past.world.boot_steps} == set(boots)
+    assert past.world.boot_steps[-1] == (310.0, pytest.approx(0.0, abs=1e-9))
+    assert past.world.boot_s == pytest.approx(162.75)
+    assert any("drawn from those that were measured" in note for note in past.notes)
+    assert fleet_past("gpu", HETZNER, TASKS, [machine(boot_s) for boot_s in boots[1:]]).world.boot_steps == ()
+    first, second = (run_policy(shadow_requests(HETZNER, past.world)[0], past.trace).to_plain() for _ in range(2))
+    assert first == second
+
+
 @pytest.mark.parametrize(("config", "boot_s", "unit_s"), [(HETZNER, 60.0, 3600), (LOCAL, 1.0, 1)])
 def test_fleet_without_machines_gets_assumed_boots(config: FleetConfig, boot_s: float, unit_s: int) -> None:
     past = fleet_past("gpu", config, TASKS, [])

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 WORLDS = {
     "second": World(),
+    "refused create calls": World(refused_share=0.6),
     "random boots": World(boot_sigma=0.5),
     "processes of this host": World(boot_s=1.0, is_free=True),
     "hour": World(slots=2, boot_s=90.0, billing_unit_s=3600),

@@ -27,11 +27,12 @@ from windlass.cli.simulation_options import (
     check_settings,
 )
 from windlass.cli.simulation_results import FleetSimulation, print_simulations, write_report
+from windlass.cli.simulation_signals import ending_at_signals
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
 from windlass.model.fleet_changes import with_changes
 from windlass.simulator.engine import ClaimOrder, World
-from windlass.simulator.past import FleetPast, shadow_requests, simulated_settings
+from windlass.simulator.past import FleetPast, assumed_past, shadow_requests, simulated_settings
 from windlass.simulator.runs import WINDLASS_POLICIES, RunRequest, peak_concurrency, run_policy
 from windlass.simulator.trace import GeneratorSettings, Trace, generate, read_trace
 
@@ -66,8 +67,8 @@ async def simulate(
         list[str] | None,
         typer.Option(
             "--fleet",
-            help="This fleet's settings; without a trace also its own history. Several without a common queue are added"
-            " up.",
+            help="This fleet's settings, where no option replaces them; without a trace also its own history. Several"
+            " without a common queue are added up.",
             metavar="NAME",
         ),
     ] = None,
@@ -121,6 +122,8 @@ async def simulate(
         "slots": slots,
         "boot_s": boot_s,
         "boot_sigma": boot_sigma if boot_sigma is not None or boot_s is None else 0.0,
+        # Measured boots are not drawn then.
+        "boot_steps": None if boot_s is None and boot_sigma is None else (),
         "billing_unit_s": billing_unit_s(billing),
         "crashes_per_hour": crashes,
         "refused_share": refused,
@@ -140,50 +143,58 @@ async def simulate(
     names = list(dict.fromkeys(fleets or ()))
     has_past = trace is None and generator is None
     made = GeneratorSettings(tasks=tasks, days=days, duration_s=duration_s, seed=seed)
-    whole = None if has_past else read_trace(trace) if trace is not None else generate(generator or "", made)
     loaded = load(config, data_dir).config if has_past or names else None
-    if loaded is not None and len(names) > 1:
-        _check_queues({name: chosen_fleet(loaded, name)[1] for name in names}, whole)
+    chosen = dict(chosen_fleet(loaded, name) for name in names or (None,)) if loaded is not None else {}
+    pasts: dict[str, FleetPast] = {}
+    if loaded is not None and has_past:
+        _check_queues(chosen)
+        pasts = {name: await read_past(loaded, name, base, since, seed) for name, base in chosen.items()}
 
-    async def simulation_of(name: str | None) -> FleetSimulation:
-        past: FleetPast | None = None
-        base, settings = FleetConfig(provider="local"), list(given)
-        if loaded is not None:
-            name, base = chosen_fleet(loaded, name)
-        if whole is None:
-            assert loaded is not None  # noqa: S101 - a history is that of a configured fleet
-            past = await read_past(loaded, name or "", base, since, seed)
-            task_trace, world = past.trace, replace(past.world, **options)
-            base = simulated_settings(base, world)
-        else:
-            task_trace, world = whole if name is None else _of_fleet(whole, name, base), World(**options)
-            most = max_workers or math.ceil(peak_concurrency(task_trace) / world.slots)
-            settings = [
-                f"concurrency={world.slots}",
-                f"poll_interval_s={interval_s or 10.0}",
-                f"min_workers={min_workers or 0}",
-                f"max_workers={max(most, min_workers or 0)}",
-                # A simulated boot may take longer than the default limit of this host's processes.
-                f"spawn_timeout_s={max(600.0, 20 * world.boot_s)}",
-            ]
-        settings += changes or ()
+    def simulation_of_fleet(name: str) -> FleetSimulation:
+        past, base = pasts[name], chosen[name]
+        return simulation_of(name, past.trace, replace(past.world, **options), base, given, past)
+
+    def simulation_of_trace(trace: Trace) -> FleetSimulation:
+        world = World(**options)
+        most = max_workers or math.ceil(peak_concurrency(trace) / world.slots)
+        settings = [
+            f"concurrency={world.slots}",
+            f"poll_interval_s={interval_s or 10.0}",
+            f"min_workers={min_workers or 0}",
+            f"max_workers={max(most, min_workers or 0)}",
+        ]
+        return simulation_of("", trace, world, FleetConfig(provider="local"), settings, None)
+
+    def simulation_of(
+        name: str, trace: Trace, world: World, base: FleetConfig, settings: list[str], past: FleetPast | None
+    ) -> FleetSimulation:
+        base, settings = simulated_settings(base, world), [*settings, *(changes or ())]
         runs = list(policies or ([] if is_shadow else [base.policy if past is not None else "adaptive"]))
         # The waits of all tasks are kept with the charts. A total needs them.
-        has_charts = report is not None or len(names) > 1
+        has_charts = report is not None or len(chosen) > 1
         requests = [_request(run, base, settings, world, claims, is_full, has_charts) for run in runs]
+        if len(chosen) > 1 and not policies:
+            # Fleets with different policies have one total, as with --shadow.
+            requests = [replace(each, label=f"running: {each.policy}") for each in requests]
         own = [_own_changes(run) for run in runs]
         if is_shadow:
             shadows = shadow_requests(with_changes(base, settings), world, has_charts=has_charts)
             requests = [replace(each, claim_order=claims, is_full=is_full) for each in shadows] + requests
             own = [[] for _ in shadows] + own
         check_settings(requests, own, changes or ())
-        return FleetSimulation(name or "", task_trace, past, requests)
+        return FleetSimulation(name, trace, past, requests)
 
-    simulations = [await simulation_of(name) for name in names or (None,)]
-    _run_all(simulations, is_quiet=as_json)
-    if report is not None:
-        write_report(report, simulations, seed)
-    print_simulations(simulations, as_json=as_json)
+    # From here on nothing waits, and the event loop would not see a signal.
+    with ending_at_signals():
+        if not has_past:
+            whole = read_trace(trace) if trace is not None else generate(generator or "", made)
+            _check_queues(chosen, whole)
+            pasts = {name: assumed_past(base, _of_fleet(whole, name, base), seed) for name, base in chosen.items()}
+        simulations = [simulation_of_fleet(name) for name in chosen] if chosen else [simulation_of_trace(whole)]
+        _run_all(simulations, is_quiet=as_json)
+        if report is not None:
+            write_report(report, simulations, seed)
+        print_simulations(simulations, as_json=as_json)
 
 
 def _check_combination(
@@ -199,9 +210,9 @@ def _check_combination(
         raise BadInput(f"--policy is given {len(policies)} times: at most {MAX_RUNS} runs are compared.")
 
 
-def _check_queues(fleets: Mapping[str, FleetConfig], trace: Trace | None) -> None:
+def _check_queues(fleets: Mapping[str, FleetConfig], trace: Trace | None = None) -> None:
     """BadInput if tasks cannot be assigned to one fleet each."""
-    if trace is not None and not trace.queues:
+    if len(fleets) > 1 and trace is not None and not trace.queues:
         raise BadInput("the trace has no column queue that divides its tasks among fleets: pass one --fleet.")
     owners: dict[str, str] = {}
     for name, settings in fleets.items():

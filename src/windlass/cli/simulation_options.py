@@ -17,12 +17,16 @@ from windlass.simulator.runs import RunRequest, reason_not_simulated
 
 # The longest billing period of a simulation, in seconds: a year.
 MAX_BILLING_S = 366 * 86_400
+# The longest boot: a week.
+MAX_BOOT_S = 7 * 86_400.0
 
 TraceFile = Annotated[
     Path | None, typer.Option("--trace", help="CSV file: arrival_s,duration_s[,queue]; .gz works.", metavar="FILE")
 ]
 Slots = Annotated[int | None, typer.Option("--slots", help="Tasks that a machine runs at once (1).", min=1, max=10_000)]
-BootTime = Annotated[float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0)]
+BootTime = Annotated[
+    float | None, typer.Option("--boot", help="Seconds from request to ready (120).", min=0.0, max=MAX_BOOT_S)
+]
 BootSigma = Annotated[
     float | None,
     typer.Option("--boot-sigma", help="Spread of boot times: sigma of a lognormal (0).", min=0.0, max=3.0),

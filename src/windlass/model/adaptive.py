@@ -34,3 +34,7 @@ class AdaptiveMemory:
     extra_starts: int = 0
     # Ages at which starts were cancelled, newest last: those boots would have taken longer.
     cancelled_boots_s: tuple[float, ...] = ()
+    # Boots that have ended since the memory began, and the same number when each of these starts was cancelled. A
+    # memory of an earlier release has no numbers: 0.
+    boots: int = 0
+    cancelled_at_boot: tuple[int, ...] = ()

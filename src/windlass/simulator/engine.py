@@ -2,7 +2,8 @@
 
 Time is in seconds from the first task. A controller is called at its interval and spawns or deletes machines; between
 its calls only workers act: a free worker claims the oldest queued task at once. A busy machine is deleted only by a
-crash. The run ends with the last task, and machines that exist then are billed until that moment.
+crash. The run ends with the last task, and machines that exist then are billed until that moment. A run whose queued
+tasks get no worker ends too, with NoProgress: every run is bounded.
 
 Waits are exact. Everything random (boot times, crashes, refusals) comes from one seeded generator.
 """
@@ -10,7 +11,7 @@ Waits are exact. Everything random (boot times, crashes, refusals) comes from on
 import heapq
 import math
 import random
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,8 +20,11 @@ from typing import Protocol
 from windlass.simulator.trace import Trace
 
 HOUR_S = 3600.0
-# Cycles without any change before a run counts as stuck: at 10 s about four months.
-MAX_IDLE_CYCLES = 1_000_000
+# Queued tasks that no worker has claimed for this long and two long boots, while no task runs, are never claimed: the
+# longest hold of production lasts an hour.
+MAX_STALLED_S = 4 * HOUR_S
+# One in 31,000 boots exceeds its mean by more than this many sigma.
+RARE_SIGMAS = 4.0
 # Attempts of a task, as for a task that was enqueued without a number. Without an end to them, a task that outlasts the
 # life of its machines would run forever.
 MAX_ATTEMPTS = 3
@@ -44,6 +48,8 @@ class World:
     boot_s: float = 120.0
     # Spread of boot times: sigma of a lognormal distribution whose mean is boot_s. 0: every boot takes boot_s.
     boot_sigma: float = 0.0
+    # Measured boots, which are drawn instead: (boot time, share of boots that take longer), ascending.
+    boot_steps: tuple[tuple[float, float], ...] = ()
     # 1: billed by the second. 3600: by the started hour.
     billing_unit_s: int = 1
     claim_order: ClaimOrder = ClaimOrder.RECENT
@@ -54,6 +60,28 @@ class World:
     # Machines are processes of this host, which cost nothing.
     is_free: bool = False
     seed: int = 1
+
+    def long_boot_s(self, sigmas: float) -> float:
+        """A boot that exceeds the mean by this many sigma; of measured boots the longest."""
+        if self.boot_steps:
+            return self.boot_steps[-1][0]
+        return self.boot_s * math.exp(sigmas * self.boot_sigma - self.boot_sigma**2 / 2)
+
+    @property
+    def max_stalled_s(self) -> float:
+        """How long queued tasks may be without a worker before a run ends. Refused create calls take their time too."""
+        return (MAX_STALLED_S + 2 * self.long_boot_s(RARE_SIGMAS)) / (1 - self.refused_share)
+
+
+class NoProgress(Exception):
+    """Queued tasks get no worker. `requested`, `refused`: create calls since a task was last claimed."""
+
+    def __init__(self, queued: int, stalled_s: float, requested: int, refused: int) -> None:
+        super().__init__(f"no worker for {queued} queued tasks in {stalled_s:.0f} s")
+        self.queued = queued
+        self.stalled_s = stalled_s
+        self.requested = requested
+        self.refused = refused
 
 
 @dataclass(slots=True, eq=False)
@@ -122,8 +150,8 @@ class SimulatedFleet:
         self.completed: list[tuple[int, float, float]] = []
         self.boots: list[float] = []
         self.arrived = 0
-        # The number of changes that a controller can see. It stays the same while nothing happens.
-        self.changes = 0
+        # The last create call, if the provider refused it.
+        self.refused_at: float | None = None
         self.deleted_billed_s = 0.0
         self.done = 0
         self.samples: list[FleetSample] = []
@@ -133,6 +161,11 @@ class SimulatedFleet:
         self._random = random.Random(world.seed)  # noqa: S311
         self._is_single = world.slots == 1 and world.claim_order is ClaimOrder.RECENT
         self._restarts: dict[int, int] = {}
+        self._max_stalled_s = world.max_stalled_s
+        # The last claim, end or crash of a task, and the create calls until then.
+        self._progress_at = 0.0
+        self._progress_started = 0
+        self._progress_refused = 0
 
     # ---------------------------------------------------------------------------------------- what controllers do
 
@@ -142,7 +175,9 @@ class SimulatedFleet:
         for _ in range(count):
             if self.world.refused_share and self._random.random() < self.world.refused_share:
                 self.refused += 1
+                self.refused_at = self.now
                 continue
+            self.refused_at = None
             boot_s = self._boot_time_s()
             machine = SimulatedMachine(self.started, self.now, boot_s)
             self.started += 1
@@ -167,21 +202,17 @@ class SimulatedFleet:
     # ------------------------------------------------------------------------------------------------------- time
 
     def run(self, controller: Controller) -> None:
-        arrivals, interval = self.trace.arrivals, controller.interval_s
-        count = len(arrivals)
-        cycle_at, calm = 0.0, 0
+        """Until the last task has ended. NoProgress if queued tasks get no worker."""
+        interval, count = controller.interval_s, len(self.trace.arrivals)
+        cycle_at = 0.0
         while self.done < count:
             self._advance(cycle_at)
             if self.done >= count:
                 break
             self.now = cycle_at
-            before = self.changes
             wanted_at = controller.act(self, cycle_at)
-            calm = calm + 1 if self.changes == before and not self._events else 0
-            if calm > MAX_IDLE_CYCLES:
-                raise RuntimeError("the policy spawns no worker for the queued tasks")
             # Skipped cycles would see what this one saw: the next that matters follows an event or the wanted time.
-            due = min(wanted_at, self._next_event_at())
+            due = min(wanted_at, self._next_event_at(), self._stalled_at())
             if due <= cycle_at + interval:
                 cycle_at = wanted_at if cycle_at < wanted_at < cycle_at + interval else cycle_at + interval
             else:
@@ -190,6 +221,22 @@ class SimulatedFleet:
             self._sample(self.now)
         for machine in list(self.machines.values()):
             self._remove(machine)
+
+    def _stalled_at(self) -> float:
+        """When the queued tasks will have been without a worker for too long. NoProgress if that moment has passed."""
+        if not self.queue:
+            return math.inf
+        since = max(self._progress_at, self.trace.arrivals[self.queue[0]])
+        if self.now <= since + self._max_stalled_s:
+            return since + self._max_stalled_s
+        if any(machine.running for machine in self.machines.values()):
+            return math.inf
+        refused = self.refused - self._progress_refused
+        requested = self.started - self._progress_started + refused
+        raise NoProgress(len(self.queue), self.now - since, requested, refused)
+
+    def _record_progress(self) -> None:
+        self._progress_at, self._progress_started, self._progress_refused = self.now, self.started, self.refused
 
     def _next_event_at(self) -> float:
         event = self._events[0][0] if self._events else math.inf
@@ -209,7 +256,6 @@ class SimulatedFleet:
             if self._sample_every_s is not None and at >= self._next_sample_at:
                 self._sample(at)
             self.now = at
-            self.changes += 1
             if arrival_at < event_at:
                 queue.append(self.arrived)
                 self.arrived += 1
@@ -229,6 +275,7 @@ class SimulatedFleet:
             if started is None or restarts != self._restarts.get(index, 0):
                 return
             del machine.running[index]
+            self._record_progress()
             self.done += 1
             self.completed.append((index, started, at))
             if not machine.running:
@@ -247,23 +294,29 @@ class SimulatedFleet:
                 lives_s = self._random.expovariate(self.world.crashes_per_hour / HOUR_S)
                 heapq.heappush(self._events, (at + lives_s, _CRASH, number, 0))
         else:
-            self.crashed += 1
-            waiting = list(self.queue)
-            for index in sorted(machine.running):
-                attempts = self._restarts[index] = self._restarts.get(index, 0) + 1
-                if attempts < MAX_ATTEMPTS:
-                    insort(waiting, index)
-                else:
-                    self.failed += 1
-                    self.done += 1
-            machine.running.clear()
-            # The same object: `_advance` goes on with it.
-            self.queue.clear()
-            self.queue.extend(waiting)
-            self._remove(machine)
+            self._crash(machine)
+
+    def _crash(self, machine: SimulatedMachine) -> None:
+        self.crashed += 1
+        if machine.running:
+            self._record_progress()
+        waiting = list(self.queue)
+        for index in sorted(machine.running):
+            attempts = self._restarts[index] = self._restarts.get(index, 0) + 1
+            if attempts < MAX_ATTEMPTS:
+                insort(waiting, index)
+            else:
+                self.failed += 1
+                self.done += 1
+        machine.running.clear()
+        # The same object: `_advance` goes on with it.
+        self.queue.clear()
+        self.queue.extend(waiting)
+        self._remove(machine)
 
     def _claim(self) -> None:
         queue, free, trace, now = self.queue, self.free, self.trace, self.now
+        self._record_progress()
         while queue and free:
             if self._is_single:
                 number, machine = free.popitem()
@@ -306,7 +359,11 @@ class SimulatedFleet:
         return unit_s * max(1, math.ceil(lived_s / unit_s - 1e-9))
 
     def _boot_time_s(self) -> float:
-        sigma, mean_s = self.world.boot_sigma, self.world.boot_s
+        sigma, mean_s, steps = self.world.boot_sigma, self.world.boot_s, self.world.boot_steps
+        if steps:
+            # The first step that at most this share of boots exceeds. After cancelled starts some exceed the last one.
+            position = bisect_left(steps, -self._random.random(), key=lambda step: -step[1])
+            return steps[min(position, len(steps) - 1)][0]
         return mean_s * math.exp(sigma * self._random.gauss(0.0, 1.0) - sigma * sigma / 2) if sigma else mean_s
 
     def _sample(self, at: float) -> None:

@@ -1,7 +1,8 @@
 """Runs the `adaptive` policy on plain numbers: the same decisions as through plan(), without snapshots.
 
-Applies the limits that matter in a healthy fleet: minimum, maximum, changes per cycle and termination windows. Cycles
-in which the policy promises no change are skipped. tests/unit/test_simulator_paths.py compares it with full_path.py.
+Applies the limits that matter in a healthy fleet: minimum, maximum, changes per cycle, termination windows and the
+back-off after refused create calls. Cycles in which the policy promises no change are skipped.
+tests/unit/test_simulator_paths.py compares it with full_path.py.
 """
 
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from math import inf
 
 from windlass.model.adaptive import AdaptiveMemory
 from windlass.model.fleet import FleetConfig
+from windlass.model.snapshot import ProviderBackoff
 from windlass.policy import billing
 from windlass.policy.scale.adaptive import UNKNOWN_BOOT_S, UNKNOWN_PROCESS_START_S, decide
 from windlass.policy.scale.adaptive_boot import BootEstimate, estimate_boots
 from windlass.policy.scale.adaptive_load import FleetLoad, IdleWorker, assumed_duration_s
+from windlass.policy.stages.provider_backoff import next_backoff
 from windlass.simulator.engine import SimulatedFleet, SimulatedMachine
-from windlass.simulator.observation import Observation
+from windlass.simulator.observation import Observation, last_refusal, moment
 
 # A cycle that changed something is followed by the next this soon, as in control/fleet_task.py.
 FOLLOW_UP_S = 1.0
@@ -27,6 +30,7 @@ class AdaptiveController:
         self._memory = AdaptiveMemory()
         self._seen = Observation()
         self._on_cycle = on_cycle
+        self._backoff: ProviderBackoff | None = None
         self._estimated: tuple[int, tuple[float, ...]] | None = None
         self._estimate = BootEstimate(UNKNOWN_BOOT_S, UNKNOWN_BOOT_S)
 
@@ -44,8 +48,9 @@ class AdaptiveController:
         wanted = min(wanted, config.max_workers - load.workers)
         changed = bool(draining)
         if wanted > 0:
-            fleet.spawn(min(wanted, config.max_changes_per_cycle))
-            changed = True
+            most = self._most_spawns(fleet, now)
+            fleet.spawn(min(wanted, most))
+            changed = changed or most > 0
         elif (decision.drain or decision.cancel) and not decision.spawn:
             spare = [idle[position] for position in decision.drain]
             spare += list(fleet.booting.values())[::-1][: decision.cancel]
@@ -68,8 +73,10 @@ class AdaptiveController:
         idle: list[SimulatedMachine] = []
         running: list[int] = []
         ages: list[float] = []
-        busy = 0
+        busy = booted = 0
+        decided_at = self._memory.at if self._memory.at is not None else -inf
         for machine in fleet.machines.values():
+            booted += machine.ready_at is not None and machine.ready_at > decided_at
             if machine.running:
                 busy += 1
                 ages += [now - started for started in machine.running.values()]
@@ -103,6 +110,7 @@ class AdaptiveController:
             boots=self._boots(UNKNOWN_PROCESS_START_S if is_free else UNKNOWN_BOOT_S),
             assumed_duration_s=assumed_duration_s(has_long_units=has_windows, price=self._config.price_of_waiting),
             billing_unit_s=unit_s if has_windows else 1,
+            booted=booted,
             max_workers=self._config.max_workers,
             max_cancelled=min(
                 self._config.max_changes_per_cycle, max(0, len(fleet.machines) - self._config.min_workers)
@@ -112,6 +120,13 @@ class AdaptiveController:
             queues=queues,
         )
         return load, idle
+
+    def _most_spawns(self, fleet: SimulatedFleet, now: float) -> int:
+        """How many machines one cycle may request: none during a back-off, and one after it until one is created."""
+        self._backoff = next_backoff(last_refusal(fleet), self._backoff)
+        if self._backoff is None:
+            return self._config.max_changes_per_cycle
+        return 0 if moment(now) < self._backoff.until else 1
 
     def _boots(self, unknown_s: float) -> BootEstimate:
         """The estimate, computed again only if a boot ended or a start was cancelled."""

@@ -6,7 +6,7 @@ changed something is followed by the next one after a second, as in control/flee
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from math import inf
 
 from windlass.model.action import Delete, Drain, Promote, Spawn
@@ -17,10 +17,8 @@ from windlass.model.worker import WorkerStatus
 from windlass.policy.plan import plan
 from windlass.simulator.engine import SimulatedFleet, SimulatedMachine
 from windlass.simulator.fast_path import FOLLOW_UP_S
-from windlass.simulator.observation import Observation
+from windlass.simulator.observation import Observation, last_refusal, moment
 
-# Any fixed moment: decisions depend on differences only. Not in the future, at an hour.
-EPOCH = datetime(2024, 1, 1, tzinfo=UTC)
 # Ids of machines begin with it.
 HOST = "simulated"
 
@@ -68,7 +66,7 @@ class PlanController:
         return inf if not fleet.machines and not fleet.queue else now
 
     def _snapshot(self, fleet: SimulatedFleet, now: float) -> Snapshot:
-        seen, at = self._seen, _moment(now)
+        seen, at = self._seen, moment(now)
         seen.update(fleet)
         self._slots = {number: slot for number, slot in self._slots.items() if number in fleet.machines}
         durations, queue = seen.durations.ordered, fleet.queue
@@ -92,6 +90,7 @@ class PlanController:
             traits=ProviderTraits(
                 billing_unit_s=fleet.world.billing_unit_s, host=HOST if fleet.world.is_free else None
             ),
+            refusal=last_refusal(fleet),
             planner_state=self._state,
         )
 
@@ -100,7 +99,7 @@ class PlanController:
         status = WorkerStatus.ACTIVE if machine.number in self._active else WorkerStatus.SPAWNING
         if machine.is_draining:
             status = WorkerStatus.TERMINATING
-        created, name, names = _moment(machine.requested_at), _name(machine), fleet.trace.queues
+        created, name, names = moment(machine.requested_at), _name(machine), fleet.trace.queues
         return WorkerView(
             id=name,
             slot=self._slots[machine.number],
@@ -108,11 +107,11 @@ class PlanController:
             is_paused=False,
             concurrency=fleet.world.slots,
             created_at=created,
-            activated_at=_moment(machine.ready_at) if machine.ready_at is not None else None,
+            activated_at=moment(machine.ready_at) if machine.ready_at is not None else None,
             last_heartbeat=now if is_ready else None,
-            first_claimed_at=_moment(machine.first_claimed_at) if machine.first_claimed_at is not None else None,
-            terminating_at=_moment(machine.draining_since) if machine.is_draining else None,
-            idle_s=None if machine.running else (now - _moment(machine.idle_since)).total_seconds(),
+            first_claimed_at=moment(machine.first_claimed_at) if machine.first_claimed_at is not None else None,
+            terminating_at=moment(machine.draining_since) if machine.is_draining else None,
+            idle_s=None if machine.running else (now - moment(machine.idle_since)).total_seconds(),
             machine_id=name,
             machine_at=created,
             creation="created",
@@ -120,7 +119,7 @@ class PlanController:
             vram_total_mb=1 if is_ready else None,
             vram_at=now if is_ready else None,
             running=tuple(
-                RunningView(index, _moment(at), None, names[index] if names else None)
+                RunningView(index, moment(at), None, names[index] if names else None)
                 for index, at in machine.running.items()
             ),
             provider=self._config.provider,
@@ -129,13 +128,9 @@ class PlanController:
 
 def _machine(machine: SimulatedMachine) -> Machine:
     state = MachineState.RUNNING if machine.ready_at is not None else MachineState.BOOTING
-    return Machine(_name(machine), _name(machine), state, created_at=_moment(machine.requested_at))
+    return Machine(_name(machine), _name(machine), state, created_at=moment(machine.requested_at))
 
 
 def _name(machine: SimulatedMachine) -> str:
     # All names have one length, so that the order of names is the order of creation.
     return f"{HOST}/{machine.number:08d}"
-
-
-def _moment(at: float) -> datetime:
-    return EPOCH + timedelta(seconds=at)

@@ -2,15 +2,28 @@
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
+from datetime import UTC, datetime, timedelta
 
-from windlass.model.snapshot import QueueDurations
+from windlass.model.snapshot import ProviderRefusal, QueueDurations
 from windlass.simulator.engine import SimulatedFleet
 
+# Any fixed moment: decisions depend on differences only. Not in the future, at an hour.
+EPOCH = datetime(2024, 1, 1, tzinfo=UTC)
 # The observation of a cycle reads as many from the database.
 KEPT_DURATIONS = 200
 KEPT_BOOTS = 50
 KEPT_QUEUE_DURATIONS = 100
 KEPT_QUEUES = 32
+
+
+def moment(at: float) -> datetime:
+    return EPOCH + timedelta(seconds=at)
+
+
+def last_refusal(fleet: SimulatedFleet) -> ProviderRefusal | None:
+    """The provider's last answer to a create call, if it refused: missing capacity, which passes by itself."""
+    at = fleet.refused_at
+    return None if at is None else ProviderRefusal("NO_CAPACITY", "no capacity in this simulation", moment(at))
 
 
 class SortedWindow:

@@ -11,16 +11,17 @@ from itertools import pairwise
 
 from windlass.model.errors import BadInput
 from windlass.model.fleet import FleetConfig
-from windlass.model.fleet_changes import with_changes
 from windlass.model.history import MachineRecord, TaskHistory
 from windlass.policy.scale.adaptive import UNKNOWN_BOOT_S, UNKNOWN_PROCESS_START_S
 from windlass.policy.scale.adaptive_boot import estimate_boots
 from windlass.simulator.engine import World
-from windlass.simulator.runs import RunRequest, billed_by
+from windlass.simulator.runs import RunRequest, billed_by, spawn_timeout_s
 from windlass.simulator.trace import Trace
 
 # The spread of fewer boots is not estimated.
 MIN_BOOTS_FOR_SPREAD = 5
+# So many boots are drawn as they were measured, whatever their distribution. Fewer give a lognormal distribution.
+MIN_BOOTS_TO_DRAW = 20
 # Outliers beyond it would be drawn in most runs.
 MAX_BOOT_SIGMA = 1.5
 # A fleet that is refused more often could not have worked.
@@ -63,9 +64,11 @@ def fleet_past(
         notes.append("There were more tasks: the oldest are left out.")
     boots = [machine.boot_s for machine in machines if machine.boot_s is not None]
     cancelled = [machine.cancelled_s for machine in machines if machine.cancelled_s is not None]
-    boot_s, sigma = _boots(config, boots, cancelled)
+    boot_s, sigma, steps = _boots(config, boots, cancelled)
     if boots:
         notes.append(f"Boots of {boot_s:.3g} s on average, measured on {len(boots)} machines.")
+        if steps:
+            notes.append("Boots are drawn from those that were measured.")
         if cancelled:
             notes.append(f"{len(cancelled)} starts that were cancelled count as boots that take longer.")
     else:
@@ -82,6 +85,7 @@ def fleet_past(
         slots=config.concurrency,
         boot_s=boot_s,
         boot_sigma=sigma,
+        boot_steps=steps,
         billing_unit_s=_billing_unit_s(config, machines),
         crashes_per_hour=crashed * 3600.0 / ready_s if ready_s > 0 else 0.0,
         refused_share=min(refused / len(machines), MAX_REFUSED_SHARE) if machines else 0.0,
@@ -98,16 +102,36 @@ def fleet_past(
     )
 
 
-def _boots(config: FleetConfig, boots: Sequence[float], cancelled: Sequence[float]) -> tuple[float, float]:
-    """Mean, and sigma of their logarithms, by the same estimate as `adaptive`.
+def assumed_past(config: FleetConfig, trace: Trace, seed: int = 1) -> FleetPast:
+    """Another trace in the world of a fleet whose machines are not known: only its settings are."""
+    boot_s, _, _ = _boots(config, (), ())
+    unit_s = _billing_unit_s(config, ())
+    notes = (
+        f"{len(trace.arrivals)} tasks over {trace.span_s / 86400:.2f} days.",
+        f"Without --boot, boots of {boot_s:g} s are assumed; without --billing, billed by the {billed_by(unit_s)}.",
+    )
+    world = World(
+        slots=config.concurrency,
+        boot_s=boot_s,
+        billing_unit_s=unit_s,
+        is_free=config.is_of_this_host,
+        seed=seed,
+    )
+    return FleetPast(trace, world, notes)
+
+
+def _boots(
+    config: FleetConfig, boots: Sequence[float], cancelled: Sequence[float]
+) -> tuple[float, float, tuple[tuple[float, float], ...]]:
+    """Mean, sigma of their logarithms, and the boots to draw from, by the same estimate as `adaptive`.
 
     `cancelled`: ages of starts that were cancelled. They would have taken longer.
     """
     if not boots:
-        return UNKNOWN_PROCESS_START_S if config.is_of_this_host else UNKNOWN_BOOT_S, 0.0
+        return UNKNOWN_PROCESS_START_S if config.is_of_this_host else UNKNOWN_BOOT_S, 0.0, ()
     estimate = estimate_boots(sorted(boots), cancelled, 0.0)
     if len(boots) < MIN_BOOTS_FOR_SPREAD or not estimate.steps:
-        return round(estimate.mean_s, 3), 0.0
+        return round(estimate.mean_s, 3), 0.0, ()
     # The share of boots that take longer falls at each step by the share of boots that take this long. What is left
     # after the last step took at least that long.
     shares = [before - after for before, after in pairwise([1.0, *(longer for _, longer in estimate.steps)])]
@@ -115,7 +139,8 @@ def _boots(config: FleetConfig, boots: Sequence[float], cancelled: Sequence[floa
     logs = [math.log(max(boot_s, 0.01)) for boot_s, _ in estimate.steps]
     mean = math.fsum(share * value for share, value in zip(shares, logs, strict=True))
     spread = math.fsum(share * (value - mean) ** 2 for share, value in zip(shares, logs, strict=True))
-    return round(estimate.mean_s, 3), min(math.sqrt(spread), MAX_BOOT_SIGMA)
+    sigma = min(math.sqrt(spread), MAX_BOOT_SIGMA)
+    return round(estimate.mean_s, 3), sigma, estimate.steps if len(boots) >= MIN_BOOTS_TO_DRAW else ()
 
 
 def _billing_unit_s(config: FleetConfig, machines: Sequence[MachineRecord]) -> int:
@@ -127,7 +152,7 @@ def _billing_unit_s(config: FleetConfig, machines: Sequence[MachineRecord]) -> i
 
 def simulated_settings(config: FleetConfig, world: World) -> FleetConfig:
     """A simulated boot may take longer than the limit for real ones."""
-    return with_changes(config, [f"spawn_timeout_s={max(config.default_spawn_timeout_s, 600.0, 20 * world.boot_s)}"])
+    return config.model_copy(update={"spawn_timeout_s": spawn_timeout_s(world)})
 
 
 def shadow_requests(config: FleetConfig, world: World, *, has_charts: bool = True) -> list[RunRequest]:

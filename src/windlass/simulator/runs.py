@@ -1,14 +1,19 @@
-"""One run: a policy with its settings, on a trace, in a world. Takes the fast path where there is one."""
+"""One run: a policy with its settings, on a trace, in a world. Takes the fast path where there is one.
+
+A run in which queued tasks get no worker ends with BadInput, which names the setting that causes it.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windlass.model.errors import BadInput
-from windlass.model.fleet import FleetConfig
+from windlass.model.fleet import MAX_SECONDS, FleetConfig
+from windlass.model.plural import plural
 from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS, reason_without_effect
+from windlass.policy.boot import TOTAL_FACTOR
 from windlass.simulator.baselines import BASELINES
-from windlass.simulator.engine import ClaimOrder, Controller, SimulatedFleet, World
+from windlass.simulator.engine import ClaimOrder, Controller, NoProgress, SimulatedFleet, World
 from windlass.simulator.fast_path import AdaptiveController
 from windlass.simulator.full_path import PlanController
 from windlass.simulator.measures import RunResult, measure
@@ -32,8 +37,12 @@ SIMULATED_SETTINGS = (
     "poll_interval_s",
     "spawn_timeout_s",
 )
-# Settings of which only the full path knows: `adaptive` takes it if one differs from the default.
-FULL_PATH_SETTINGS = ("min_scaling_interval_s",)
+# No boot of a run takes longer: one in a billion exceeds its mean by more than this many sigma. A spawn timeout above
+# it changes nothing.
+LONGEST_BOOT_SIGMAS = 6.0
+# The spawn timeout of a run, unless one is set: at least this long, and this many boots.
+MIN_SPAWN_TIMEOUT_S = 600.0
+SPAWN_TIMEOUT_BOOTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +70,17 @@ def run_policy(request: RunRequest, trace: Trace, on_cycle: Callable[[float], No
     world = replace(world, claim_order=request.claim_order or order)
     end_s = max(at + duration for at, duration in zip(trace.arrivals, trace.durations, strict=True))
     fleet = SimulatedFleet(trace, world, sample_every_s=end_s / CHART_POINTS if request.has_charts else None)
-    fleet.run(controller)
+    try:
+        fleet.run(controller)
+    except NoProgress as error:
+        raise BadInput(_reason_of_no_progress(request, controller, error)) from None
     return measure(fleet, label, optimal_s)
+
+
+def spawn_timeout_s(world: World) -> float:
+    """A spawn timeout that no boot of this world reaches."""
+    longest_s = max(SPAWN_TIMEOUT_BOOTS * world.boot_s, world.long_boot_s(LONGEST_BOOT_SIGMAS))
+    return min(max(MIN_SPAWN_TIMEOUT_S, longest_s), MAX_SECONDS)
 
 
 def reason_not_simulated(request: RunRequest, setting: str) -> str | None:
@@ -90,16 +108,51 @@ def _controller(request: RunRequest, on_cycle: Callable[[float], None] | None) -
     if request.policy in WINDLASS_POLICIES:
         # Claims as the product makes them: worker/claim_race.py.
         order = ClaimOrder.BILLED if world.billing_unit_s >= LONG_UNIT_S else ClaimOrder.RECENT
-        is_full = request.is_full or any(getattr(config, name) for name in FULL_PATH_SETTINGS)
-        if request.policy == "adaptive" and not is_full:
+        if request.policy == "adaptive" and not (request.is_full or _has_full_path_settings(config, world)):
             return AdaptiveController(config, on_cycle), order
-        return PlanController(config, on_cycle), order
+        return PlanController(_simulated_config(config, world), on_cycle), order
     if request.policy not in BASELINES:
         names = ", ".join((*WINDLASS_POLICIES, *BASELINES, OPTIMUM))
         raise BadInput(f"policy {request.policy!r} not found: choose one of {names}.")
     baseline = BASELINES[request.policy]
     limits = {"min_workers": config.min_workers, "max_workers": config.max_workers}
     return baseline.build(world.boot_s, limits), baseline.claim_order
+
+
+def _has_full_path_settings(config: FleetConfig, world: World) -> bool:
+    """Settings that only the full path reads have an effect on this run."""
+    timeout_s = config.spawn_timeout_s
+    can_time_out = timeout_s is not None and TOTAL_FACTOR * timeout_s < world.long_boot_s(LONGEST_BOOT_SIGMAS)
+    return config.min_scaling_interval_s > 0 or can_time_out
+
+
+def _simulated_config(config: FleetConfig, world: World) -> FleetConfig:
+    """The settings without limits that a run does not have: it reports no failed attempt, and no boot unless asked to.
+
+    A stuck timeout would fail a worker, whose machine cannot be deleted before its task has ended.
+    """
+    timeout_s = config.spawn_timeout_s if config.spawn_timeout_s is not None else spawn_timeout_s(world)
+    return config.model_copy(update={"spawn_timeout_s": timeout_s, "stuck_timeout_s": None})
+
+
+def _reason_of_no_progress(request: RunRequest, controller: Controller, error: NoProgress) -> str:
+    config, world = request.config, request.world
+    found = (
+        f"cannot simulate {request.label or request.policy}: {plural(error.queued, 'queued task')} had no worker for "
+        f"{error.stalled_s / 3600:.1f} hours of simulated time"
+    )
+    total_s = TOTAL_FACTOR * config.spawn_timeout_s if config.spawn_timeout_s is not None else math.inf
+    if not error.requested:
+        decision = f" The last decision was: {controller.decision}." if isinstance(controller, PlanController) else ""
+        return f"{found}, because no machine was requested: raise max_workers ({config.max_workers}).{decision}"
+    if error.refused == error.requested:
+        return f"{found}, because all {error.refused} create calls were refused: lower --refused."
+    if request.policy in WINDLASS_POLICIES and total_s < world.long_boot_s(LONGEST_BOOT_SIGMAS):
+        return (
+            f"{found}: a boot takes {world.boot_s:g} s, and a machine that is not ready after {total_s:g} s, twice "
+            f"spawn_timeout_s, is deleted. Raise spawn_timeout_s ({config.spawn_timeout_s:g})."
+        )
+    return f"{found}: {error.requested} machines were requested and none was ready. Choose another policy."
 
 
 def _optimum(trace: Trace, world: World, optimal_s: float, label: str) -> RunResult:

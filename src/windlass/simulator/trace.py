@@ -15,12 +15,15 @@ from functools import cached_property
 from pathlib import Path
 
 from windlass.model.errors import BadInput
+from windlass.model.fleet import MAX_SECONDS
 
 # About 300 MB of memory. A longer history should be cut or sampled.
 MAX_TASKS = 5_000_000
 # Unpacked. A small file that unpacks to more is not a trace.
 MAX_BYTES = 512 * 1024 * 1024
 DAY_S = 86_400.0
+# The longest time between two arrivals, and the longest duration: ten years, as of every duration of the configuration.
+MAX_TIME_S = MAX_SECONDS
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ def _parse(name: str, path: Path, rows: Iterable[list[str]]) -> Trace:
 def _trace(name: str, tasks: list[tuple[float, float, str]], *, has_queues: bool = False) -> Trace:
     tasks.sort(key=lambda task: task[0])
     first = tasks[0][0]
+    if max(tasks[-1][0] - first, *(duration_s for _, duration_s, _ in tasks)) > MAX_TIME_S:
+        raise BadInput(f"trace {name} spans more than ten years, or a task of it takes as long: cut it into parts.")
     return Trace(
         name,
         tuple(arrival_s - first for arrival_s, _, _ in tasks),

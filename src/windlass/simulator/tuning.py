@@ -23,11 +23,41 @@ PRICES = (None, 0.25, 1.0, 4.0)
 
 @dataclass(frozen=True, slots=True)
 class TunedSettings:
+    """`p95_wait_s`: the goal, if there is one."""
+
     settings: dict[str, float]
     searched: RunResult
     checked: RunResult
-    # No candidate held the goal: this one missed it least.
-    is_missed: bool = False
+    p95_wait_s: float | None = None
+
+    @property
+    def is_held_searched(self) -> bool:
+        """False: no candidate held the goal, and this one missed it least."""
+        return self._is_held(self.searched)
+
+    @property
+    def is_held_checked(self) -> bool:
+        return self._is_held(self.checked)
+
+    @property
+    def is_held(self) -> bool:
+        return self.is_held_searched and self.is_held_checked
+
+    @property
+    def problem(self) -> str | None:
+        """Which part misses the goal, and what to do. None: both hold it."""
+        if not self.is_held_searched:
+            return f"no settings hold a p95 wait of {self.p95_wait_s:g} s; these come closest."
+        if not self.is_held_checked:
+            return (
+                f"these settings miss the goal on the part that the search has not seen: p95 wait "
+                f"{self.checked.wait_p95_s:.0f} s, goal {self.p95_wait_s:g} s. Search a longer history, or a goal "
+                "below the one that you need."
+            )
+        return None
+
+    def _is_held(self, result: RunResult) -> bool:
+        return self.p95_wait_s is None or result.wait_p95_s <= self.p95_wait_s
 
 
 def tune(
@@ -51,8 +81,8 @@ def tune(
         cost = result.machine_seconds_billed + (price or 0.0) * result.wait_total_s
         found.append((missed_s, cost, settings, result))
         advance(1)
-    missed_s, _, settings, searched = min(found, key=lambda each: (each[0], each[1]))
-    return TunedSettings(settings, searched, _run(unseen, base, world, settings), is_missed=missed_s > 0)
+    _, _, settings, searched = min(found, key=lambda each: (each[0], each[1]))
+    return TunedSettings(settings, searched, _run(unseen, base, world, settings), p95_wait_s)
 
 
 def candidates(boot_s: float, p95_wait_s: float | None, price: float | None) -> Iterator[dict[str, float]]:

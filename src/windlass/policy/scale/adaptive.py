@@ -11,7 +11,10 @@ worth, in machine seconds). All else is learned: durations by queue, boot times,
 and drains in one cycle, and a worker that drains was idle for its whole timeout, so that it does not flap.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import ceil, inf
 
 from windlass.model.adaptive import AdaptiveMemory
@@ -48,6 +51,25 @@ DUE_TOLERANCE_S = 0.001
 MAX_CANCELLED = 100
 
 
+class SpawnRule(StrEnum):
+    """What set the number of workers to spawn."""
+
+    GOAL = "goal"  # the forward look
+    BACKLOG = "backlog"  # a lost backlog: fewer workers clear it at least cost
+    PRICE = "price"  # the price of waiting: a higher constant number costs least
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnNeed:
+    """New workers that tasks need, and the rule that set the number."""
+
+    workers: int
+    rule: SpawnRule
+    # Workers that the goal alone wants, and those that the rule wants: new ones, and with PRICE all.
+    of_goal: int
+    of_rule: int
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptiveDecision:
     spawn: int
@@ -61,6 +83,7 @@ class AdaptiveDecision:
     timeout_s: float
     # Share of boots that are ready within the goal. 1: no more workers start than tasks need.
     in_time: float
+    need: SpawnNeed
     memory: AdaptiveMemory
     # The decision stays the same until this moment unless a task arrives or ends or a worker becomes ready.
     valid_until: float
@@ -87,15 +110,9 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
         in_time = in_time_share(load.boots, goal_s - GOAL_MARGIN_S / 2, load.queued_mean_s)
     counted = ready_in_time(len(ages_s), in_time)
 
-    needed = spawns_needed(load, memory, played_goal_s, late_slack_s, ages_s[:counted]) if load.queued else 0
-    is_lost = (load.oldest_queued_age_s or 0.0) > played_goal_s - load.boot_s
-    if needed and is_lost and not load.is_free and (clearing := clearing_workers(load, memory, price)) is not None:
-        needed = min(needed, clearing)
-    floor = 0
-    if price:
-        floor = adaptive_keep.cheapest_workers(load, memory, price, PATIENCE_WITH_PRICE)
-        if load.queued:
-            needed = max(needed, floor - load.workers)
+    floor = adaptive_keep.cheapest_workers(load, memory, price, PATIENCE_WITH_PRICE) if price else 0
+    need = _needed_workers(load, memory, price, floor, played_goal_s, late_slack_s, ages_s[:counted])
+    needed = need.workers
     spawn = max(needed, starts_for(counted + needed, in_time) - len(ages_s)) if needed else 0
     allowed = max(0, min(spawn, load.max_workers - load.workers))
     restart_s = load.boot_s * (1 + TASKS_PER_RESTART * price if price else RESTART_BOOTS)
@@ -106,12 +123,10 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
     if not spawn and extra:
         surplus = len(ages_s) - starts_for(min(counted, ceil(load.queued / load.slots)), in_time)
         cancel = max(0, min(surplus, extra, load.max_cancelled))
-    cancelled = tuple(round(age_s, 3) for age_s in ages_s[len(ages_s) - cancel :])
     memory = replace(
-        memory,
+        _with_cancelled(load, memory, ages_s[len(ages_s) - cancel :]),
         machines=load.workers + allowed,
         extra_starts=extra - cancel + max(0, allowed - needed),
-        cancelled_boots_s=(*memory.cancelled_boots_s, *cancelled)[-MAX_CANCELLED:],
     )
 
     drain, valid_until = tuple[int, ...](), inf
@@ -129,7 +144,60 @@ def decide(load: FleetLoad, memory: AdaptiveMemory, wait_goal_s: float | None, p
     if load.queued or load.starting_ages_s:
         valid_until = load.now
     timeout_s = _idle_timeout_s(load, memory, load.busy + 1, unknown_s)
-    return AdaptiveDecision(spawn, drain, cancel, floor, goal_s, timeout_s, in_time, memory, valid_until)
+    return AdaptiveDecision(
+        spawn,
+        drain,
+        cancel,
+        floor,
+        goal_s,
+        timeout_s,
+        in_time,
+        need,
+        memory,
+        valid_until,
+    )
+
+
+def _needed_workers(
+    load: FleetLoad,
+    memory: AdaptiveMemory,
+    price: float,
+    floor: int,
+    goal_s: float,
+    late_slack_s: float,
+    starting_ages_s: Sequence[float],
+) -> SpawnNeed:
+    """`floor`: the number of workers that costs least with this price of waiting."""
+    if not load.queued:
+        return SpawnNeed(0, SpawnRule.GOAL, 0, 0)
+    of_goal = spawns_needed(load, memory, goal_s, late_slack_s, starting_ages_s)
+    need = SpawnNeed(of_goal, SpawnRule.GOAL, of_goal, of_goal)
+    is_lost = (load.oldest_queued_age_s or 0.0) > goal_s - load.boot_s
+    if of_goal and is_lost and not load.is_free:
+        clearing = clearing_workers(load, memory, price)
+        if clearing is not None and clearing < of_goal:
+            need = SpawnNeed(clearing, SpawnRule.BACKLOG, of_goal, clearing)
+    if floor - load.workers > need.workers:
+        return SpawnNeed(floor - load.workers, SpawnRule.PRICE, load.workers + of_goal, floor)
+    return need
+
+
+def _with_cancelled(load: FleetLoad, memory: AdaptiveMemory, ages_s: Sequence[float]) -> AdaptiveMemory:
+    """The memory with further cancelled starts, and without those that are older than every known boot.
+
+    Such a start says nothing about the boots that are known now: a smaller image may boot faster. It would count as a
+    slow boot for ever, because a fleet whose boots seem too slow starts no extra workers, and so cancels none.
+    """
+    if not (memory.cancelled_boots_s or ages_s):
+        return memory
+    # A release without these numbers may have left more ages than numbers.
+    missing = len(memory.cancelled_boots_s) - len(memory.cancelled_at_boot)
+    at_boot = (*[0] * missing, *memory.cancelled_at_boot, *[memory.boots] * len(ages_s))
+    all_ages_s = (*memory.cancelled_boots_s, *(round(age_s, 3) for age_s in ages_s))
+    # The known boots are the last ones, so that the oldest of them ended this many boots ago.
+    oldest = memory.boots - load.boots.boots
+    first = max(0, len(at_boot) - MAX_CANCELLED, bisect_right(at_boot, oldest) if load.boots.boots else 0)
+    return replace(memory, cancelled_boots_s=all_ages_s[first:], cancelled_at_boot=at_boot[first:])
 
 
 def _drains(
@@ -166,6 +234,7 @@ def adaptive(demand: Demand) -> ScalingDecision:
     unknown_s = UNKNOWN_PROCESS_START_S if demand.is_free else UNKNOWN_BOOT_S
     starting = sorted(demand.booting, key=lambda s: (s.worker.created_at, s.worker.id))
     durations, is_long_unit = queue.durations_s, demand.billing_unit_s >= billing.LONG_UNIT_S
+    ready_at = [state.worker.activated_at for state in demand.active if state.worker.activated_at is not None]
 
     def idle_worker(state: WorkerState) -> IdleWorker:
         idle_s, until = state.idle_s or 0.0, demand.billed_until.get(state.worker.id)
@@ -189,6 +258,7 @@ def adaptive(demand: Demand) -> ScalingDecision:
         boots=estimate_boots(queue.boots_s, memory.cancelled_boots_s, unknown_s),
         assumed_duration_s=assumed_duration_s(has_long_units=is_long_unit, price=fleet.price_of_waiting),
         billing_unit_s=demand.billing_unit_s,
+        booted=sum(memory.at is None or at.timestamp() > memory.at for at in ready_at),
         max_workers=fleet.max_workers,
         max_cancelled=min(fleet.max_changes_per_cycle, max(0, demand.capacity - fleet.min_workers)),
         is_free=demand.is_free,
@@ -214,9 +284,22 @@ def _reason(demand: Demand, load: FleetLoad, decision: AdaptiveDecision) -> str:
     if load.queued:
         known = "" if load.duration_mean_s is not None else " (assumed)"
         text += f", tasks of {load.queued_mean_s:.3g} s{known}, boot {load.boot_s:.0f} s, goal {decision.goal_s:.0f} s"
-        return text if decision.in_time == 1 else f"{text}, {decision.in_time:.0%} of boots in time"
+        if decision.in_time < 1:
+            text += f", {decision.in_time:.0%} of boots in time"
+        return text + _rule_text(decision, demand.fleet.price_of_waiting or 0.0)
     if decision.floor:
         return f"{text}, {decision.floor} kept for the load of the last {adaptive_keep.WINDOW_S / 60:.0f} min"
     if load.idle and load.idle[0].billed_s is None:
         return f"{text}, idle timeout {decision.timeout_s:.0f} s"
     return text
+
+
+def _rule_text(decision: AdaptiveDecision, price: float) -> str:
+    """What set the number of workers, with its numbers, if it was not the goal."""
+    need = decision.need
+    match need.rule:
+        case SpawnRule.BACKLOG:
+            return f", missed by the oldest: {need.of_rule} more cost least, not {need.of_goal}"
+        case SpawnRule.PRICE:
+            return f", price_of_waiting {price:g}: {need.of_rule} workers cost least, not {need.of_goal}"
+    return ""

@@ -42,7 +42,7 @@ LATE_SHARE = 0.05
 
 
 def observe(load: FleetLoad, memory: AdaptiveMemory) -> AdaptiveMemory:
-    """The memory with the arrivals and the machine seconds since the last decision."""
+    """The memory with the arrivals, the boots and the machine seconds since the last decision."""
     now = load.now
     passed_s = 0.0 if memory.at is None else max(0.0, now - memory.at)
     # Count workers that exist, not workers that were wanted: the provider may have refused them.
@@ -55,7 +55,13 @@ def observe(load: FleetLoad, memory: AdaptiveMemory) -> AdaptiveMemory:
     while oldest < len(arrivals) and arrivals[oldest].at < now - WINDOW_S:
         oldest += 1
     oldest = max(oldest, len(arrivals) - MAX_RECORDS)
-    return replace(memory, at=now, machine_s=machine_s, arrivals=arrivals[oldest:] if oldest else arrivals)
+    return replace(
+        memory,
+        at=now,
+        machine_s=machine_s,
+        arrivals=arrivals[oldest:] if oldest else arrivals,
+        boots=memory.boots + load.booted,
+    )
 
 
 def learn_gaps(load: FleetLoad, memory: AdaptiveMemory, starting: int, restart_s: float) -> AdaptiveMemory:

@@ -69,6 +69,8 @@ class FleetLoad:
     assumed_duration_s: float = ASSUMED_DURATION_S
     billing_unit_s: int = 1
     max_workers: int = 100_000
+    # Workers that became ready since the last decision.
+    booted: int = 0
     # Starting workers that may be cancelled in this cycle.
     max_cancelled: int = 0
     # Machines are processes of this host and cost nothing: no task has to wait for another's worker.
