@@ -50,7 +50,7 @@ METAVARIABLES = """
 # States and words of vendors, Ray, HTTP, SQL, PostgreSQL and the system.
 OTHER_PROGRAMS = """
     ALIVE CLUSTER_METADATA COMMUNITY CRASHED DECISION DELETE DENY DRAIN_NODE_REASON_PREEMPTION ERROR EXITED FAIL
-    FAILED HEAD HIGH_PERFORMANCE INSERT METADATA NONE OPTIONS PATCH PG_VERSION POST RUNNING SC_CLK_TCK SECURE
+    FAILED HEAD HIGH_PERFORMANCE METADATA NONE OPTIONS PATCH PG_VERSION POST RUNNING SC_CLK_TCK SECURE
     SIGKILL TERMINATED TRUNCATE UPDATE
 """
 # Names in __all__.
@@ -154,7 +154,7 @@ def test_code_of_an_explanation_is_linked_to_its_runbook() -> None:
     sentence = "Worker w failed 5 s ago (GPU_NOT_DETECTED): <no> device (see `app:x`) (MY_OWN: x)."
     assert codes_in(sentence) == ["GPU_NOT_DETECTED"]
     shown = explained(sentence)
-    assert '(<a class="quiet" href="/runbooks#GPU_NOT_DETECTED">GPU_NOT_DETECTED</a>): &lt;no&gt;' in shown
+    assert '(<a href="/runbooks#GPU_NOT_DETECTED">GPU_NOT_DETECTED</a>): &lt;no&gt;' in shown
     assert "(see <code>app:x</code>) (MY_OWN: x)" in shown
 
 
