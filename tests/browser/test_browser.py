@@ -437,6 +437,8 @@ def test_login_link_works_once_and_sign_out_ends_the_session(
     new_page(used, is_operator=False)
     page = new_page(used, is_operator=False, allow_errors=True)
     expect(page.get_by_role("heading", name="Link expired")).to_be_visible()
+    expect(page.get_by_text("read only")).to_have_count(0)
+    expect(page.locator("main").get_by_role("link")).to_have_count(0)
     context = chromium.new_context(base_url=site.url)
     try:
         page_of_link = context.new_page()

@@ -137,6 +137,13 @@ def test_worker_started_by_hand_is_shown_beside_the_fleets(site: BrowserSite, ne
         expect(live(page).get_by_role("button", name="Deploy")).to_be_visible()
 
 
+def test_fleet_without_cycles_has_no_tab_among_the_cycles(site: BrowserSite, new_page: NewPage) -> None:
+    with site.worker_by_hand("by-hand"):
+        tabs = live(new_page("/cycles")).get_by_role("navigation", name="Fleet")
+        expect(tabs.get_by_role("link", name="idle", exact=True)).to_be_visible()
+        expect(tabs.get_by_role("link", name="default", exact=True)).to_have_count(0)
+
+
 def test_anonymous_page_says_how_to_become_operator(new_page: NewPage) -> None:
     page = live(new_page("/queues", is_operator=False))
     page.get_by_text("read only").click()

@@ -84,6 +84,7 @@ async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql
     await add_worker(sql, 0, "idle", concurrency=4)
     await add_worker(sql, 1, "idle", kind="dispatcher", concurrency=8)
     await add_worker(sql, 2, "idle", last_heartbeat=clock() - timedelta(hours=1))
+    await add_worker(sql, 3, "idle", kind="node", node='{"state": "dead"}')
     for queue, count in (("a", 3), ("b", 2), ("orphaned", 1)):
         for _ in range(count):
             await store.enqueue(new_task(queue))
@@ -103,7 +104,9 @@ async def test_overview_has_queued_tasks_workers_and_burn_rate(store: Store, sql
     assert (gpus.managed, gpus.paused, gpus.silent) == (3, 1, 1)
     # A busy worker, a terminating one, and a paused one without heartbeats.
     assert (gpus.idle, gpus.free_slots) == (0, 0)
+    # Neither the dispatcher, nor the worker without heartbeats, nor the one whose Ray node is dead.
     assert (idle.idle, idle.free_slots) == (1, 4)
+    assert idle.workers[WorkerStatus.ACTIVE] == 3, "a dispatcher runs no tasks itself"
     assert [(burn.currency, burn.micros_per_hour, burn.machines) for burn in gpus.burn] == [("EUR", 400_000, 2)]
     assert [alert.code for alert in gpus.alerts] == ["HOLD"]
     assert [alert.code for alert in seen.alerts] == ["NO_LEADER"]
@@ -160,6 +163,7 @@ async def test_throughput_is_measured_over_the_time_there_is(store: Store, sql: 
 async def test_overview_names_what_serves_each_queue(store: Store, sql: Any) -> None:
     await add_fleet(sql, queues="{a,b}")
     await add_worker(sql, 0)
+    await add_worker(sql, 1, kind="dispatcher")
     await store.register(Registration("hand", ("by-hand", "a")))
     for queue in ("a", "by-hand", "nosuch"):
         await store.enqueue(new_task(queue))
@@ -211,6 +215,9 @@ async def test_busy_queue_does_not_hide_quiet_one(
     # Each row is weighted by completed tasks: nearly all waited for a second.
     assert (gpus.work.wait_p50_s, gpus.work.wait_p95_s) == (1, 1)
     assert gpus.work.completed_per_minute == pytest.approx(60 * 2500 / 251.9 + 60 * 5 / 202)
+    # The same in the totals.
+    assert (seen.total.wait_p50_s, seen.total.wait_p95_s, seen.total.duration_p50_s) == (1, 1, 2)
+    assert seen.total.completed_per_minute == pytest.approx(gpus.work.completed_per_minute)
     monkeypatch.setattr(overview, "RECENT_TASKS", 100)
     assert (await store.overview()).queues["a"].completed_per_minute == pytest.approx(600, rel=0.02)
 
@@ -428,6 +435,18 @@ async def test_task_detail_has_time_it_became_claimable(store: Store, clock: Any
     assert {name: getattr(found, name) for name in Task.__dataclass_fields__} == asdict(known)
     assert found.ready_at == due
     assert await store.task_in_full(task_id + 1) is None
+
+
+async def test_retrying_task_waits_for_the_end_of_its_back_off(store: Store, sql: Any, clock: Any) -> None:
+    task_id = await store.enqueue(new_task("a"))
+    due = clock() + timedelta(seconds=60)
+    retry = "update windlass.tasks set status = 'error', attempts = 1, run_after = $2 where id = $1"
+    await sql.execute(retry, task_id, due)
+    clock.advance(90)
+    (row,) = (await store.tasks_page(which=TaskList.ERROR)).rows
+    detail = await store.task_in_full(task_id)
+    assert detail is not None
+    assert (row.ready_at, detail.ready_at) == (due, due)
 
 
 async def test_tasks_are_found_by_id_key_code_and_error_text(store: Store, sql: Any, clock: Any) -> None:

@@ -230,6 +230,23 @@ async def test_login_page_has_an_icon(api: ApiFixture) -> None:
     assert 'rel="icon" href="/favicon.ico"' in welcome.text
 
 
+async def test_error_page_without_a_caller_leads_nowhere(api: ApiFixture) -> None:
+    """The overview would be refused too, and the advice on roles is for callers that can read."""
+    browser = api.client("192.0.2.7")
+    html = {"Accept": "text/html"}
+    anonymous = await browser.get("/queues", headers=html)
+    assert (anonymous.status_code, "Not logged in" in anonymous.text) == (401, True)
+    await browser.get(await create_login_link(api.store, "http://127.0.0.1:1", Role.VIEWER))
+    # The caller of an unknown path is not looked up.
+    for path, role in (("/queues/nosuch", "read only"), ("/nosuch", "Not found")):
+        known = await browser.get(path, headers=html)
+        assert known.status_code == 404
+        assert role in known.text
+        assert '<a href="/">Overview</a>' in known.text
+    for part in ("read only", '<a href="/">Overview</a>'):
+        assert part not in anonymous.text
+
+
 async def test_viewer_session_can_read_and_not_write(api: ApiFixture) -> None:
     browser = api.client("192.0.2.7")
     await browser.get(await create_login_link(api.store, "http://127.0.0.1:1", Role.VIEWER))

@@ -238,6 +238,12 @@ def test_slot_map_shows_every_slot_and_its_worker() -> None:
     assert found.cells[-1].slot == 7, "a worker above a lowered max_workers"
 
 
+@pytest.mark.parametrize(("node", "state"), [("dead", "error"), ("alive", "idle"), ("absent", "idle")])
+def test_worker_whose_ray_node_is_dead_is_not_idle(node: str, state: str) -> None:
+    found = slot_map(fleet(), [worker(0, kind=WorkerKind.NODE, node=NodeView(NodeState(node), NOW, NOW))])
+    assert found.cells[0].state == state
+
+
 def test_slot_map_of_large_fleet_shows_occupied_slots_only() -> None:
     found = slot_map(fleet(max_workers=10_000), [worker(slot) for slot in range(MAX_CELLS)])
     assert (len(found.cells), found.is_whole) == (MAX_CELLS, False)
@@ -392,9 +398,10 @@ def test_history_of_failed_task_counts_attempts_only() -> None:
         ({"attempts": 1, "started_at": NOW + timedelta(seconds=7)}, 7.0),
         ({"attempts": 2, "started_at": NOW + timedelta(seconds=700)}, None),
         ({"attempts": 1, "started_at": NOW - timedelta(seconds=7)}, None),
+        ({"attempts": 1, "started_at": NOW + timedelta(seconds=7), "status": TaskStatus.ERROR}, None),
         ({"attempts": 0}, None),
     ],
-    ids=["first attempt", "later attempt", "queued for the second attempt", "not started"],
+    ids=["first attempt", "later attempt", "queued for the second attempt", "retrying", "not started"],
 )
 def test_waiting_time_is_that_of_the_first_attempt(changed: dict[str, Any], waited: float | None) -> None:
     fields = dict.fromkeys(TaskRow.__dataclass_fields__) | {"created_at": NOW - timedelta(days=1), "ready_at": NOW}
@@ -504,7 +511,7 @@ def test_budget_shows_used_share_and_action() -> None:
     )
     assert "per day: EUR 9.00 of 10.00" in page
     assert "90 % of the budget used" in page
-    assert "stop-spawning" in page
+    assert "When used up: no worker is spawned" in page
     assert budget.level == "warn"
 
 

@@ -7,24 +7,27 @@ from typing import Any, get_args
 
 import pytest
 
-from windlass.cost.report import TotalCost
+from windlass.cost.report import Forecast, TotalCost
 from windlass.dashboard.alerts import MAX_UNSERVED_ITEMS, attention_items, fleet_items
 from windlass.dashboard.charts import RANGE_S, ChartRange, fleet_charts, history_s
-from windlass.dashboard.cost import MIN_CHART_DAYS, currency_summaries, days_with_cost
+from windlass.dashboard.cost import MIN_CHART_DAYS, BudgetView, cost_page, currency_summaries, days_with_cost
 from windlass.dashboard.cycles import REPLAY_SETTINGS, cycles_page, replay_options
+from windlass.dashboard.filters import cents
 from windlass.dashboard.fleets import fleet_card, fleet_page, settings_of
 from windlass.dashboard.overview import overview_page
 from windlass.dashboard.queues import queues_page
-from windlass.dashboard.rendering import PageContext, Viewer
+from windlass.dashboard.rendering import PageContext, Viewer, error_page
 from windlass.dashboard.tasks import tasks_page
 from windlass.dashboard.workers import slot_map, worker_page, workers_page
 from windlass.model.cost import Cost, VolumeCost
 from windlass.model.cycle import Cycle, Fleet
 from windlass.model.fleet import FleetConfig
-from windlass.model.listing import Page, WorkerRow
+from windlass.model.listing import Page, TaskRow, WorkerRow
 from windlass.model.overview import FleetOverview, Leader, OpenAlert, Overview, Work
 from windlass.model.provider_defaults import IGNORED_BY_ADAPTIVE, POLICY_SETTINGS, reason_without_effect
+from windlass.model.task import TaskStatus
 from windlass.model.worker import WorkerKind, WorkerStatus
+from windlass.policy.stages.budget import CONSEQUENCES
 
 NOW = datetime(2026, 11, 18, 3, 0, tzinfo=UTC)
 FLEET = Fleet("gpus", "local", ("renders",), 0, 6, False, 0, None, (), NOW - timedelta(days=9), NOW, 10.0, True)
@@ -232,6 +235,7 @@ def test_fleet_of_workers_started_by_hand_has_no_limits_and_no_buttons(is_page_o
     shown = page(BY_HAND)
     assert "2 workers started by hand" in shown
     assert "Nothing spawns or replaces" in shown
+    assert "Started by hand; windlass.toml has no fleet default." in shown
     for wrong in ("windlass up", "of 10", "Add worker", "Deploy", "/fleets/default/pause"):
         assert wrong not in shown
     # A pause can be ended.
@@ -295,3 +299,95 @@ def test_worker_started_by_hand_is_shown_as_such_and_promises_no_replacement() -
     assert ">dispatcher<" in dispatcher
     for wrong in ("machine", "min_workers", "is billed"):
         assert wrong not in one
+
+
+# ---------------------------------------------------------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize(
+    ("statuses", "buttons"),
+    [
+        ((TaskStatus.COMPLETE,), set()),
+        ((TaskStatus.COMPLETE, TaskStatus.QUEUED), {"Cancel"}),
+        ((TaskStatus.RUNNING,), {"Cancel"}),
+        ((TaskStatus.FAILED,), {"Retry"}),
+        ((TaskStatus.ERROR,), {"Retry", "Cancel"}),
+    ],
+    ids=lambda value: "-".join(value) or "none",
+)
+def test_buttons_for_selected_tasks_are_those_that_change_one(statuses: tuple[Any, ...], buttons: set[str]) -> None:
+    known = dict.fromkeys(TaskRow.__dataclass_fields__) | {"id": 1, "queue": "q", "ready_at": NOW, "attempts": 3}
+    known |= {"started_at": NOW, "finished_at": NOW, "payload_preview": "1"}
+    rows = tuple(TaskRow(**known | {"status": status}) for status in statuses)
+    page = tasks_page(
+        OPERATOR, Page(rows, None), work=Work(), queues=[], has_more_queues=False, queue=None, which=None, search=None,
+        histories={}, is_first=True,
+    )  # fmt: skip
+    assert {name for name in ("Retry", "Cancel") if f'value="{name} the selected tasks"' in page} == buttons
+    assert ("Selected tasks:" in page) == bool(buttons)
+
+
+def test_lists_of_tasks_have_no_counts_while_searching() -> None:
+    def page(search: str | None) -> str:
+        return tasks_page(
+            OPERATOR, Page((), None), work=Work(queued=41), queues=[], has_more_queues=False, queue=None, which=None,
+            search=search, histories={}, is_first=True,
+        )  # fmt: skip
+
+    assert "Queued <small>41</small>" in page(None)
+    assert "41" not in page("order")
+
+
+def test_list_of_terminated_workers_is_named_and_has_no_billing_period() -> None:
+    def page(*, is_terminated: bool) -> str:
+        row = worker(status=WorkerStatus.TERMINATED, terminated_at=NOW) if is_terminated else worker()
+        return workers_page(
+            OPERATOR, Page((row,), None), fleets=[], maps=[], counts={WorkerStatus.ACTIVE: 16}, ray_dashboards={},
+            fleet=None, is_terminated=is_terminated, is_first=True,
+        )  # fmt: skip
+
+    live, terminated = page(is_terminated=False), page(is_terminated=True)
+    assert ("16 active" in live, "Billing period" in live) == (True, True)
+    assert ("16 active" in terminated, "Billing period" in terminated) == (False, False)
+    assert '<p class="soft">Terminated workers, newest first</p>' in terminated
+
+
+@pytest.mark.parametrize("is_unknown", [False, True])
+def test_page_without_a_caller_has_no_advice_for_viewers(is_unknown: bool) -> None:
+    context = PageContext(NOW, "1.0", Viewer(is_unknown=is_unknown))
+    for can_read in (False, True):
+        page = error_page(context, "Not found", "No such page.", can_read=can_read)
+        assert ("read only" in page, '<a href="/">Overview</a>' in page) == (not is_unknown, can_read)
+
+
+# ----------------------------------------------------------------------------------------------------------------- cost
+
+
+@pytest.mark.parametrize(
+    ("micros", "text"),
+    {0: "0.00", 1: "<0.01", 9_999: "<0.01", 10_000: "0.01", 123_400: "0.12", 1_204_000_000: "1204.00"}.items(),
+)
+def test_amounts_in_a_table_have_two_decimals(micros: int, text: str) -> None:
+    assert cents(micros) == text
+
+
+def test_cost_page_marks_estimates_and_has_no_waste_of_queues() -> None:
+    cost = Cost("q", "EUR", task_micros=9_000_000)
+
+    def page(workers: int, **tables: Any) -> str:
+        empty: dict[str, Any] = {"by_day": [], "by_fleet": [], "by_queue": [], "volumes": [], "budgets": []}
+        return cost_page(
+            OPERATOR, since=NOW, chosen_days=1, fleet=None, days=["2026-11-18"], totals=[cost],
+            forecasts=[Forecast("EUR", 7_000_000, workers, 0, 0)], **(empty | tables),
+        )  # fmt: skip
+
+    wasted = "Wasted</abbr></th>"
+    assert wasted in page(0, by_fleet=[cost])
+    assert wasted not in page(0, by_queue=[cost])
+    # A machine that still runs is not settled.
+    assert ("~7.00" in page(1), "~7.00" in page(0)) == (True, False)
+
+
+@pytest.mark.parametrize("action", get_args(FleetConfig.model_fields["budget_action"].annotation))
+def test_budget_says_what_happens_when_it_is_used_up(action: str) -> None:
+    assert BudgetView("gpus", "day", "EUR", 1, 2, action).consequence == CONSEQUENCES[action]

@@ -380,7 +380,7 @@ def test_fleet_explanation_tells_what_was_done(summary: dict[str, Any] | None, p
     actions = (Promote("a", "x"), Fail("b", "X", "x"), Drain("c", "X", "x"), Delete("d", None, "X", "x"), *spawns)
     explanation = explain_fleet(FLEET, [replace(CYCLE, actions=actions, summary=summary)], now=NOW)
     spawned, deleted = provider_calls
-    done = f" [{spawned}, promoted 1, failed 1, drained 1, {deleted}]"
+    done = f" [{spawned}, activated 1, failed 1, drained 1, {deleted}]"
     assert [text.partition(" needed")[2] for _, text in explanation.history] == [done]
     assert f"{done}." in explanation.answer[0]
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from windlass.cost.report import Forecast, TotalCost, with_volumes
 from windlass.dashboard.rendering import PageContext, render
 from windlass.model.cost import ChargeKind, Cost, VolumeCost
+from windlass.policy.stages.budget import CONSEQUENCES
 
 KINDS = {
     ChargeKind.TASK: "Time in which the worker ran tasks",
@@ -65,6 +66,10 @@ class CurrencySummary:
     total: Cost | None
     forecast: Forecast | None
     sum: TotalCost | None
+
+    @property
+    def is_month_estimate(self) -> bool:
+        return bool(self.forecast and self.forecast.workers) or bool(self.sum and self.sum.is_estimate)
 
 
 def currency_summaries(
@@ -137,8 +142,13 @@ class BudgetView:
     currency: str
     spent_micros: int
     limit_micros: int
-    # What happens when it is used up.
+    # The setting `budget_action` of the fleet.
     action: str
+
+    @property
+    def consequence(self) -> str:
+        """What happens when it is used up."""
+        return CONSEQUENCES[self.action]
 
     @property
     def share(self) -> float:

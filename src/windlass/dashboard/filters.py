@@ -4,7 +4,7 @@ import re
 from datetime import datetime
 
 from windlass.model.error_text import error_headline
-from windlass.model.money import amount
+from windlass.model.money import MICROS, amount
 from windlass.model.overview import COUNT_LIMIT
 
 UNKNOWN = "\N{EN DASH}"
@@ -62,6 +62,11 @@ def percent(share: float | None) -> str:
 
 def money(micros: int | None, currency: str | None) -> str:
     return UNKNOWN if micros is None else f"{currency or ''} {amount(micros)}".strip()
+
+
+def cents(micros: int) -> str:
+    """The amount with two decimals, so that the decimals of a column align. Amounts below a cent: <0.01."""
+    return "<0.01" if 0 < micros < MICROS // 100 else f"{micros / MICROS:.2f}"
 
 
 def moment(at: datetime | None) -> str:

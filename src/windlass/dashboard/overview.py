@@ -19,7 +19,7 @@ def overview_page(
     chosen: ChartRange | None = None,
 ) -> str:
     items = attention_items(overview)
-    total = overview.total_work()
+    total = overview.total
     workers = sum(sum(each.workers.values()) for each in overview.fleets)
     work = f"{count(total.queued)} queued, {count(total.running)} running" if total.queued + total.running else "Idle"
     critical = sum(item.is_critical for item in items)

@@ -35,6 +35,8 @@ class Viewer:
 
     is_operator: bool = False
     csrf: str = ""
+    # The request was refused before its caller was looked up, or has none.
+    is_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ def _environment() -> Environment:
     environment.globals["CHART_RANGES"] = [(value.value, label) for value, label in RANGE_LABELS.items()]
     environment.globals["asset"] = asset
     for function in (
-        *(filters.duration, filters.brief, filters.count, filters.counted, filters.percent, filters.money),
-        *(filters.moment, filters.gigabytes, filters.headline, filters.gist, filters.action_label, filters.plain),
+        *(filters.duration, filters.brief, filters.count, filters.counted, filters.percent),
+        *(filters.money, filters.cents, filters.moment, filters.gigabytes, filters.headline),
+        *(filters.gist, filters.action_label, filters.plain),
         *(ray_nodes.node_state, ray_nodes.node_uses, query, in_code, explained, runbook_link, runbook_url, amount),
     ):
         environment.filters[function.__name__] = function
@@ -142,5 +145,6 @@ def confirm_page(
     )
 
 
-def error_page(page_context: PageContext, title: str, message: str) -> str:
-    return render("error.html", page_context, title=title, message=message)
+def error_page(page_context: PageContext, title: str, message: str, *, can_read: bool = True) -> str:
+    """`can_read`: the caller may be allowed to read other pages, so that a link to the overview is of use."""
+    return render("error.html", page_context, title=title, message=message, can_read=can_read)

@@ -22,7 +22,7 @@ def runbook_url(code: str | None) -> str | None:
 def runbook_link(code: str | None) -> Markup | str:
     """The code, linked to its runbook if it has one."""
     url = runbook_url(code)
-    return code or "" if url is None else Markup('<a class="quiet" href="{}">{}</a>').format(url, code)
+    return code or "" if url is None else Markup('<a href="{}">{}</a>').format(url, code)
 
 
 @cache

@@ -25,6 +25,9 @@ TASK_LISTS = (
     ("failed", "Failed", "dead"),
     ("cancelled", "Cancelled", None),
 )
+# Statuses of tasks that the buttons for selected tasks change.
+RETRIED_STATUSES = frozenset({TaskStatus.FAILED, TaskStatus.ERROR})
+CANCELLED_STATUSES = frozenset({TaskStatus.QUEUED, TaskStatus.RUNNING, TaskStatus.ERROR})
 _SUMMARIES = {
     None: "Newest first",
     "queued": "In the order in which they will be claimed",
@@ -85,11 +88,12 @@ def tasks_page(
     is_first: bool,
     is_search_incomplete: bool = False,
 ) -> str:
-    """`work`: counts of the chosen queues. `histories`: events of the failed tasks on the page.
+    """`work`: counts of the chosen queues, shown without a search. `histories`: events of the failed tasks on the page.
 
     `is_search_incomplete`: the search stopped at its limit.
     """
     labels = {value: label for value, label, _ in TASK_LISTS}
+    statuses = {row.status for row in page.rows}
     what = _SUMMARIES.get(which, f"{labels[which]} tasks")
     return render(
         "tasks.html",
@@ -98,7 +102,8 @@ def tasks_page(
         rows=[(row, waited_s(row)) for row in page.rows],
         next_url=next_page_url("/tasks", page, queue=queue, status=which, search=search),
         lists=[
-            (value, label, getattr(work, field) if field is not None else None) for value, label, field in TASK_LISTS
+            (value, label, getattr(work, field) if field is not None and not search else None)
+            for value, label, field in TASK_LISTS
         ],
         filters={"queue": queue, "status": which, "search": search},
         queues=queues,
@@ -116,14 +121,18 @@ def tasks_page(
         },
         is_search_incomplete=is_search_incomplete,
         summary=f"{what}{f', queue {queue}' if queue else ''}{f', matching “{search}”' if search else ''}.",
+        can_retry=not statuses.isdisjoint(RETRIED_STATUSES),
+        can_cancel=not statuses.isdisjoint(CANCELLED_STATUSES),
         is_first=is_first,
     )
 
 
 def waited_s(task: TaskRow | TaskDetail) -> float | None:
     """Time from ready to started, of a first attempt. None for later attempts, which waited for other reasons."""
+    if task.attempts != 1 or task.started_at is None or task.status is TaskStatus.ERROR:
+        return None
     # Started before it was ready: it has become ready again, for its second attempt.
-    if task.attempts != 1 or task.started_at is None or task.started_at < task.ready_at:
+    if task.started_at < task.ready_at:
         return None
     return (task.started_at - task.ready_at).total_seconds()
 

@@ -11,6 +11,7 @@ from windlass.dashboard.rendering import PageContext, next_page_url, render
 from windlass.dashboard.worker_logs import log_text
 from windlass.model.cycle import Fleet
 from windlass.model.listing import Page, WorkerRow
+from windlass.model.node import NodeState
 from windlass.model.task import TaskSummary
 from windlass.model.worker import WorkerStatus
 from windlass.model.worker_log import WorkerLogLine
@@ -41,12 +42,14 @@ class SlotMap:
 
 
 def worker_state(worker: WorkerRow) -> str:
-    """The status, or for an active worker: paused, silent, busy or idle."""
+    """The status, or for an active worker: paused, silent, error if its Ray node is dead, busy or idle."""
     if worker.status is WorkerStatus.ACTIVE:
         if worker.is_paused:
             return "paused"
         if worker.is_silent:
             return "silent"
+        if worker.node is not None and worker.node.state is NodeState.DEAD:
+            return "error"
         return "busy" if worker.running_tasks else "idle"
     return worker.status.value
 
@@ -114,7 +117,7 @@ def workers_page(
     is_terminated: bool,
     is_first: bool,
 ) -> str:
-    parts = [f"{count(number)} {status}" for status, number in counts.items() if number]
+    live = ", ".join(f"{count(number)} {status}" for status, number in counts.items() if number)
     return render(
         "workers.html",
         page_context,
@@ -124,7 +127,7 @@ def workers_page(
         fleets=fleets,
         maps=maps,
         ray_dashboards=ray_dashboards,
-        summary=", ".join(parts) or "No live workers",
+        summary="Terminated workers, newest first" if is_terminated else live or "No live workers",
         fleet=fleet,
         is_terminated=is_terminated,
         is_first=is_first,

@@ -16,7 +16,7 @@ from windlass.model.plural import plural
 # the key of the cycle's summary that counts successful calls. The others took effect when the plan was committed.
 COUNTED_ACTIONS: tuple[tuple[type, str, str, str], ...] = (
     (Spawn, "spawned", "spawn", "workers_spawned"),
-    (Promote, "promoted", "", ""),
+    (Promote, "activated", "", ""),
     (Fail, "failed", "", ""),
     (Drain, "drained", "", ""),
     (Delete, "deleted", "deletion", "workers_terminated"),

@@ -84,7 +84,7 @@ class ListedTask(TaskSummary):
 
 @dataclass(frozen=True, slots=True)
 class TaskRow(ListedTask):
-    # When it became claimable: enqueued, reached its run_after, or was requeued.
+    # When it became or becomes claimable: enqueued, reached its run_after, or was requeued.
     ready_at: datetime
     # Cost in the ledger; None if it ran only on workers without a price, or nothing is settled yet.
     cost_micros: int | None

@@ -66,7 +66,7 @@ class OpenAlert:
 class FleetOverview:
     fleet: Fleet
     work: Work
-    # Workers by status, without terminated ones.
+    # Workers by status, without terminated ones and without dispatchers, which run no tasks themselves.
     workers: Mapping[WorkerStatus, int]
     # Workers in a slot of the fleet.
     managed: int
@@ -111,7 +111,7 @@ class QueueOverview:
     name: str
     work: Work
     fleets: tuple[str, ...]
-    # Live workers that claim from it, of fleets or started by hand.
+    # Live workers that run its tasks, of fleets or started by hand.
     workers: int
 
     @property
@@ -133,29 +133,10 @@ class Overview:
     last_event_id: int
     # Whether `queues` is incomplete.
     has_more_queues: bool = False
-    # Live workers by queue. Queues without any are left out.
+    # Live workers by queue, without dispatchers. Queues without any are left out.
     workers_by_queue: Mapping[str, int] = field(default_factory=dict)
-
-    def total_work(self, queue: str | None = None) -> Work:
-        """All queues together, or one. Medians cannot be added: wait and duration are those of the queue with most
-        completions."""
-        works = [work for name, work in self.queues.items() if queue in (None, name)]
-        busiest = max(works, key=lambda work: work.completed_per_minute, default=Work())
-        return Work(
-            queued=sum(work.queued for work in works),
-            scheduled=sum(work.scheduled for work in works),
-            retrying=sum(work.retrying for work in works),
-            running=sum(work.running for work in works),
-            dead=sum(work.dead for work in works),
-            oldest_queued_age_s=max(
-                (work.oldest_queued_age_s for work in works if work.oldest_queued_age_s is not None), default=None
-            ),
-            wait_p50_s=busiest.wait_p50_s,
-            wait_p95_s=max((work.wait_p95_s for work in works if work.wait_p95_s is not None), default=None),
-            duration_p50_s=busiest.duration_p50_s,
-            completed_per_minute=sum(work.completed_per_minute for work in works),
-            current_per_minute=sum(work.current_per_minute for work in works),
-        )
+    # All of `queues` together. Medians and p95 are those of all their tasks.
+    total: Work = field(default_factory=Work)
 
     def queue(self, name: str, work: Work | None = None) -> QueueOverview:
         """`work`: the counts of a queue that is not in `queues`."""

@@ -32,6 +32,8 @@ PageCursor = Annotated[str | None, Query(max_length=500)]
 PageFilter = Annotated[str | None, Query(max_length=63)]
 PageViewer = Annotated[TokenCaller, Depends(viewer)]
 
+# Without a session, or with a login link that has expired: other pages are refused too.
+_LOGIN_ERRORS = (401, 410)
 _ERROR_TITLES = {
     400: "Invalid request",
     401: "Not logged in",
@@ -56,7 +58,7 @@ def page_context(
     return PageContext(
         now=now,
         version=context.version,
-        viewer=Viewer(is_operator, csrf or ""),
+        viewer=Viewer(is_operator, csrf or "", is_unknown=caller is None),
         theme=theme if theme in ("light", "dark") else None,
         stream=STREAM if is_live else None,
         refresh_s=refresh_s,
@@ -80,7 +82,9 @@ def render_error(context: AppContext, request: Request, error: ApiError) -> Resp
         message += "Open a login link. `windlass tokens link` and `windlass up` print one; each works for one browser."
     title = _ERROR_TITLES.get(error.status_code, "Error")
     shown = page_context(context, request, datetime.now(UTC), is_live=False)
-    return html(request, error_page(shown, title, message[:1].upper() + message[1:]), error.status_code)
+    message = message[:1].upper() + message[1:]
+    can_read = error.status_code not in _LOGIN_ERRORS
+    return html(request, error_page(shown, title, message, can_read=can_read), error.status_code)
 
 
 def static_paths() -> list[str]:

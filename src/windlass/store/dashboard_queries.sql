@@ -1,12 +1,13 @@
 -- Named queries of the dashboard and the HTTP API. Each reads a bounded number of rows.
 
 -- name: worker_counts
--- overview; workers_live, and all of tasks_running once.
+-- overview; workers_live, and all of tasks_running once. Dispatchers run no tasks themselves: they count as paused or
+-- silent only.
 select
-  w.fleet, count(*) filter (where w.status = 'spawning') as spawning,
-  count(*) filter (where w.status = 'active') as active,
-  count(*) filter (where w.status = 'terminating') as terminating,
-  count(*) filter (where w.status = 'error') as error,
+  w.fleet, count(*) filter (where w.status = 'spawning' and w.kind <> 'dispatcher') as spawning,
+  count(*) filter (where w.status = 'active' and w.kind <> 'dispatcher') as active,
+  count(*) filter (where w.status = 'terminating' and w.kind <> 'dispatcher') as terminating,
+  count(*) filter (where w.status = 'error' and w.kind <> 'dispatcher') as error,
   count(*) filter (where w.slot is not null) as managed,
   count(*) filter (where w.slot is null and w.kind = 'worker') as by_hand,
   count(*) filter (
@@ -28,8 +29,9 @@ cross join lateral (
   select w.last_heartbeat >= windlass.now() - make_interval(secs => w.lease_s) as is_valid
 ) as lease
 cross join lateral (
-  -- A dispatcher places tasks on nodes and has no slots of its own.
-  select w.status = 'active' and not w.paused and w.kind <> 'dispatcher' and lease.is_valid as can_begin
+  -- A dispatcher places tasks on nodes and has no slots of its own. Ray places nothing on a dead node.
+  select w.status = 'active' and not w.paused and w.kind <> 'dispatcher' and lease.is_valid
+    and w.node ->> 'state' is distinct from 'dead' as can_begin
 ) as ready
 where w.status <> 'terminated'
 group by w.fleet;
@@ -45,10 +47,10 @@ group by w.fleet, w.currency order by w.fleet, micros_per_hour desc, w.currency;
 select distinct unnest(f.queues) as queue from windlass_internal.fleets f;
 
 -- name: workers_by_queue
--- overview; workers_live. Live workers that can claim from each queue.
+-- overview; workers_live. Live workers that can run tasks of each queue.
 select q.name as queue, count(*) as workers
 from windlass_internal.workers w cross join lateral unnest(w.queues) as q (name)
-where w.status in ('spawning', 'active') group by q.name;
+where w.status in ('spawning', 'active') and w.kind <> 'dispatcher' group by q.name;
 
 -- name: last_cycles
 -- overview; one probe of cycles_fleet for each fleet.

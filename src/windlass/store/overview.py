@@ -97,6 +97,7 @@ class PostgresOverview(DatabaseStore):
             last_event_id=moment["last_event_id"],
             has_more_queues=has_more_queues,
             workers_by_queue=serving,
+            total=_sum_work(list(of_queues.values()), recent_work.of(of_queues)),
         )
 
     async def queue_work(self, queue: str) -> Work:

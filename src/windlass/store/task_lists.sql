@@ -144,7 +144,7 @@ select
   t.id, t.queue, t.status, t.priority, t.attempts, t.max_attempts, t.timeout_s, t.run_after, t.created_at, t.started_at,
   t.finished_at, t.worker_id, t.unique_key, t.progress, t.progress_note, t.error_code, t.error, t.owner,
   case when pg_column_size(t.payload) <= 65536 then left(t.payload::text, $2) end as payload_preview,
-  coalesce(t.ready_at, t.created_at) as ready_at, c.cost_micros, c.currency
+  greatest(t.created_at, t.ready_at, t.run_after) as ready_at, c.cost_micros, c.currency
 from unnest($1::bigint[]) with ordinality as wanted (id, place)
 join windlass_internal.tasks t on t.id = wanted.id
 left join lateral (
@@ -158,7 +158,7 @@ order by wanted.place;
 select
   id, queue, status, priority, attempts, max_attempts, timeout_s, run_after, created_at, started_at, finished_at,
   worker_id, unique_key, progress, progress_note, error_code, error, owner, payload, result,
-  coalesce(ready_at, created_at) as ready_at
+  greatest(created_at, ready_at, run_after) as ready_at
 from windlass_internal.tasks where id = $1;
 
 -- name: task_errors

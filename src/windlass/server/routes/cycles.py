@@ -210,7 +210,8 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         page = cycles_page(
             page_context(context, request, overview.at),
             found,
-            fleets=[each.fleet.name for each in overview.fleets],
+            # Workers that were started by hand have no cycles.
+            fleets=[each.fleet.name for each in overview.fleets if not each.is_by_hand],
             fleet=fleet or None,
             has_all=bool(all_cycles),
             charts=[

@@ -33,7 +33,7 @@ class QueueResponse:
     work: Work
     # Fleets that serve it.
     fleets: tuple[str, ...]
-    # Live workers that claim from it, of fleets or started by hand.
+    # Live workers that run its tasks, of fleets or started by hand.
     workers: int
     # False: no fleet and no live worker claims its tasks.
     is_served: bool

@@ -17,6 +17,7 @@ from windlass.model.errors import BadInput
 from windlass.model.event import Event
 from windlass.model.listing import Page, TaskList, TaskRow
 from windlass.model.masked_values import masked_json
+from windlass.model.overview import Work
 from windlass.model.task import MAX_TASK_ID, NAME_PATTERN, TaskStatus, TaskSummary, check_json_text, new_task
 from windlass.operations import (
     MAX_SELECTED_TASKS,
@@ -300,7 +301,7 @@ def _add_pages(router: APIRouter, context: AppContext) -> None:
         page = tasks_page(
             page_context(context, request, await store.now()),
             found,
-            work=overview.total_work(queue or None),
+            work=overview.queues.get(queue, Work()) if queue else overview.total,
             queues=sorted({*overview.queues, *([queue] if queue else [])}),
             has_more_queues=overview.has_more_queues,
             queue=queue or None,
