@@ -241,7 +241,7 @@ def test_doctor_ends_quietly_when_its_pipe_is_closed(windlass: CommandLine, data
 def test_doctor_tries_an_embedded_database_and_removes_it(windlass: CommandLine, data_dir: Path) -> None:
     done = windlass("doctor", "--data-dir", data_dir)
     assert done.code == 0, done
-    assert f"{data_dir} will be created at first use" in done.out
+    assert f"{data_dir} gets a database at first use" in done.out
     assert not data_dir.exists()
 
 

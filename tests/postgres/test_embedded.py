@@ -217,6 +217,7 @@ def test_committed_data_survives_restart(data_dir: Path) -> None:
         pytest.param("server_encoding", "UTF8", id="UTF-8 text"),
         pytest.param("listen_addresses", "", id="no network"),
         pytest.param("unix_socket_permissions", "0700", id="private socket"),
+        pytest.param("search_path", "public", id="tables of users outside of our schema"),
     ],
 )
 def test_server_has_setting(shared: EmbeddedPostgres, setting: str, value: str) -> None:

@@ -265,7 +265,7 @@ async def _open_database(config: Config) -> AsyncIterator[tuple[Finding, str, Da
     with stores.temporary_data_dir() as folder:
         trial = config.model_copy(update={"data_dir": folder / "data"})
         async with stores.database(trial) as dsn:
-            what = f"the embedded PostgreSQL works; {stores.data_dir(config)} will be created at first use"
+            what = f"the embedded PostgreSQL works; {stores.data_dir(config)} gets a database at first use"
             yield Finding("database", CheckStatus.OK, what), dsn, await stores.examine_database(dsn), True
 
 

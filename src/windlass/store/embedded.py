@@ -79,6 +79,8 @@ SETTINGS = {  # override postgresql.conf; the user may tune everything else
     "log_checkpoints": "off",  # otherwise an idle server fills its log
     # A claim scans the dead index entries of earlier claims until they are vacuumed.
     "autovacuum_naptime": "5s",
+    # The default begins with a schema named like the user, which is Windlass's own: tables of a user would land there.
+    "search_path": "public",
 }
 
 
