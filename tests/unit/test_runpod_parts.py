@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,19 @@ def test_join_file_is_written_from_the_first_process(disk: Disk) -> None:
     join = disk.path("windlass/join.json")
     assert join.read_text() == JOIN
     assert join.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_orchestrators_write_the_join_file_at_once(disk: Disk) -> None:
+    with_first_process(disk, WINDLASS_JOIN=JOIN)
+    arrived = f"{disk.folder}/arrived"
+    until_both = f"&& touch {arrived}.$$ && until [ $(ls {arrived}.* | wc -l) = 2 ]; do sleep 0.01; done && mv "
+    command = WRITE_JOIN_FILE.replace("&& mv ", until_both)
+    assert command != WRITE_JOIN_FILE
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(disk.run, [command] * 2)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert [path.name for path in disk.path("windlass").iterdir()] == ["join.json"]
+    assert disk.path("windlass/join.json").read_text() == JOIN
 
 
 def test_join_file_is_written_from_the_file_of_runpods_images(disk: Disk) -> None:

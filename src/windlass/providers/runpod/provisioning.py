@@ -300,14 +300,14 @@ unset windlass_entries windlass_entry windlass_break"""
 _USE_ENVIRONMENT = (
     f"if [ -x {ENVIRONMENT_FOLDER}/bin/windlass ]; then PATH={ENVIRONMENT_FOLDER}/bin:$PATH; export PATH; fi"
 )
-# For images that do not write the file themselves.
+# For images that do not write the file themselves. Two orchestrators may do it at once.
 WRITE_JOIN_FILE = f"""\
 umask 077
 mkdir -p {FOLDER} || exit 1
 [ -s {JOIN_FILE} ] && exit 0
 {_LOAD_ENVIRONMENT}
 [ -n "$WINDLASS_JOIN" ] || {{ echo "WINDLASS_JOIN is not in the container's environment"; exit 1; }}
-printf %s "$WINDLASS_JOIN" > {JOIN_FILE}.new && mv {JOIN_FILE}.new {JOIN_FILE}"""
+printf %s "$WINDLASS_JOIN" > {JOIN_FILE}.$$ && mv {JOIN_FILE}.$$ {JOIN_FILE}"""
 # A join file that lost its quotes would only be noticed by the worker. The text is not printed, since it has the token.
 CHECK_JOIN_FILE = f"""\
 tr '\\n' ' ' < {JOIN_FILE} | grep -Eq '^ *\\{{.*"worker_id" *: *".*\\}} *$' && exit 0
