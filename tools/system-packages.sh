@@ -1,6 +1,7 @@
 #!/bin/sh
 # What some tests use from the system: PostgreSQL 15, pgbouncer, OpenSSH, systemd-analyze, shellcheck, cloud-init,
-# promtool, kubectl, nginx and Caddy, Chromium, ffmpeg, buildah, Hetzner's own client. Root on Debian gets them; elsewhere the tests that need them are skipped and say so.
+# promtool, kubectl, nginx and Caddy, Chromium, ffmpeg, buildah, busybox, Hetzner's own client. Root on Debian gets them;
+# elsewhere the tests that need them are skipped and say so.
 set -eu
 [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || exit 0
 missing=""
@@ -12,6 +13,7 @@ ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || missing="$missing postg
 command -v ffmpeg >/dev/null || missing="$missing ffmpeg"
 command -v systemd-analyze >/dev/null || missing="$missing systemd"
 command -v buildah >/dev/null || missing="$missing buildah"
+command -v busybox >/dev/null || missing="$missing busybox"
 command -v shellcheck >/dev/null || missing="$missing shellcheck"
 command -v chromium >/dev/null || command -v google-chrome >/dev/null || missing="$missing chromium"
 # An installed cloud-init would set up this machine at its next boot: it is only unpacked, where the tests look for it.

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -87,9 +88,13 @@ def test_kept_demo_runs_until_ctrl_c(windlass: CommandLine) -> None:
     arguments = ("demo", "--keep", "--tasks", 50, "--workers", 2)
     with windlass.start(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        shown = next(filter(None, (re.search(r"status --watch --data-dir (\S+)", line) for line in process.stdout)))
+        suggestion = re.compile(r"^ +(.+) status --watch --data-dir (\S+)$")
+        shown = next(filter(None, map(suggestion.search, process.stdout)))
+        assert shown[1] == f"{sys.executable} -m windlass"
+        link = next(line for line in process.stdout if "dashboard: " in line)
+        assert "/login?key=wll_" in link
         try:
-            check_status(CommandLine(windlass.folder / "tmp"), shown[1])
+            check_status(CommandLine(windlass.folder / "tmp"), shown[2])
         finally:
             process.send_signal(signal.SIGINT)
         assert "stopping and deleting everything" in process.stdout.read()

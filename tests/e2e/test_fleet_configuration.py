@@ -11,7 +11,8 @@ import pytest
 
 from support.command_line import CommandLine
 from support.local_fleet import FleetHost, open_fleet_host
-from support.worker_harness import until
+from support.worker_harness import PATIENCE_S, until
+from windlass.model.lease import process_of_holder
 from windlass.model.task import TaskStatus
 
 
@@ -165,6 +166,32 @@ async def test_up_without_fleets_runs_while_an_unconfigured_fleet_has_workers(ho
         "windlass: no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml, or "
         "give --queue and --handler.\n",
     )
+
+
+async def test_up_without_fleets_is_refused_while_another_process_leads(host: FleetHost) -> None:
+    host.configure(min_workers=1, lease_s=600)
+    up = host.up()
+    await host.until_workers(1)
+    leader = process_of_holder(await host.store.leader() or "")
+    (host.folder / "windlass.toml").unlink()
+    refused = host.windlass("up")
+    assert leader is not None
+    assert (refused.code, refused.err) == (
+        2,
+        "windlass: no fleet is configured: add a table [fleets.NAME] with queues and a handler to windlass.toml, or "
+        f"give --queue and --handler. Nothing was started: pid {leader[1]} on host {leader[0]} leads in this "
+        "database.\n",
+    )
+    assert len(await host.until_workers(1)) == 1
+    # The lease of a killed `up` expires only after minutes, and its worker needs an orchestrator.
+    up.kill()
+    up.wait(PATIENCE_S)
+    await until(lambda: not psutil.pid_exists(leader[1]), "the end of the leader")
+    successor = host.up()
+    await until(lambda: "wait as standby" in host.log(), f"a start\n{host.log()}")
+    successor.terminate()
+    await until(lambda: successor.poll() is not None, f"end of up\n{host.log()}")
+    assert successor.returncode == 0, host.log()
 
 
 def test_up_without_fleets_creates_no_database_or_schema(tmp_path: Path, empty_dsn: str) -> None:

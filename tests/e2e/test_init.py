@@ -158,10 +158,13 @@ def test_dialog_ends_after_five_wrong_answers(windlass: CommandLine, tmp_path: P
             "there is no terminal to ask at. Give --image, --budget, --url, --max, or --yes for the defaults.",
         ),
         (("--yes", "--provider", "mars"), "--provider is 'mars': write one of local, hetzner, runpod."),
-        (("--yes", "--provider", "hetzner"), "--url has no default here. Give it."),
+        (
+            ("--yes", "--provider", "hetzner"),
+            "--url is missing. Give the address at which rented machines reach this host and its `windlass up`, ",
+        ),
         (
             ("--yes", "--provider", "runpod", "--url", URL, "--deploy", "docker"),
-            "--image has no default here. Give it.",
+            "--image is missing. Give an image that starts a worker by itself",
         ),
         (("--yes", "--deploy", "heroku"), "--deploy is 'heroku': write one of none, systemd, docker, kubernetes."),
         (("--yes", "--budget", "3"), "--budget is for rented machines, and --provider is local. Remove it."),
@@ -170,12 +173,18 @@ def test_dialog_ends_after_five_wrong_answers(windlass: CommandLine, tmp_path: P
             ("--yes", "--provider", "hetzner", "--url", URL, "--budget", "free"),
             "--budget is 'free': write an amount above 0, for example 5.00.",
         ),
-        (("--yes", "--min", 9), "min_workers is 9 and max_workers is 4: min must not exceed max."),
+        (("--yes", "--min", 9), "windlass: --min is 9 and --max is 4: the minimum must not exceed the maximum.\n"),
+        (("--yes", "--min", 5, "--max", 2), "windlass: --min is 5 and --max is 2: the minimum must not exceed"),
         (
             ("--yes", "--provider", "hetzner", "--url", "ftp://x"),
-            "api.url (from windlass.toml) is 'ftp://x': it is not a URL: write https://host:port.",
+            "windlass: --url is 'ftp://x': it is not a URL: write https://host:port.",
         ),
-        (("--yes", "--queue", 'a"]\n[alerts]\ncommand="x'), "fleets.default.queues (from windlass.toml)"),
+        (
+            ("--yes", "--provider", "runpod", "--url", URL, "--image", "!"),
+            "windlass: --image is '!': '!' is not an image: ",
+        ),
+        (("--yes", "--queue", "a b"), "windlass: --queue is ['a b']: 'a b' cannot be a queue's name: use letters, "),
+        (("--yes", "--queue", 'a"]\n[alerts]\ncommand="x'), "windlass: --queue is "),
     ],
 )
 def test_bad_input_is_refused_and_writes_nothing(
@@ -184,6 +193,7 @@ def test_bad_input_is_refused_and_writes_nothing(
     refused = windlass("init", *options)
     assert refused.code == 2
     assert refused.err.startswith("windlass: ") and sentence in refused.err, refused.err
+    assert "windlass.toml" not in refused.err, "no such file exists"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -81,6 +81,12 @@ async def test_token_limited_to_queue_cannot_touch_other_queues(api: ApiFixture)
     page = await limited.get("/runbooks")
     assert (page.status_code, 'id="WORKER_LOST"' in page.text) == (200, True)
     assert (await api.remote.get("/runbooks")).status_code == 401
+    for code in ("HANDLER_ERROR", "handler_error"):
+        redirected = await limited.get(f"/runbooks/{code}")
+        assert (redirected.status_code, redirected.headers["location"]) == (303, "/runbooks#HANDLER_ERROR")
+    unknown = await limited.get("/runbooks/NOSUCH", headers={"Accept": "text/html"})
+    assert (unknown.status_code, "No runbook has this code: /runbooks lists all codes" in unknown.text) == (404, True)
+    assert (await api.remote.get("/runbooks/HANDLER_ERROR")).status_code == 401
 
 
 async def test_token_limited_to_fleet_cannot_touch_other_fleets(api: ApiFixture) -> None:

@@ -89,6 +89,11 @@ def renderer() -> HumanRenderer:
             "12:00:07  reloaded configuration: changed=gpus (max_workers)",
             id="a reload with changes",
         ),
+        pytest.param(
+            {"event": "wait as standby", "reason": "another orchestrator leads"},
+            "12:00:07  standby: another orchestrator leads",
+            id="standby without fleets",
+        ),
         pytest.param({"event": "handle request", "path": "/", "status": 200}, None, id="a request"),
         pytest.param(
             {

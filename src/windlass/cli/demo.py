@@ -1,9 +1,13 @@
 """`windlass demo`: shows what windlass does, on this host."""
 
 import asyncio
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,12 +15,16 @@ import typer
 from windlass.cli.errors import print_error
 from windlass.cli.options import AsJson, command
 from windlass.cli.output import print_json, print_table
+from windlass.demo.environment import DemoPlace
 from windlass.demo.hetzner import HetznerDemo
 from windlass.demo.local import LocalDemo
 from windlass.demo.ray import RayDemo
 from windlass.demo.runpod import RunpodDemo
 from windlass.demo.scenario import DemoScenario
+from windlass.model.auth import Role
+from windlass.model.config import Config
 from windlass.model.errors import BadInput
+from windlass.wiring.http_server import dashboard_link
 
 
 class DemoProvider(StrEnum):
@@ -80,14 +88,11 @@ async def demo(
             print(flush=True)
         if keep:
             print_line("running until Ctrl-C. In another terminal, try:")
-            if report.poisonous_task_id is not None:
-                failed = report.poisonous_task_id
-                commands = ("status --watch", "explain demo", f"explain {failed}", f"tasks show {failed}")
-            else:
-                payload = """'{"number": 0, "work_s": 5, "is_poisonous": false}'"""
-                commands = ("status --watch", "cost --by worker", "explain demo", f"enqueue demo {payload}")
-            for suggested in commands:
-                print(f"         windlass {suggested} --data-dir {place.data_dir}", flush=True)
+            for suggested in suggested_commands(place, report.poisonous_task_id, program_name(sys.argv[0])):
+                print(f"         {suggested}", flush=True)
+            # A new one: each link works once.
+            link = await dashboard_link(Config(data_dir=place.data_dir), Role.OPERATOR, None, "demo")
+            print(f"         dashboard: {link}", flush=True)
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -95,6 +100,26 @@ async def demo(
     for problem in problems:
         print_error(f"demo check failed: {problem}.")
     return 1 if problems else 0
+
+
+def suggested_commands(place: DemoPlace, poisonous_task_id: int | None, program: str) -> list[str]:
+    """Commands to try in another terminal. `program`: as a shell starts it."""
+    if (failed := poisonous_task_id) is not None:
+        commands = ("status --watch", "explain demo", f"explain {failed}", f"tasks show {failed}")
+    else:
+        payload = """'{"number": 0, "work_s": 5, "is_poisonous": false}'"""
+        commands = ("status --watch", "cost --by worker", "explain demo", f"enqueue demo {payload}")
+    return [f"{program} {command} --data-dir {shlex.quote(str(place.data_dir))}" for command in commands]
+
+
+def program_name(argv0: str) -> str:
+    """How a shell starts this program: `windlass` only if PATH finds this one, otherwise as it was invoked."""
+    name = Path(argv0).name
+    if name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m windlass"
+    found = shutil.which(name)
+    is_on_path = found is not None and Path(found).resolve() == Path(argv0).resolve()
+    return name if is_on_path else shlex.quote(argv0)
 
 
 def _scenario(

@@ -30,7 +30,7 @@ _SENTENCES: Mapping[str, str | None] = {
     "started server": None,
     "finish cycle": "{fleet}: {decision}",
     "skip cycle": "{fleet}: {decision}",
-    "wait as standby": None,
+    "wait as standby": "standby: {reason}",
     "change worker": "{worker} is {change}: {reason}",
     "fail worker": "{worker} failed: {reason}",
     # By a plan; the alert itself follows as "change alert".

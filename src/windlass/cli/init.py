@@ -11,9 +11,10 @@ import typer
 
 from windlass import __version__
 from windlass.cli.options import command
-from windlass.model.errors import BadInput
+from windlass.model.errors import BadInput, ConfigError
 from windlass.wiring.project import (
     BUDGETS,
+    CONFIG_FILE,
     CURRENCIES,
     DEPLOYMENTS,
     IMAGES,
@@ -28,6 +29,24 @@ from windlass.wiring.project import (
 # Wrong answers to one question before the dialog ends.
 MAX_TRIES = 5
 NO_DEPLOYMENT = "none"
+# Options without a default for every project, and what they are.
+_REQUIRED = {
+    "--url": (
+        "the address at which rented machines reach this host and its `windlass up`, "
+        "for example https://windlass.example.com"
+    ),
+    "--image": "an image that starts a worker by itself, for example one of deploy/images",
+}
+# The options that give settings of the new file.
+_OPTIONS = {
+    "fleets.default.queues": "--queue",
+    "fleets.default.min_workers": "--min",
+    "fleets.default.max_workers": "--max",
+    "fleets.default.budget_per_day": "--budget",
+    "fleets.default.hetzner.image": "--image",
+    "fleets.default.runpod.image": "--image",
+    "api.url": "--url",
+}
 _Value = TypeVar("_Value")
 Parse = Callable[[str], _Value]
 
@@ -73,7 +92,7 @@ def init(
         if is_dialog:
             return _ask(question, parse, default)
         if default is None:
-            raise BadInput(f"{option} has no default here. Give it.")
+            raise BadInput(f"{option} is missing. Give {_REQUIRED[option]}.")
         return default
 
     provider = value("--provider", "Where do workers run: local, hetzner or runpod?", provider, _provider, "local")
@@ -88,10 +107,12 @@ def init(
         url = value("--url", "URL of this control plane, as machines reach it?", url, _text, None)
     least = value("--min", "Minimum number of workers?", min_, _count, 0)
     most = value("--max", "Maximum number of workers?", max_, _count, 4 if provider == "local" else 2)
+    if least > most:
+        raise BadInput(f"--min is {least} and --max is {most}: the minimum must not exceed the maximum.")
     answers = ProjectAnswers(
         provider, queue, least, most, budget, image, url, None if deploy == NO_DEPLOYMENT else deploy
     )
-    texts = project_files(answers, __version__)
+    texts = _project_files(answers)
     write_project(folder, texts, may_replace=force)
     print(f"wrote {', '.join(texts)} in {folder.absolute()}\n\nnext:")
     for line in _next_steps(answers, folder):
@@ -105,6 +126,17 @@ def _refuse_missing(provider: str | None, options: Mapping[str, object]) -> None
         missing.insert(0, "--provider")
     if missing:
         raise BadInput(f"there is no terminal to ask at. Give {', '.join(missing)}, or --yes for the defaults.")
+
+
+def _project_files(answers: ProjectAnswers) -> dict[str, str]:
+    """Raises ConfigError. It names the options: the file that has the settings is not written yet."""
+    try:
+        return project_files(answers, __version__)
+    except ConfigError as error:
+        text = str(error)
+        for setting, option in _OPTIONS.items():
+            text = text.replace(f"{setting} (from {CONFIG_FILE})", option)
+        raise ConfigError(text) from None
 
 
 def _refuse_options_of_machines(options: Mapping[str, object], deploy: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from windlass.model.action import Delete, Drain, Fail, Plan, Promote, RaiseAlert
 from windlass.model.cycle import ACTION_COUNTS, COUNTED_STATUSES, STATUS_COUNTS
-from windlass.model.lease import process_of_holder
+from windlass.model.lease import described_holder
 from windlass.model.machine import MachineState
 from windlass.model.outcome import (
     Committed,
@@ -79,11 +79,9 @@ class Summary:
 
     @property
     def standby_reason(self) -> str:
-        process = process_of_holder(self.leader) if self.leader is not None else None
-        leader = f"pid {process[1]} on host {process[0]}" if process is not None else "another orchestrator"
         dashboard = f" (dashboard: {self.leader_url})" if self.leader_url is not None else ""
         remaining = f" for {self.standby_s:.0f} s more" if self.standby_s is not None else ""
-        return f"standby: {leader}{dashboard} leads{remaining}"
+        return f"standby: {described_holder(self.leader)}{dashboard} leads{remaining}"
 
 
 def summarize(

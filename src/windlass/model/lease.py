@@ -55,6 +55,12 @@ def process_of_holder(holder: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found is not None else None
 
 
+def described_holder(holder: str | None) -> str:
+    """The process that holds a lease, in the words of messages."""
+    process = process_of_holder(holder) if holder is not None else None
+    return f"pid {process[1]} on host {process[0]}" if process is not None else "another orchestrator"
+
+
 @dataclass(slots=True)
 class LeaseGuard:
     """Tracks for how long this process may act as the holder, by the event loop's clock."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from windlass.model.errors import DatabaseUnavailable, SchemaMismatch
 from windlass.store.connection import connected, receives_notifications
+from windlass.store.fleets import QUERIES as FLEET_QUERIES
 from windlass.store.migration import applied_migrations, check_contract
 from windlass.store.tasks import QUERIES
 
@@ -64,12 +65,16 @@ async def examine(dsn: str) -> DatabaseCheck:
         )
 
 
-async def has_managed_workers(dsn: str) -> bool:
-    """Whether a fleet has workers that are not terminated. Works with any schema version, or none."""
+async def managed_workers_and_leader(dsn: str) -> tuple[bool, str | None]:
+    """Whether a fleet has workers that are not terminated, and the holder of the orchestrators' lease.
+
+    Works with any schema version, or none.
+    """
     async with connected(dsn, "searching for workers") as connection:
         if await connection.fetchval("select to_regclass('windlass_internal.workers')") is None:
-            return False
-        return bool(await connection.fetchval(QUERIES["has_managed_workers"]))
+            return False, None
+        leader: str | None = await connection.fetchval(FLEET_QUERIES["leader"])
+        return bool(await connection.fetchval(QUERIES["has_managed_workers"])), leader
 
 
 async def check_may_control(dsn: str) -> None:

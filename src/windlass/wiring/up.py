@@ -8,11 +8,13 @@ import asyncio
 import contextlib
 import os
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import structlog
 
 from windlass.background import background_task
@@ -26,7 +28,7 @@ from windlass.model.config import Config
 from windlass.model.counters import ALERT_MESSAGES, LOG_LINES_DROPPED, CounterBuffer
 from windlass.model.errors import BadInput, DatabaseUnavailable
 from windlass.model.fleet import FleetConfig
-from windlass.model.lease import Candidate, holder_of_this_process, process_of_holder
+from windlass.model.lease import Candidate, described_holder, holder_of_this_process, process_of_holder
 from windlass.model.process import ProcessKind
 from windlass.ports.alerts import Notifier
 from windlass.store.alerts import PostgresAlertStore
@@ -36,7 +38,7 @@ from windlass.store.doctor_checks import (
     ORCHESTRATOR,
     check_may_control,
     dsn_with_role,
-    has_managed_workers,
+    managed_workers_and_leader,
     user_with_owner_rights,
 )
 from windlass.store.history import PostgresControlMaintenance
@@ -120,10 +122,18 @@ class ControlOptions:
 async def check_start(config: Config) -> None:
     """Raise BadInput or ConfigError if the fleets cannot run, as far as that shows before anything is started.
 
-    A configuration without fleets is accepted while workers of former fleets exist, which are then shut down.
+    A configuration without fleets is accepted while workers of former fleets exist, which are then shut down. Only a
+    leader shuts them down, so it is refused while another process leads.
     """
-    if not config.fleets and not await _has_workers_left(config):
-        raise BadInput(f"{NO_FLEET}, or give --queue and --handler.")
+    if not config.fleets:
+        has_workers, leader = await _managed_workers_and_leader(config)
+        if leader is not None and not _is_ended_process(leader):
+            raise BadInput(
+                f"{NO_FLEET}, or give --queue and --handler. Nothing was started: {described_holder(leader)} leads in "
+                "this database."
+            )
+        if not has_workers:
+            raise BadInput(f"{NO_FLEET}, or give --queue and --handler.")
     await check_fleets(config)
 
 
@@ -266,12 +276,18 @@ def make_candidate(config: Config) -> Candidate:
     return Candidate(holder_of_this_process(), config.control.lease_s)
 
 
-async def _has_workers_left(config: Config) -> bool:
-    """Whether managed workers are live. Creates and migrates nothing: this may be the wrong folder."""
+async def _managed_workers_and_leader(config: Config) -> tuple[bool, str | None]:
+    """Whether managed workers are live, and who leads. Creates and migrates nothing: this may be the wrong folder."""
     if config.database_url is None and not has_embedded_database(config):
-        return False
+        return False, None
     async with database(config, makes_schema=False) as dsn:
-        return await has_managed_workers(dsn)
+        return await managed_workers_and_leader(dsn)
+
+
+def _is_ended_process(holder: str) -> bool:
+    """Whether the holder of a lease was a process of this host that has ended. Its lease then only has to expire."""
+    process = process_of_holder(holder)
+    return process is not None and process[0] == socket.gethostname() and not psutil.pid_exists(process[1])
 
 
 @asynccontextmanager

@@ -1,12 +1,13 @@
-"""The page of runbooks."""
+"""The page of runbooks, and an address for each code."""
 
 from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import RedirectResponse
 
 from windlass.dashboard.rendering import render
-from windlass.dashboard.runbooks import PATH, runbooks_html
+from windlass.dashboard.runbooks import PATH, runbook_url, runbooks_html
 from windlass.model.auth import TokenScope
 from windlass.server.auth import caller_scope
 from windlass.server.context import AppContext
@@ -28,5 +29,15 @@ def routes(context: AppContext) -> APIRouter:
             raise not_found("this installation has no runbooks: install Windlass from its wheel")
         shown = page_context(context, request, datetime.now(UTC), is_live=False)
         return html(request, render("runbooks.html", shown, body=body))
+
+    # An anchor does not reach the server, so a person who guesses the address of a code writes a path.
+    @router.get(f"{PATH}/{{code}}", include_in_schema=False)
+    async def page_of_code(
+        code: str, _viewer: PageViewer, _scope: Annotated[TokenScope, Depends(caller_scope)]
+    ) -> Response:
+        url = runbook_url(code.upper())
+        if url is None:
+            raise not_found(f"no runbook has this code: {PATH} lists all codes")
+        return RedirectResponse(url, 303)
 
     return router
