@@ -313,7 +313,7 @@ def test_worker_started_by_hand_is_shown_as_such_and_promises_no_replacement() -
         ((TaskStatus.FAILED,), {"Retry"}),
         ((TaskStatus.ERROR,), {"Retry", "Cancel"}),
     ],
-    ids=lambda value: "-".join(value) or "none",
+    ids=lambda value: "-".join(sorted(value)) or "none",
 )
 def test_buttons_for_selected_tasks_are_those_that_change_one(statuses: tuple[Any, ...], buttons: set[str]) -> None:
     known = dict.fromkeys(TaskRow.__dataclass_fields__) | {"id": 1, "queue": "q", "ready_at": NOW, "attempts": 3}
