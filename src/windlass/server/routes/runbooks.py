@@ -14,6 +14,9 @@ from windlass.server.context import AppContext
 from windlass.server.errors import not_found
 from windlass.server.pages import PageViewer, html, page_context
 
+# An anchor does not reach the server, so a person who guesses the address of a code writes a path.
+PATH_OF_CODE = f"{PATH}/{{code}}"
+
 
 def routes(context: AppContext) -> APIRouter:
     router = APIRouter()
@@ -30,8 +33,7 @@ def routes(context: AppContext) -> APIRouter:
         shown = page_context(context, request, datetime.now(UTC), is_live=False)
         return html(request, render("runbooks.html", shown, body=body))
 
-    # An anchor does not reach the server, so a person who guesses the address of a code writes a path.
-    @router.get(f"{PATH}/{{code}}", include_in_schema=False)
+    @router.get(PATH_OF_CODE, include_in_schema=False)
     async def page_of_code(
         code: str, _viewer: PageViewer, _scope: Annotated[TokenScope, Depends(caller_scope)]
     ) -> Response:
