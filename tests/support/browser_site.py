@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import asyncpg
 import httpx
+import psutil
 from playwright.sync_api import Page
 
+from support.marked_processes import live_processes
 from support.postgres_servers import run_aside, wait_until
 from support.stores import PostgresStores
 from windlass.model.task import Task, TaskStatus, new_task
@@ -105,6 +108,8 @@ class BrowserSite:
         self.url = f"http://127.0.0.1:{self.port}"
         self._blocked: list[Path] = []
         self._ups: list[subprocess.Popen[bytes]] = []
+        # A variable that `windlass up` and its workers inherit.
+        self._mark = f"BROWSER_SITE_{uuid4().hex}"
         (folder / "app.py").write_text(APP)
         (folder / "windlass.toml").write_text(TOML.format(folder=json.dumps(str(folder))))
 
@@ -115,7 +120,7 @@ class BrowserSite:
                 subprocess.Popen(
                     [sys.executable, "-m", "windlass", "up", "--port", str(self.port), "--log-format", "json"],
                     cwd=self.folder,
-                    env={**environment, "DATABASE_URL": self.dsn},
+                    env={**environment, "DATABASE_URL": self.dsn, self._mark: "1"},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -152,6 +157,10 @@ class BrowserSite:
         if self._ups[-1].poll() is None:
             self._ups[-1].send_signal(signal.SIGTERM)
             self._ups[-1].wait(2 * TIMEOUT_S)
+        # A successor of a killed `windlass up` may be stopped before it leads, and leaves the workers running.
+        for process in live_processes(self._mark):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def _log_path(self, number: int) -> Path:
         return self.folder / f"up-{number}.log"
