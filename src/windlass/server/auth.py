@@ -128,7 +128,7 @@ class Authenticator:
             identity = self.cache.get(session_hash) or await self._look_up_session(session, session_hash, scope)
             if identity is not None:
                 return identity
-        return _LOCALHOST if await self._is_open_to(scope, headers) else ANONYMOUS
+        return _LOCALHOST if await self._allow_open_reading(scope, headers) else ANONYMOUS
 
     async def is_still_allowed(self, identity: CallerIdentity, scope: Scope, headers: Headers) -> bool:
         """Whether a long-lived request would be authenticated again as the same caller."""
@@ -184,7 +184,7 @@ class Authenticator:
         self.cache.add(session_hash, identity, generation)
         return identity
 
-    async def _is_open_to(self, scope: Scope, headers: Headers) -> bool:
+    async def _allow_open_reading(self, scope: Scope, headers: Headers) -> bool:
         if not self._is_open_to_localhost or not _is_from_localhost(scope, headers):
             return False
         if self.cache.had_tokens is not None:
