@@ -186,7 +186,7 @@ def _with_cancelled(load: FleetLoad, memory: AdaptiveMemory, ages_s: Sequence[fl
     """The memory with further cancelled starts, and without those that are older than every known boot.
 
     Such a start says nothing about the boots that are known now: a smaller image may boot faster. It would count as a
-    slow boot for ever, because a fleet whose boots seem too slow starts no extra workers, and so cancels none.
+    slow boot permanently, because a fleet whose boots seem too slow starts no extra workers, and so cancels none.
     """
     if not (memory.cancelled_boots_s or ages_s):
         return memory
